@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from msrl.cli.configuration import load_configuration as load
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError, RunFailedError
 from msrl.tracking.metrics import MetricsWriter
 from msrl.tracking.run import RunFolder
 from msrl.types import StepReport
@@ -134,3 +134,54 @@ def test_a_folder_that_is_no_run_has_no_report(missing: str, tmp_path: Path):
     (tmp_path / "full" / missing).unlink()
     with pytest.raises(MsrlError, match=mentions(tmp_path / "full")):
         report.run(tmp_path / "full")
+
+
+RAY_DEATH = """\
+rollout engine 0 failed: The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutActor
+\tactor_id: 17e1
+\tpid: 4711
+\tnamespace: msrl
+\tip: 10.0.0.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
+detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes.
+also failed: training rank 1: BrokenPipeError: broken"""
+TRACE = """\
+rank 1 failed:
+Traceback (most recent call last):
+  File "a.py", line 1, in main
+    raise ValueError("too long")
+ValueError: too long
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        (TRACE, ("rank 1", "ValueError: too long")),
+        (RAY_DEATH, ("rollout engine 0", "pid 4711", "10.0.0.2", "End of file|code 2")),
+        ("rank 0 was ended by SIGKILL", ("rank 0", "SIGKILL")),
+    ],
+    ids=["exception", "death in Ray", "signal"],
+)
+def test_a_failed_process_is_one_message_with_the_command_that_resumes(
+    text: str, summary: tuple[str, ...], tmp_path: Path
+):
+    checkpoints = tmp_path / "full" / "checkpoints"
+    for step in (2, 4):
+        (checkpoints / f"iter_{step:07d}").mkdir(parents=True)
+        (checkpoints / "training" / f"iter_{step:07d}").mkdir(parents=True)
+    with (
+        pytest.raises(RunFailedError) as caught,
+        _open(tmp_path, "checkpoint.resume=auto") as log,
+    ):
+        _log_steps(log, 5)
+        raise ProcessFailedError(text)
+    cause, resume, details = str(caught.value).splitlines()
+    assert all(any(part in cause for part in fragment.split("|")) for fragment in summary)
+    assert "BrokenPipe" not in cause
+    assert_mentions(resume, "step 4", "--resume auto")
+    assert_mentions(details, tmp_path / "full" / "log.txt")
+    log_text = (tmp_path / "full" / "log.txt").read_text()
+    assert all(line.strip() in log_text for line in text.replace("\t", "").splitlines())
+    assert _attempt(tmp_path)["outcome"] == "failed"

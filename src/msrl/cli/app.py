@@ -24,7 +24,7 @@ from msrl.cli import (
     train,
 )
 from msrl.cli.help import Command, Group, examples
-from msrl.errors import MsrlError, VerificationError
+from msrl.errors import MsrlError, RunFailedError, VerificationError
 from msrl.limits import printable
 
 STACK = (
@@ -143,6 +143,9 @@ def main() -> None:
     except (MsrlError, VerificationError) as error:
         typer.echo(printable(str(error)), err=True)
         sys.exit(2 if isinstance(error, MsrlError) else 1)
+    except RunFailedError as error:
+        typer.echo(printable(str(error)), err=True)
+        sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise

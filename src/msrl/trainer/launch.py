@@ -27,14 +27,14 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from msrl import temporary
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 
 _AFTERMATH_S = 1.0  # how long after its peers' failures a rank's death may become known
 
 
-class RankError(Exception):
+class RankError(ProcessFailedError):
     """A rank failed; the message is its own traceback."""
 
 
@@ -258,8 +258,10 @@ def main() -> None:
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
         except BaseException:
-            pipe.send(("failure", traceback.format_exc()))
-            raise
+            # The driver prints it; its pipe is closed if another rank failed before.
+            with contextlib.suppress(OSError):
+                pipe.send(("failure", traceback.format_exc()))
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
-from msrl.errors import MsrlError, VerificationError
+from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
 from msrl.tracking.console import StepConsole
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
@@ -22,6 +22,7 @@ from msrl.tracking.plots import plot_metrics
 from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
+from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
 from msrl.workflows.training.settings import run_path
 
@@ -186,6 +187,20 @@ class RunLog:
         finally:
             self._log_file.close()
             self._folder.close()
+        if isinstance(error, ProcessFailedError):
+            raise RunFailedError(self._failure_text(error)) from error
+
+    def _failure_text(self, error: ProcessFailedError) -> str:
+        """Return the message on a failed process: cause, checkpoint, command that resumes, log."""
+        root = checkpoint_root(self._config)
+        steps, command = saved_steps(root), resume_command(self.path)
+        lines = [redacted(error.summary, self._config)]
+        if steps and command is not None:
+            lines.append(f"The last checkpoint is that of step {steps[-1]}. Resume with: {command}")
+        else:
+            lines.append(f"There is no checkpoint yet (step {self._last_step} was the last one).")
+        lines.append(f"Details: {self.path / LOG_FILE}")
+        return "\n".join(lines)
 
     def _record_end(self, error: BaseException | None) -> None:
         """Write how the attempt ended to the log and to attempts.jsonl."""
