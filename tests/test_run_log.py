@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +147,21 @@ rollout engine 0 failed: The actor died unexpectedly before finishing this task.
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit \
 detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes.
 also failed: training rank 1: BrokenPipeError: broken"""
-TRACE = """\
-rank 1 failed:
-Traceback (most recent call last):
-  File "a.py", line 1, in main
-    raise ValueError("too long")
-ValueError: too long
-"""
+
+
+def _trace() -> str:
+    """Return what a rank sends before it ends."""
+    try:
+        int("too long")
+    except ValueError:
+        return f"rank 1 failed:\n{traceback.format_exc()}"
+    raise AssertionError
 
 
 @pytest.mark.parametrize(
     ("text", "summary"),
     [
-        (TRACE, ("rank 1", "ValueError: too long")),
+        (_trace(), ("rank 1", "ValueError: invalid literal", "too long")),
         (RAY_DEATH, ("rollout engine 0", "pid 4711", "10.0.0.2", "End of file|code 2")),
         ("rank 0 was ended by SIGKILL", ("rank 0", "SIGKILL")),
     ],

@@ -38,6 +38,8 @@ _NO_KEYS = frozenset(
         "verbose",
         "json",
         "imports",
+        "force",
+        "new_token",
         "command",
         "folder",
         "more_input",

@@ -546,6 +546,18 @@ Stop = Annotated[
 ]
 
 # Cluster.
+NewToken = Annotated[
+    bool,
+    _option(
+        "--new-token",
+        panel=NETWORK,
+        help="Replace the token of earlier clusters. Copy it to the other machines again.",
+    ),
+]
+Force = Annotated[
+    bool,
+    _option("--force", help="Do not ask, even if a run uses the devices."),
+]
 RunFolder = Annotated[
     str,
     typer.Argument(metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False),

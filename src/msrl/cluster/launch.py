@@ -61,11 +61,13 @@ def up(
     dashboard_port: int = 8260,
     devices: int,
     platform_resource: str,
+    new_token: bool = False,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token. The dashboard is started too if `ray[default]` is installed.
+    It requires a token; `new_token` replaces that of earlier clusters. The dashboard is started too
+    if `ray[default]` is installed.
 
     Raises:
         MsrlError: A head started by `up` is running already, a port is in use, an address does not
@@ -86,7 +88,7 @@ def up(
             devices,
             platform_resource,
             dashboard,
-            state.make_token(),
+            state.make_token(is_new=new_token),
         )
         return _start_node(start, timeout_s)
 
