@@ -28,8 +28,9 @@ from msrl.workflows.training.settings import run_path
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints. It is absolute, because workers may have another
-    working directory.
+    """Return the folder of the run's checkpoints.
+
+    It is absolute, because workers may have another working directory.
     """
     return (
         Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
@@ -113,7 +114,8 @@ class RunLog:
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
             print(
-                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the resume",
+                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "
+                "resume",
                 file=sys.stderr,
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
@@ -142,8 +144,9 @@ class RunLog:
         self._last_step = report.step
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
-        written.
+        """Write report.md and the curves, and print the results.
+
+        Raises MsrlError if they cannot be written.
         """
         self._is_completed = self._last_step >= self._num_steps or "end" in results
         with self._writing("the report", "The training is done and its checkpoints are complete."):
