@@ -14,6 +14,7 @@ import pytest
 
 from msrl.cli.configuration import load_configuration as load
 from msrl.data.native import native_examples, native_prompts
+from msrl.data.templates import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit
@@ -63,6 +64,19 @@ def test_a_hostile_configuration_is_one_message(
     assert keyword in error
     assert len(error) < 5000
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "text", [lists(40).replace("a39", "user"), "user: " + "[" * 5000, "stop: 0x" + "f" * 6000]
+)
+def test_a_hostile_prompt_template_is_one_message(text: str, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("a0: &a0", "stop: &a0") if "a0" in text else text)
+    start = time.monotonic()
+    with pytest.raises(MsrlError, match=mentions(file)) as caught:
+        load_template(str(file))
+    assert time.monotonic() - start < 30
+    assert len(str(caught.value)) < 10_000
 
 
 def test_digits_and_nesting_on_the_command_line_are_one_message(

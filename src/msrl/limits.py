@@ -14,6 +14,7 @@ from types import FrameType
 from msrl.errors import MsrlError
 
 MIN_OPEN_FILES = 256
+_OPEN_FILES = 65_536
 # All control characters but tab and line feed, C1 included, and direction overrides.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -59,15 +60,16 @@ def printable(text: str) -> str:
 
 
 def require_open_files() -> None:
-    """Raise the limit of open files to the maximum that this process may set.
+    """Raise the limit of open files to 65,536, or as far as this process may.
 
     Raises:
         MsrlError: The maximum is too low to run anything.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard and soft != resource.RLIM_INFINITY:
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         raise MsrlError(
