@@ -32,10 +32,10 @@ def _train_sft(config: Config) -> str:
     from msrl.workflows.sft.run import prepare
     from msrl.workflows.training.preflight import check_start, planned_platform
 
-    platform = planned_platform(config)
-    job = prepare(config, platform.name)
-    check_start(config, "train-sft", platform, job.resume, longest=job.longest_row)
-    return f"{job.num_steps:,} steps; the longest row has {job.longest_row:,} tokens"
+    job = prepare(config, planned_platform(config))
+    longest = job.train.longest
+    check_start(config, "train-sft", job.platform, job.resume, longest=longest)
+    return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
 
 
 def _train_grpo(config: Config) -> str:

@@ -86,9 +86,7 @@ def next_command(
 
 
 class RunLog:
-    """An open run: it logs the report of every step, and writes the summary and the curves after a
-    clean end.
-    """
+    """Log of an open run: the report of every step, and after a clean end summary and curves."""
 
     def __init__(
         self,
