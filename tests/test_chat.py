@@ -117,7 +117,7 @@ def test_turns_are_kept_until_they_are_cleared_and_nothing_follows_quit(engine, 
         renderer,
         SYSTEM,
         sampling,
-        ["one\n", "\n", "two\n", "clear\n", "two\n", "quit\n", "never\n"],
+        ["one\n", "\n", "two\n", "/clear\n", "two\n", "/quit\n", "never\n"],
     )
     first = greedy_response(engine, renderer, Message("user", "one"))
     second = greedy_response(
@@ -268,7 +268,7 @@ def test_in_a_terminal_ctrl_c_stops_a_response_and_then_leaves(tmp_path):
     terminal.type("\x03")
     terminal.wait_for("(stopped)")
     terminal.wait_for("> ")
-    terminal.type("clear\n")
+    terminal.type("/clear\n")
     terminal.wait_for("new conversation")
     terminal.wait_for("> ")
     terminal.interrupt_prompt()
@@ -284,6 +284,55 @@ def test_in_a_terminal_ctrl_d_ends_the_input():
     terminal.wait_for("> ")
     terminal.type("\x04")
     terminal.wait_for("['hello']")
+    assert terminal.exit_code() == 0
+
+
+def _asked(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the questions that reach the model."""
+    questions: list[str] = []
+
+    def respond(engine, renderer, system, turns, sampling):
+        questions.append(turns[-1].content)
+        return turns
+
+    monkeypatch.setattr("msrl.workflows.serve.chat._respond", respond)
+    converse(None, None, (), SamplingParams(max_tokens=1), lines)  # type: ignore[arg-type]
+    return questions
+
+
+def test_commands_begin_with_a_slash_and_words_can_be_asked(monkeypatch, capsys):
+    lines = ["new\n", "q\n", "clear\n", "/help\n", "/foo\n", "//etc/hosts\n", "/q\n", "never\n"]
+    assert _asked(lines, monkeypatch) == ["new", "q", "clear", "/etc/hosts"]
+    notes = capsys.readouterr().err.splitlines()
+    assert_each_mentions(notes, ("/clear", "/quit"), ("/foo", "/clear", "/quit"))
+    for word in ("quit", "exit", "/quit", "/exit"):
+        assert _asked(["a", word, "never"], monkeypatch) == ["a"]
+
+
+def test_lines_between_quotes_are_one_question(monkeypatch):
+    lines = ["a\n", '"""\n', "first\n", "\n", "/clear\n", '"""\n', "b\n", '"""\n', "last\n"]
+    assert _asked(lines, monkeypatch) == ["a", "first\n\n/clear", "b", "last"]
+
+
+def test_in_a_terminal_ctrl_c_discards_a_question_that_is_not_complete():
+    code = "from msrl.workflows.serve.chat import _questions, read_lines\n"
+    code += "print(list(_questions(read_lines())))"
+    terminal = Terminal([], code)
+    terminal.wait_for("> ")
+    terminal.type("half a li")
+    terminal.wait_for("half a li")
+    terminal.interrupt_prompt()
+    terminal.wait_for("> ")
+    terminal.type('"""\n')
+    terminal.wait_for("... ")
+    terminal.type("first\n")
+    terminal.wait_for("... ")
+    terminal.interrupt_prompt()
+    terminal.wait_for("> ")
+    terminal.type("whole\n")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    terminal.wait_for("['whole']")
     assert terminal.exit_code() == 0
 
 

@@ -97,6 +97,29 @@ def test_a_second_head_is_refused_while_the_first_is_running(head):
         launch.up(port=probe.free_port(), devices=2, platform_resource=RESOURCE)
 
 
+def test_a_cluster_in_use_is_not_ended_without_a_question(head, monkeypatch, capfd):
+    from msrl.cluster import session as sessions
+
+    monkeypatch.setattr(sessions, "_NOTE_EVERY_S", 1.0)
+    command = [sys.executable, "-m", "msrl", "cluster", "down"]
+    with sessions.ray_session(head.address, num_devices=0, resource_name=RESOURCE) as session:
+        session.create_placement(plan([Role("actor", 1)], 1, resource=RESOURCE))
+        deadline = time.monotonic() + 30
+        while session.nodes()[0].num_free > 1 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert_mentions(done.stderr, "127.0.0.1: 1 of 2 devices", "--force")
+        with pytest.raises(MsrlError, match=mentions("3 s")):
+            session.create_placement(plan([Role("actor", 2)], 2, resource=RESOURCE), timeout_s=3)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "waiting" in line]
+    assert notes
+    assert_mentions(notes[0], RESOURCE, "1 free")
+    assert launch.head_record() is not None
+
+
 def test_a_run_leaves_its_cluster_running(head):
     import ray
 

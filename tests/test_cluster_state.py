@@ -285,3 +285,15 @@ def test_the_folder_of_a_run_on_another_machine_remains(monkeypatch):
         state.make_owned_temp_dir()
         assert Path(foreign).is_dir()
         assert not Path(local).exists()
+
+
+def test_a_new_token_replaces_the_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("MSRL_STATE_DIR", str(tmp_path))
+    with state.locked():
+        first = state.read_token(state.make_token())
+        assert state.read_token(state.make_token()) == first
+        path = state.make_token(is_new=True)
+    second = state.read_token(path)
+    assert second != first
+    assert len(second) == 64
+    assert path.stat().st_mode & 0o777 == 0o600

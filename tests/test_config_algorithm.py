@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import make_working_folder
+from config_inputs import make_working_folder, skip_input_checks
 from msrl import registry
 from msrl.checks.algorithm import advice
 from msrl.cli.configuration import load_configuration as load
@@ -333,10 +333,11 @@ def test_both_kl_terms_need_a_reference(folder: Path):
 
 
 def test_warnings_are_printed_by_dry_run_show_and_validate(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     from msrl.cli.app import app
 
+    skip_input_checks(monkeypatch)
     for arguments in (["train-grpo", "--dry-run"], ["config", "show"], ["config", "validate"]):
         app([*arguments, "-c", "grpo.yaml", "--set", "algo.ratio=sequence"], standalone_mode=False)
         assert_mentions(

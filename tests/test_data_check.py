@@ -15,7 +15,7 @@ from msrl.errors import MsrlError
 from msrl.workflows.preprocess import run
 from msrl.workflows.rl.setup import prepare
 from msrl.workflows.training.data_checks import check_data
-from support import mentions
+from support import assert_each_mentions, mentions
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 
@@ -127,12 +127,20 @@ def test_an_explicit_tokenizer_has_precedence(folder: Path):
         check("own", "model.tokenizer=gone")
 
 
-def test_a_model_without_a_tokenizer_passes_the_check(folder: Path):
+def test_a_model_without_a_tokenizer_passes_the_check_with_a_warning(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     for file in (folder / "model").iterdir():
         if file.name != "config.json":
             file.unlink()
+    capsys.readouterr()
     check("own")
     check("foreign")
+    assert_each_mentions(
+        capsys.readouterr().err.splitlines(),
+        ("warning", "own", "model.tokenizer"),
+        ("warning", "foreign", "model.tokenizer"),
+    )
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(folder: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import make_data, make_mcore, make_model
+from config_inputs import make_data, make_mcore, make_model, skip_input_checks
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Flag
@@ -41,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     make_model(tmp_path / "model", **QWEN)
     make_rows(tmp_path / "gsm8k")
+    skip_input_checks(monkeypatch)
     return tmp_path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import make_data, make_model
+from config_inputs import make_data, make_model, skip_input_checks
 from guides import guide
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
@@ -564,6 +564,7 @@ def test_first_generation_files_of_mindspeed_run_unchanged(
     (tmp_path / "dataset").mkdir()
     make_data(tmp_path / "dataset" / "data")
     file = str(EXAMPLES / "grpo_llama32_1b.yaml")
+    skip_input_checks(monkeypatch)
     assert msrl("train-grpo", "-c", file, "--dry-run") == 0
     config = load([file]).config
     assert config.train.updates.samples_per_update == 8 * 2  # on each of two data-parallel ranks

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import make_data, make_model
+from config_inputs import make_data, make_model, skip_input_checks
 from guides import guide
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Resolved
@@ -48,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for prefix in ("dataset/deepscaler/data", "dataset/data"):
         (tmp_path / prefix).parent.mkdir(parents=True, exist_ok=True)
         make_data(tmp_path / prefix)
+    skip_input_checks(monkeypatch)
     return tmp_path
 
 

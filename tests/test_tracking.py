@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -9,7 +10,9 @@ import os
 import pty
 import subprocess
 import sys
+import time
 import types
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +21,12 @@ import yaml
 
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
-from msrl.tracking.console import StepConsole
+from msrl.tracking.console import COLUMNS, StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.tracking.report import summarize, write_report
-from msrl.tracking.run import RunFolder, stack_versions
+from msrl.tracking.run import RunFolder, resume_command, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
 from support import assert_mentions, mentions
@@ -435,8 +438,32 @@ def test_a_plot_is_a_png_with_a_panel_per_metric_and_returns_missing_metrics(
     assert plot_metrics(reports, ["loss"], tmp_path / "loss.png") == ()
     curves, loss = Image.open(tmp_path / "curves.png"), Image.open(tmp_path / "loss.png")
     assert curves.format == "PNG"
-    assert curves.height > loss.height
+    assert curves.width > loss.width
     assert len({pixel for _, pixel in loss.convert("RGB").getcolors(1 << 20)}) > 10
+
+
+def test_metrics_of_training_and_evaluation_share_a_panel_within_natural_bounds() -> None:
+    from matplotlib.figure import Figure
+
+    from msrl.tracking import plots
+
+    figures: list[Figure] = []
+    reports = [
+        report(step, **{"train/loss": 1.0, "eval/loss": 2.0, "eval/pass@1": 0.0, "train/lr": step})
+        for step in range(1, 80)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        patch.setattr(plots, "atomic_write", lambda path: contextlib.nullcontext(path))
+        plot_metrics(reports, plots.CURVES, Path("curves.png"))
+    panels = {axes.get_title(): axes for axes in figures[0].axes if axes.get_visible()}
+    assert list(panels) == ["loss", "eval/pass@1", "train/lr"]
+    assert [text.get_text() for text in panels["loss"].get_legend().get_texts()] == [
+        "train/loss, running mean",
+        "eval/loss, running mean",
+    ]
+    assert panels["eval/pass@1"].get_ylim()[0] >= -0.03
+    assert len(panels["train/lr"].lines) == 1, "a learning rate has no noise to smooth"
 
 
 def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -471,11 +498,63 @@ def test_the_report_contains_metrics_times_and_notes(
     ]
     path = write_report(tmp_path, summarize(reports), results={"exported": "hf"})
     text = path.read_text()
-    assert "3 steps (3 to 5)." in text
+    assert "3 steps (3 to 5) in 6.0 s." in text
     assert "- exported: hf" in text
     assert "| loss (1 not finite) | 2 | 1 | 1 | 2 |" in text
     assert "| rollout | 4.5 s | 75% |" in text
     assert "- retry (3 times)" in text
+
+
+def test_the_report_shows_the_curves_and_the_next_command(tmp_path: Path) -> None:
+    summary = summarize([StepReport(1, {"loss": 1.0}, {"step": 90.0})])
+    path = write_report(tmp_path, summary, picture="curves.png", command="msrl chat --model a")
+    text = path.read_text()
+    assert "in 0:01:30" in text
+    assert "](curves.png)" in text
+    assert "```bash\nmsrl chat --model a\n```" in text
+
+
+def test_a_console_line_fits_into_100_characters_and_has_no_negative_zero() -> None:
+    metrics = {name: 12345.6789 for name, _, _ in COLUMNS} | {"eval/pass@1": 1.0}
+    line = StepConsole(10_000).line(
+        StepReport(9_999, {**metrics, "train/loss": -0.00001, "reward/mean": -0.0}, {"step": 12.3})
+    )
+    assert len(line) <= 100
+    assert "loss 0.0000" in line
+    assert "reward 0.000" in line
+    short = StepConsole(10).line(StepReport(1, {"train/loss": -0.5, "train/lr": 1e-6}, {}))
+    assert "loss -0.5000" in short
+    assert "lr 1.0e-06" in short
+
+
+def test_metrics_that_were_removed_during_a_run_are_restored(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(report(1))
+        writer.path.unlink()
+        writer.log(report(2))
+        writer.log(report(3))
+        assert [row.step for row in read_metrics(tmp_path)] == [1, 2, 3]
+        writer.path.unlink()
+    assert [row.step for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_lines_of_metrics_have_a_time_that_a_resumed_run_retains(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(report(1))
+        writer.log(report(2))
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert abs(datetime.fromisoformat(first["time"]).timestamp() - time.time()) < 60
+    MetricsWriter(tmp_path, resumed_step=1).close()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()] == [first]
+
+
+def test_the_command_that_resumes_a_run_is_its_last_one_with_resume(tmp_path: Path) -> None:
+    for resume in ([], ["--resume", "auto"], ["--resume=auto"]):
+        argv = ["/bin/msrl", "train-sft", "-c", "my file.yaml", *resume, "--lr", "1e-5"]
+        with RunFolder.create(tmp_path, "run", config={}, resume=True, argv=argv):
+            pass
+        command = resume_command(tmp_path / "run")
+        assert command == "msrl train-sft -c 'my file.yaml' --lr 1e-5 --resume auto"
 
 
 def test_an_evaluation_of_the_initial_model_is_not_a_step(tmp_path: Path) -> None:

@@ -37,6 +37,37 @@ class VerificationError(Exception):
     """
 
 
+class ProcessFailedError(Exception):
+    """Failure of a process of a run. The message has everything that is known about it."""
+
+    @property
+    def summary(self) -> str:
+        """The failure in one line: the process, and the exception or the signal that ended it."""
+        return _failure_summary(str(self))
+
+
+class RunFailedError(Exception):
+    """Failure of a run as users see it: cause, last checkpoint, command that resumes, log.
+
+    The command exits with code 1.
+    """
+
+
+def _failure_summary(text: str) -> str:
+    """Return a report of a failed process in one line."""
+    text = text.partition("\nalso failed:")[0].strip()
+    head, _, report = text.partition("\n")
+    process = head.partition(":")[0]
+    if "Traceback" in text:
+        lines = [line for line in report.splitlines() if line.strip() and not line[0].isspace()]
+        return f"{process}: {lines[-1]}" if lines else head
+    pid, ip = re.search(r"\bpid: (\d+)", report), re.search(r"\bip: (\S+)", report)
+    place = " ".join([*([f"pid {pid[1]}"] if pid else []), *([f"on {ip[1]}"] if ip else [])])
+    detail = re.search(r"exit detail: (.+?)(?:\. |\n|$)", report)
+    reason = f": {detail[1]}" if detail else ""
+    return f"{head.rstrip('.')}{f' ({place})' if place else ''}{reason}"
+
+
 def similar(
     word: str, known: Iterable[str], senses: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:

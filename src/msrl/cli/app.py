@@ -5,15 +5,27 @@ Exit codes: 0 success, 1 internal failure, 2 user or environment error, 130 inte
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from msrl.cli import cluster, completion, config, convert, doctor, generate, preprocess, train
+from msrl.cli import (
+    cluster,
+    completion,
+    config,
+    convert,
+    doctor,
+    generate,
+    preprocess,
+    report,
+    train,
+)
 from msrl.cli.help import Command, Group, examples
-from msrl.errors import MsrlError, VerificationError
+from msrl.errors import MsrlError, RunFailedError, VerificationError
+from msrl.limits import printable
 
 STACK = (
     "torch",
@@ -33,6 +45,7 @@ ORDER = (
     "train-grpo",
     "generate",
     "chat",
+    "report",
     "cluster",
     "config",
     "doctor",
@@ -77,6 +90,7 @@ app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
+app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)
@@ -127,7 +141,15 @@ def main() -> None:
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(printable(str(error)), err=True)
         sys.exit(2 if isinstance(error, MsrlError) else 1)
+    except RunFailedError as error:
+        typer.echo(printable(str(error)), err=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        typer.echo(f"{error.strerror}: raise the limit with `ulimit -n 65536`.", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -32,6 +32,7 @@ def up(
     port: o.Port = 6344,
     dashboard_host: o.DashboardHost = "127.0.0.1",
     dashboard_port: o.DashboardPort = 8260,
+    new_token: o.NewToken = False,
     devices: o.Devices = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -47,6 +48,7 @@ def up(
         port=port,
         dashboard_host=dashboard_host,
         dashboard_port=dashboard_port,
+        new_token=new_token,
     )
 
 
@@ -84,9 +86,17 @@ def status(
 
 
 @app.command(cls=Command, epilog=examples("msrl cluster down"))
-def down(ctx: typer.Context, dry_run: o.DryRun = False, verbose: o.Verbose = False) -> None:
-    """Stop what `up` and `join` started on this machine, and nothing else."""
-    _run(ctx, "down")
+def down(
+    ctx: typer.Context,
+    force: o.Force = False,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Stop what `up` and `join` started on this machine, and nothing else.
+
+    It asks first if a run uses the devices.
+    """
+    _run(ctx, "down", force=force)
 
 
 def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
@@ -96,8 +106,10 @@ def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
     """
     set_verbosity(ctx.params.get("verbose", False))
     resolved = resolve(ctx, command="cluster")
+    workflow = importlib.import_module("msrl.workflows.cluster")
     if ctx.params.get("dry_run"):
+        workflow.check(resolved.config, action, **arguments)
         options = (f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
         show_plan(resolved, " ".join(["cluster", action, *options]))
         return
-    getattr(importlib.import_module("msrl.workflows.cluster"), action)(resolved.config, **arguments)
+    getattr(workflow, action)(resolved.config, **arguments)

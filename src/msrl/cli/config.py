@@ -9,6 +9,7 @@ import typer
 from msrl.cli import options as o
 from msrl.cli.execute import resolve, warn
 from msrl.cli.help import Command, Group, examples
+from msrl.limits import printable
 
 app = typer.Typer(
     cls=Group,
@@ -43,6 +44,7 @@ def show(
 ) -> None:
     """Print the effective configuration with the origins of values, and derived values."""
     from msrl.checks.validate import guess
+    from msrl.config.secrets import recorded
     from msrl.config.show import to_yaml
     from msrl.memory.estimate import memory_rows
     from msrl.plan.derived import derived
@@ -57,13 +59,13 @@ def show(
     rows = {**derived(resolved.config, target), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
-        values = resolved.config.model_dump(mode="json")
+        values = recorded(resolved.config)
         report = {"config": values, "origins": origins, "derived": rows}
         typer.echo(jsonlib.dumps(report, indent=2))
         return
-    typer.echo(to_yaml(resolved.config, resolved.origins), nl=False)
+    typer.echo(printable(to_yaml(resolved.config, resolved.origins)), nl=False)
     for title, value in rows.items():
-        typer.echo(f"# {title}: {value}")
+        typer.echo(printable(f"# {title}: {value}"))
 
 
 @app.command(

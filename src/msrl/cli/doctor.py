@@ -11,6 +11,7 @@ from msrl.cli import options as o
 from msrl.cli.execute import resolve
 from msrl.cli.help import examples
 from msrl.errors import ManyErrors, MsrlError
+from msrl.limits import printable
 
 if TYPE_CHECKING:
     from msrl.config.loader import Resolved
@@ -43,7 +44,7 @@ def doctor(
         rows = [{"level": row.level, "what": row.what, "text": row.text} for row in findings]
         typer.echo(jsonlib.dumps(rows, indent=2))
     else:
-        typer.echo("\n".join(map(str, findings)))
+        typer.echo(printable("\n".join(map(str, findings))))
     if any(finding.level == "wrong" for finding in findings):
         raise typer.Exit(2)
 

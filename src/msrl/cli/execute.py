@@ -13,6 +13,7 @@ import typer
 
 from msrl.cli.keys import configured_command, option_key
 from msrl.errors import MsrlError
+from msrl.limits import printable, require_open_files
 
 if TYPE_CHECKING:
     from msrl.config.loader import Flag, Resolved
@@ -48,13 +49,18 @@ def execute(
         plan: module of `msrl.workflows` whose `show` adds details to the plan.
     """
     set_verbosity(ctx.params.get("verbose", False))
+    require_open_files()
     resolved = resolve(ctx, fixed or {}, command)
     show_translations(
         resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
     )
     warn(resolved, command)
     if ctx.params.get("dry_run"):
+        from msrl.workflows import preflight
+
+        summary = preflight.check(resolved.config, command)
         show_plan(resolved, command)
+        typer.echo(f"inputs: {summary}")
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
@@ -88,7 +94,7 @@ def warn(resolved: Resolved, command: str) -> None:
     from msrl.checks.algorithm import advice
 
     for line in advice(resolved, command):
-        typer.echo(f"warning: {line}", err=True)
+        typer.echo(printable(f"warning: {line}"), err=True)
 
 
 def _flags(ctx: typer.Context) -> Iterator[Flag]:
@@ -161,11 +167,11 @@ def show_plan(resolved: Resolved, command: str) -> None:
     from msrl.memory.estimate import memory_rows, table
     from msrl.plan.derived import derived
 
-    typer.echo(f"{command}: the configuration is valid, nothing was started")
+    typer.echo(f"{command}: the configuration and its inputs are valid, nothing was started")
     for key, origin in resolved.origins.items():
         is_list_item = any(name.isdigit() for name in key.split("."))
         if origin != DEFAULT and not is_list_item:
-            typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
+            typer.echo(printable(f"  {key}: {flow(resolved.shown(key))}  # {origin}"))
     rows = derived(resolved.config, command)
     if rows:
         typer.echo("derived values")

@@ -69,5 +69,5 @@ def chat(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Chat with a model. `clear` starts a new chat, `quit` exits, Ctrl-C stops a response."""
+    """Chat with a model. /clear starts a new chat, /quit exits, Ctrl-C stops a response."""
     execute(ctx, "chat")

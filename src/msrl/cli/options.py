@@ -81,7 +81,9 @@ Sets = Annotated[
 DryRun = Annotated[
     bool,
     _option(
-        "--dry-run", help="Check the configuration and print the plan without starting anything."
+        "--dry-run",
+        help="Check the configuration and all inputs as the command does, and print the plan "
+        "without starting or writing anything.",
     ),
 ]
 Platform = Annotated[
@@ -544,6 +546,22 @@ Stop = Annotated[
 ]
 
 # Cluster.
+NewToken = Annotated[
+    bool,
+    _option(
+        "--new-token",
+        panel=NETWORK,
+        help="Replace the token of earlier clusters. Copy it to the other machines again.",
+    ),
+]
+Force = Annotated[
+    bool,
+    _option("--force", help="Do not ask, even if a run uses the devices."),
+]
+RunFolder = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False),
+]
 Address = Annotated[
     str,
     typer.Argument(

@@ -57,6 +57,8 @@ def _column_names(text: str) -> dict[str, Any]:
         raise MsrlError(
             f"--map-keys: not valid JSON at character {error.pos + 1}: {error.msg}"
         ) from None
+    except (ValueError, RecursionError):
+        raise MsrlError("--map-keys: has a number too long or too many levels") from None
     if not isinstance(value, dict):
         raise MsrlError(
             f'--map-keys={text}: must be a JSON object such as {{"prompt": "question"}}'

@@ -61,33 +61,54 @@ def up(
     dashboard_port: int = 8260,
     devices: int,
     platform_resource: str,
+    new_token: bool = False,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token. The dashboard is started too if `ray[default]` is installed.
+    It requires a token; `new_token` replaces that of earlier clusters. The dashboard is started too
+    if `ray[default]` is installed.
 
     Raises:
         MsrlError: A head started by `up` is running already, a port is in use, an address does not
             belong to this machine, or Ray does not start within `timeout_s` seconds.
     """
-    address = Address(probe.resolve(host), port)
-    dashboard = (
-        Address(probe.resolve(dashboard_host), dashboard_port) if dashboard_is_installed() else None
-    )
     with state.locked():
-        _check_not_up()
-        _check_head_can_listen(address, dashboard)
+        address, dashboard = check_up(
+            host=host,
+            port=port,
+            dashboard_host=dashboard_host,
+            dashboard_port=dashboard_port,
+            devices=devices,
+        )
         start = _Start(
             "head",
             address,
             address.host,
-            _checked_devices(devices),
+            devices,
             platform_resource,
             dashboard,
-            state.make_token(),
+            state.make_token(is_new=new_token),
         )
         return _start_node(start, timeout_s)
+
+
+def check_up(
+    *, host: str, port: int, dashboard_host: str, dashboard_port: int, devices: int
+) -> tuple[Address, Address | None]:
+    """Check that a head can start, and return its address and that of its dashboard, if any.
+
+    Raises:
+        MsrlError: As for `up`.
+    """
+    address = Address(probe.resolve(host), port)
+    dashboard = (
+        Address(probe.resolve(dashboard_host), dashboard_port) if dashboard_is_installed() else None
+    )
+    _check_not_up()
+    _check_head_can_listen(address, dashboard)
+    _check_devices(devices)
+    return address, dashboard
 
 
 def join(
@@ -108,6 +129,24 @@ def join(
         MsrlError: The head does not answer within `answer_timeout_s` seconds, refuses the token or
             listens on loopback, or a node recorded here is running at `host` already.
     """
+    with state.locked():
+        head, own = check_join(
+            address, host=host, devices=devices, answer_timeout_s=answer_timeout_s
+        )
+        return _start_node(
+            _Start("worker", head, own, devices, platform_resource, None, state.find_token()),
+            timeout_s,
+        )
+
+
+def check_join(
+    address: str, *, host: str | None, devices: int, answer_timeout_s: float = 20.0
+) -> tuple[Address, str]:
+    """Check that this machine can join, and return the address of the head and its own host.
+
+    Raises:
+        MsrlError: As for `join`.
+    """
     head = probe.parse_address(address)
     if probe.is_own_loopback(head.host):
         raise MsrlError(
@@ -115,15 +154,11 @@ def join(
             "cluster up --host ADDRESS`,"
             " with an ADDRESS that this machine can reach."
         )
-    with state.locked():
-        token = state.find_token()
-        probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
-        own = probe.resolve(host) if host else probe.local_host_towards(head)
-        _check_not_joined(own)
-        return _start_node(
-            _Start("worker", head, own, _checked_devices(devices), platform_resource, None, token),
-            timeout_s,
-        )
+    probe.check_answers(head, state.read_token(state.find_token()), timeout_s=answer_timeout_s)
+    own = probe.resolve(host) if host else probe.local_host_towards(head)
+    _check_not_joined(own)
+    _check_devices(devices)
+    return head, own
 
 
 def down() -> tuple[EndedNode, ...]:
@@ -167,10 +202,9 @@ def dashboard_is_installed() -> bool:
     return True
 
 
-def _checked_devices(devices: int) -> int:
+def _check_devices(devices: int) -> None:
     if devices < 1:
         raise MsrlError(f"--devices {devices}: a node must offer at least 1 device.")
-    return devices
 
 
 def _check_not_up() -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
 _LOG = logging.getLogger("msrl.cluster")
+_NOTE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,31 @@ class Session:
             for node in placement.bundles
         )
         self._groups.extend(groups)
+        self._wait_for(groups, placement, timeout_s)
+        return PlacedWorkers(placement, groups)
+
+    def _wait_for(
+        self, groups: Sequence[PlacementGroup], placement: Placement, timeout_s: float
+    ) -> None:
+        """Wait until the groups are reserved, and print what is missing every few seconds."""
         deadline = time.monotonic() + timeout_s
         for group in groups:
             # Ray truncates the timeout to integral seconds.
-            if not group.wait(math.ceil(max(0.0, deadline - time.monotonic()))):
-                raise MsrlError(
-                    f"cluster: {self._shortage(placement)} after {timeout_s:g} s. Wait for the "
-                    "run that holds the devices, or end it."
+            while not group.wait(
+                math.ceil(max(0.0, min(_NOTE_EVERY_S, deadline - time.monotonic())))
+            ):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise MsrlError(
+                        f"cluster: {self._shortage(placement)} after {timeout_s:g} s. Wait for "
+                        "the run that holds the devices, or end it."
+                    )
+                print(
+                    f"waiting for devices, for {remaining_s:.0f} s more: "
+                    f"{self._shortage(placement)}",
+                    file=sys.stderr,
+                    flush=True,
                 )
-        return PlacedWorkers(placement, groups)
 
     def start(
         self,

@@ -151,13 +151,13 @@ def token_path() -> Path:
     return state_dir() / "token"
 
 
-def make_token() -> Path:
+def make_token(*, is_new: bool = False) -> Path:
     """Return the file with the cluster token; create it if necessary with 256 random bits as hex.
 
-    The state folder must be locked.
+    `is_new` replaces an existing token. The state folder must be locked.
     """
     path = token_path()
-    if not path.exists():
+    if is_new or not path.exists():
         write_private(path, secrets.token_hex(32))
     return checked_token(path)
 

@@ -10,14 +10,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from msrl.errors import MsrlError, VerificationError
+from msrl.errors import MsrlError, ProcessFailedError, VerificationError
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _AFTERMATH_S = 2.0  # time until Ray reports an actor's death after its peers have failed
 _WATCH_S = 1.0
 
 
-class WorkerError(Exception):
+class WorkerError(ProcessFailedError):
     """A worker failed; the message contains its traceback, or the cause of its death."""
 
 

@@ -1,8 +1,8 @@
 """Interpolation of `${env:NAME}` and `${section.key}` in values. `$${` escapes `${`.
 
-In request headers, `${env:NAME}` is checked but not replaced. The sender of the request resolves it
-with `with_environment`, so tokens never appear in config.yaml, in printed configurations or in
-trackers.
+The environment may contain secrets. A value that uses it keeps its reference, which is written and
+printed in place of the value (`config/secrets.py`). In addresses and headers of requests,
+`${env:NAME}` is checked but not replaced: the sender resolves it with `with_environment`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import nearest
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
-_HEADER = re.compile(r"\.headers\.[^.]+$")
+_RESOLVED_BY_SENDER = re.compile(r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$")
 
 
 def with_environment(text: str) -> str:
@@ -75,16 +76,24 @@ class Interpolation:
             return self._fail(node, path, f"refers to itself: {cycle}", nested=True)
         self._open.append(path)
         try:
-            match = _REFERENCE.fullmatch(text)
-            if match and match[1] is not None:
-                return self._target(node, match[1].strip(), path)
-            return self._mixed(node, text, path)
+            resolved = self._resolved(node, text, path)
+            if resolved is None or not resolved.reference or not _RESOLVED_BY_SENDER.search(path):
+                return resolved
+            return replace(resolved, value=resolved.reference, text=resolved.reference)
         finally:
             self._open.pop()
+
+    def _resolved(self, node: Node, text: str, path: str) -> Node | None:
+        match = _REFERENCE.fullmatch(text)
+        if match and match[1] is not None:
+            return self._target(node, match[1].strip(), path)
+        return self._mixed(node, text, path)
 
     def _mixed(self, node: Node, text: str, path: str) -> Node | None:
         """Return a text with the references in it replaced, or None after an error."""
         pieces: list[str] = []
+        written: list[str] = []  # the pieces with references in place of the environment's values
+        has_secret = False
         literals: list[str] = []
         end = 0
         for match in _REFERENCE.finditer(text):
@@ -93,25 +102,29 @@ class Interpolation:
             replacement = self._replacement(node, match[1], path)
             if replacement is None:
                 return None
-            pieces += [literals[-1], replacement]
+            replaced = replacement.text or ""
+            has_secret = has_secret or replacement.reference is not None
+            pieces += [literals[-1], replaced]
+            written += [literals[-1], replacement.reference or replaced.replace("${", "$${")]
         literals.append(text[end:])
         if any("${" in literal for literal in literals):
             message = "`${` is not closed by `}`; write `$${` for a literal `${`"
             return self._fail(node, path, message)
         value = "".join([*pieces, literals[-1]])
-        return Node(value, node.origin, value)
+        reference = "".join([*written, literals[-1]]) if has_secret else None
+        return Node(value, node.origin, value, reference)
 
-    def _replacement(self, node: Node, name: str | None, path: str) -> str | None:
-        """Return the text of a reference, or None after an error. The escape `$${` has no name."""
+    def _replacement(self, node: Node, name: str | None, path: str) -> Node | None:
+        """Return the value of a reference, or None after an error. The escape `$${` has no name."""
         if name is None:
-            return "${"
+            return Node("${", node.origin, "${")
         target = self._target(node, name.strip(), path)
         if target is None:
             return None
         if isinstance(target.value, tuple):
             message = f"${{{name}}} is a list, which cannot be inserted into a text"
             return self._fail(node, path, message)
-        return target.text or ""
+        return target
 
     def _target(self, node: Node, name: str, path: str) -> Node | None:
         if name.startswith("env:"):
@@ -126,7 +139,7 @@ class Interpolation:
             message = f"${{{name}}}: is a section; refer to one of its keys"
             return self._fail(node, path, message)
         resolved = self._inside(target, name)
-        return None if resolved is None else Node(resolved.value, node.origin, resolved.text)
+        return None if resolved is None else replace(resolved, origin=node.origin)
 
     def _environment(self, node: Node, name: str, path: str) -> Node | None:
         text = self.environment.get(name)
@@ -135,9 +148,7 @@ class Interpolation:
                 f"${{env:{name}}}: environment variable is not set; export it or write its value"
             )
             return self._fail(node, path, message)
-        if _HEADER.search(path):
-            text = f"${{env:{name}}}"
-        return Node(scalar(text), node.origin, text)
+        return Node(scalar(text), node.origin, text, f"${{env:{name}}}")
 
     def _fail(self, node: Node, path: str, message: str, *, nested: bool = False) -> None:
         """Record an error at its own location only, not for every value that refers to it."""

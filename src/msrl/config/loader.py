@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -13,6 +13,7 @@ from msrl.config.interpolate import Interpolation
 from msrl.config.messages import error_lines, node_at, written
 from msrl.config.presets import PRESETS
 from msrl.config.schema import Config
+from msrl.config.secrets import shown, written_references
 from msrl.config.sources import (
     Node,
     Origin,
@@ -21,6 +22,7 @@ from msrl.config.sources import (
     parse_assignment,
     plain,
     read_with_defaults,
+    references,
     wrap,
 )
 from msrl.errors import ManyErrors, MsrlError
@@ -96,9 +98,13 @@ class Resolved:
                 )
         return value
 
+    def shown(self, key: str) -> Any:
+        """Return the value of a key for messages, with references in place of secrets."""
+        return shown(self.config, key, self.value(key))
+
     def mistake(self, key: str, message: str) -> str:
         """Return an error message as `file:line: key=value: message`."""
-        value = self.value(key)
+        value = self.shown(key)
         text = "" if value is None else f"={written(value)}"
         below = (self.origins[name] for name in self.origins if name.startswith(f"{key}."))
         origin = self.origins.get(key) or next(below, DEFAULT)
@@ -227,7 +233,8 @@ def _validated(tree: Node) -> tuple[Config | None, list[str]]:
     Where the schema requires text, a scalar such as 007 is read as the text that the user wrote.
     """
     try:
-        return Config.model_validate(plain(tree)), []
+        config = Config.model_validate(plain(tree))
+        return config.with_references(written_references(config, references(tree))), []
     except ValidationError as error:
         with_texts = _with_texts(error, tree)
         if with_texts is not tree:
@@ -241,7 +248,7 @@ def _with_texts(error: ValidationError, tree: Node) -> Node:
     for details in error.errors(include_url=False):
         node = node_at(tree, details["loc"]) if details["type"] == "string_type" else None
         if node is not None and node.text is not None and node.value is not None:
-            new = _replace(new, details["loc"], Node(node.text, node.origin, node.text))
+            new = _replace(new, details["loc"], replace(node, value=node.text))
     return new
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from msrl.config.schema import Config
 from msrl.config.show import flow
-from msrl.config.sources import Node, plain
+from msrl.config.sources import Node, printable_value
 from msrl.config.unsupported import RENAMED, not_yet
 from msrl.errors import did_you_mean, similar
 
@@ -79,7 +79,8 @@ def _line(loc: Loc, errors: list[Mapping[str, Any]], tree: Node) -> str:
         parent = node_at(tree, loc[:-1]) or tree
         hint = f". {description(loc)}." if description(loc) else ""
         return f"{parent.origin}: {key}: is missing{hint}"
-    value = "" if isinstance(node.value, dict) else f"={written(node.text or plain(node))}"
+    shown = node.reference or node.text or printable_value(node)
+    value = "" if isinstance(node.value, dict) else f"={written(shown)}"
     return f"{node.origin}: {key}{value}: {_problem(loc, key, node, errors)}"
 
 

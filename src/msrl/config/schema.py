@@ -8,7 +8,9 @@ directory.
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+
+from pydantic import Field, PrivateAttr
 
 from msrl.config.sections.algo import AlgoConfig
 from msrl.config.sections.base import Section
@@ -97,3 +99,16 @@ class Config(Section):
         default=GenerateConfig(), description="Settings of `msrl generate`."
     )
     chat: ChatConfig = Field(default=ChatConfig(), description="Settings of `msrl chat`.")
+
+    _references: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
+
+    @property
+    def references(self) -> Mapping[str, str]:
+        """References such as `${env:NAME}` by the dotted key whose value comes from them."""
+        return self._references
+
+    def with_references(self, references: Mapping[str, str]) -> Config:
+        """Return the configuration with these references of its values."""
+        copy = self.model_copy()
+        copy._references = dict(references)
+        return copy

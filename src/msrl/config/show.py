@@ -9,12 +9,13 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from msrl.config.schema import Config
+from msrl.config.secrets import recorded
 from msrl.config.sources import Origin
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
     """Return all keys and values as YAML. With `origins`, each line ends with `# origin`."""
-    return "\n".join(_lines(config.model_dump(mode="json"), "", 0, origins)) + "\n"
+    return "\n".join(_lines(recorded(config), "", 0, origins)) + "\n"
 
 
 def _lines(

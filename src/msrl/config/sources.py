@@ -36,13 +36,20 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Value with its origin and, for scalars, its original text. Mappings and lists hold nodes."""
+    """Value with its origin and, for scalars, its original text. Mappings and lists hold nodes.
+
+    A value from the environment has a `reference`: the text with `${env:NAME}` that it came from.
+    """
 
     value: dict[str, Node] | tuple[Node, ...] | str | int | float | bool | None
     origin: Origin
     text: str | None = None
+    reference: str | None = None
 
 
+# Limits for hostile files. No configuration comes close to them.
+_MAX_DIGITS = 300
+_MAX_NODES = 100_000
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _HEX = re.compile(r"0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -56,7 +63,7 @@ _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """Return the value of a plain (unquoted) YAML scalar.
+    """Return the value of a plain (unquoted) YAML scalar. Numbers of over 300 digits stay text.
 
     >>> scalar("1e-5"), scalar("no"), scalar("True"), scalar("8")
     (1e-05, 'no', True, 8)
@@ -64,6 +71,8 @@ def scalar(text: str) -> str | int | float | bool | None:
     lower = text.lower()
     if lower in _WORDS and text in (lower, lower.capitalize(), lower.upper()):
         return _WORDS[lower]
+    if len(text) > _MAX_DIGITS:
+        return text
     if _INT.match(text):
         return int(text.replace("_", ""))
     if _HEX.match(text):
@@ -78,8 +87,16 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
 
     Raises:
         ManyErrors: the document has duplicate or non-text keys, tags or merge keys.
-        MsrlError: the text is not valid YAML.
+        MsrlError: the text is not valid YAML, is nested too deeply, or is too large with its
+            aliases expanded.
     """
+    try:
+        return _parsed(text, name, located=located)
+    except RecursionError:
+        raise MsrlError(f"{name}: is nested too deeply. Use fewer levels.") from None
+
+
+def _parsed(text: str, name: str, *, located: bool) -> Node:
     try:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
@@ -111,9 +128,16 @@ class _Builder:
         self.errors: list[str] = []
         self.resolver = yaml.resolver.Resolver()
         self._open: list[int] = []  # ids of the nodes that are being converted
+        self._num_nodes = 0
 
     def node(self, node: yaml.Node, line: int) -> Node:
         origin = Origin(self.name, line + 1 if self.lines else None)
+        self._num_nodes += 1
+        if self._num_nodes > _MAX_NODES:
+            raise MsrlError(
+                f"{origin}: the file has more than {_MAX_NODES:,} values with its aliases "
+                "expanded. Use fewer aliases (*NAME)."
+            )
         if id(node) in self._open:
             self.errors.append(f"{origin}: an anchor contains itself")
             return Node(None, origin)
@@ -202,6 +226,32 @@ def plain(node: Node) -> Any:
     if isinstance(node.value, tuple):
         return [plain(child) for child in node.value]
     return node.value
+
+
+def printable_value(node: Node) -> Any:
+    """Return the value of a tree for messages: with references in place of their values."""
+    if node.reference is not None:
+        return node.reference
+    if isinstance(node.value, dict):
+        return {key: printable_value(child) for key, child in node.value.items()}
+    if isinstance(node.value, tuple):
+        return [printable_value(child) for child in node.value]
+    return node.value
+
+
+def references(node: Node, prefix: str = "") -> dict[str, str]:
+    """Return the references of all values from the environment by dotted key."""
+    if node.reference is not None:
+        return {prefix: node.reference}
+    children: dict[str, Node] = {}
+    if isinstance(node.value, dict):
+        children = node.value
+    elif isinstance(node.value, tuple):
+        children = {str(i): item for i, item in enumerate(node.value)}
+    keys: dict[str, str] = {}
+    for key, child in children.items():
+        keys |= references(child, f"{prefix}.{key}" if prefix else key)
+    return keys
 
 
 def wrap(value: Any, origin: Origin) -> Node:

@@ -8,8 +8,9 @@ an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,11 @@ import numpy as np
 
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.errors import MsrlError
+from msrl.limits import printable, time_limit
 from msrl.types import Conversation, Ints, Message, RenderedExample
+
+_TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
+_MAX_CHARACTERS = 50_000_000
 
 
 def native_prompts(
@@ -52,13 +57,14 @@ def _mask_by_blocks(
 ) -> RenderedExample:
     """Return an example whose loss mask comes from the template's generation blocks."""
     hf = _hf(tokenizer.folder)
-    out: Any = hf.apply_chat_template(
-        _turns(conversation, len(conversation.messages)),
-        **_options(conversation, enable_thinking),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    with _guarded(tokenizer.folder):
+        out: Any = hf.apply_chat_template(
+            _turns(conversation, len(conversation.messages)),
+            **_options(conversation, enable_thinking),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
     return RenderedExample(
         np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], np.bool_)
     )
@@ -137,21 +143,41 @@ def _render(
     """Return the first `num_turns` turns as text.
 
     Raises:
-        MsrlError: the chat template raises an error.
+        MsrlError: the chat template raises an error, takes too long or writes too much.
     """
-    from jinja2 import TemplateError
-
-    try:
-        return _hf(tokenizer.folder).apply_chat_template(
+    hf = _hf(tokenizer.folder)
+    with _guarded(tokenizer.folder):
+        text: str = hf.apply_chat_template(
             _turns(conversation, num_turns),
             **_options(conversation, enable_thinking),
             tokenize=False,
             add_generation_prompt=generation,
         )
-    except TemplateError as error:
+    if len(text) > _MAX_CHARACTERS:
         raise MsrlError(
-            f"template native: the chat template of {tokenizer.folder} raises an error for this "
-            f"conversation: {error}"
+            f"template native: the chat template of {tokenizer.folder} writes {len(text):,} "
+            f"characters for one conversation (limit: {_MAX_CHARACTERS:,}). Use a packaged "
+            "template."
+        )
+    return text
+
+
+@contextlib.contextmanager
+def _guarded(folder: str) -> Generator[None, None, None]:
+    """Limit the time of a chat template, and report its errors as MsrlError.
+
+    A template is code of the model's author: it may fail in any way.
+    """
+    try:
+        with time_limit(_TIME_LIMIT_S):
+            yield
+    except MsrlError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise MsrlError(
+            f"template native: the chat template of {folder} fails for this conversation: "
+            f"{printable(reason)}. Use a packaged template."
         ) from error
 
 

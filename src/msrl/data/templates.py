@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _read(path: Path) -> Template:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):
         raise MsrlError(f"template {path}: must be a mapping of fields. See templates/README.md.")
@@ -84,12 +85,20 @@ def _field(path: Path, key: str, value: Any) -> Any:
     default = defaults[key]
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise MsrlError(f"template {path}: {key}={value!r}: must be a list of strings")
+            raise MsrlError(f"template {path}: {key}={_shown(value)}: must be a list of strings")
         return tuple(value)
     if not isinstance(value, type(default)):
         expected = "true or false" if isinstance(default, bool) else "text"
-        raise MsrlError(f"template {path}: {key}={value!r}: must be {expected}")
+        raise MsrlError(f"template {path}: {key}={_shown(value)}: must be {expected}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message. Aliases may expand it without end."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python limits the digits of integers
+        return "(too many digits)"
 
 
 def _check(path: Path, template: Template) -> None:

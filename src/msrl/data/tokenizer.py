@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msrl.errors import MsrlError
+from msrl.limits import printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,9 +88,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception; a panic is not even one
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise MsrlError(f"tokenizer={folder}: cannot be loaded: {reason}") from error
+        raise MsrlError(
+            f"tokenizer={folder}: cannot be loaded: {printable(reason)}. Restore its files."
+        ) from error
     # transformers creates a tokenizer without a vocabulary from the class in config.json alone.
     if tokenizer.get_vocab().keys() <= tokenizer.added_tokens_encoder.keys():
         raise MsrlError(
@@ -157,10 +162,16 @@ def _read_plain(folder: Path) -> TextTokenizer | None:
         ):
             return None
         backend: Any = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise MsrlError(f"tokenizer={folder}: cannot be read: {error}") from error
-    names = [_name(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")]
-    if not _is_complete(backend, config, names):
+        names = [_name(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")]
+        is_complete = _is_complete(backend, config, names)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # as in `load_tokenizer`
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise MsrlError(
+            f"tokenizer={folder}: cannot be read: {printable(reason)}. Restore its files."
+        ) from error
+    if not is_complete:
         return None
     backend.no_truncation()
     backend.no_padding()

@@ -32,6 +32,7 @@ from msrl.data.manifest import (
 from msrl.data.pack import WINDOW, pack_rows
 from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
+from msrl.files import why_not_writable
 from msrl.types import DatasetManifest, FileRecord
 
 
@@ -57,7 +58,8 @@ class DatasetWriter:
         self, prefix: str, kind: str, *, capacity: int | None, pad_token_id: int, overwrite: bool
     ) -> None:
         self._prefix, self._kind, self._capacity, self._pad = prefix, kind, capacity, pad_token_id
-        _check_prefix(prefix, overwrite)
+        check_prefix(prefix, overwrite=overwrite)
+        _make_folder(prefix)
         self._paths = _paths(prefix, kind)
         names = {key: Path(dataset_name(prefix, kind, key)) for key in KEYS[kind]}
         self._writers = {key: _open_indexed(name) for key, name in names.items()}
@@ -206,7 +208,7 @@ def _paths(prefix: str, kind: str) -> tuple[Path, ...]:
     return (*data, *answers, manifest_path(prefix))
 
 
-def _check_prefix(prefix: str, overwrite: bool) -> None:
+def check_prefix(prefix: str, *, overwrite: bool) -> None:
     """Raise MsrlError if the folder is not writable, or files exist and must not be replaced."""
     existing = [path for path in all_paths(prefix) if path.exists()]
     if existing and not overwrite:
@@ -214,6 +216,15 @@ def _check_prefix(prefix: str, overwrite: bool) -> None:
             f"preprocess.output_prefix={prefix}: {existing[0]} already exists. "
             "Choose another prefix or add --overwrite."
         )
+    reason = why_not_writable(Path(prefix).parent)
+    if reason is not None:
+        raise MsrlError(
+            f"preprocess.output_prefix={prefix}: cannot create or write in {Path(prefix).parent} "
+            f"({reason}). Choose another prefix."
+        )
+
+
+def _make_folder(prefix: str) -> None:
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,10 +233,6 @@ def _check_prefix(prefix: str, overwrite: bool) -> None:
             f"preprocess.output_prefix={prefix}: cannot create the folder {folder}: "
             f"{error.strerror}"
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise MsrlError(
-            f"preprocess.output_prefix={prefix}: cannot write in {folder}. Choose another prefix."
-        )
 
 
 def _add_suffix(name: Path, suffix: str) -> Path:

@@ -17,6 +17,15 @@ def is_mcore(path: str) -> bool:
     return (Path(path) / TRACKER).is_file()
 
 
+def has_weight_files(folder: Path) -> bool:
+    """Return True if a Hugging Face or Megatron folder has any file or folder of weights.
+
+    They may be incomplete.
+    """
+    patterns = ("*.safetensors*", "pytorch_model*", "iter_*", "release")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
 def config_dir(path: str, hf_config: str | None = None) -> Path:
     """Return the folder of the config.json that belongs to a Hugging Face or Megatron folder."""
     if hf_config is not None:

@@ -111,6 +111,14 @@ class Platform(ABC):
         """
         return {}
 
+    def network_environment(self, interface: str) -> Mapping[str, str]:
+        """Return the environment variables that select the network interface of collectives.
+
+        Without them, the libraries use the address of the host name, which on Debian is a loopback
+        address.
+        """
+        return {"GLOO_SOCKET_IFNAME": interface}
+
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
         """Return the environment variables that vLLM needs before it is imported.
 

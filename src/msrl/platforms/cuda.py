@@ -128,6 +128,11 @@ class CudaPlatform(Platform):
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     overlap_communication = True
 
+    def network_environment(self, interface: str) -> Mapping[str, str]:
+        common = super().network_environment(interface)
+        # "=" selects this name only, not all names that begin with it.
+        return common if interface == "lo" else {**common, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
     def missing(self) -> str | None:
         if importlib.util.find_spec("torch") is None:
             return "PyTorch is not installed. Run: pip install 'msrl[cuda]'"

@@ -105,6 +105,11 @@ class NpuPlatform(Platform):
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
 
+    def network_environment(self, interface: str) -> Mapping[str, str]:
+        common = super().network_environment(interface)
+        # "=" selects this name only, not all names that begin with it.
+        return common if interface == "lo" else {**common, "HCCL_SOCKET_IFNAME": f"={interface}"}
+
     def missing(self) -> str | None:
         absent = [
             release

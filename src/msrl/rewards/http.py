@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msrl.config.interpolate import with_environment
+
 MAX_PAUSE_S = 30.0
 MAX_ANSWER_BYTES = 256 << 20
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -34,7 +36,10 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Address and retry policy of a server; `timeout_s` limits all attempts of a request."""
+    """Address and retry policy of a server; `timeout_s` limits all attempts of a request.
+
+    `${env:NAME}` in the address is resolved only for a request. Messages contain it as it is.
+    """
 
     url: str
     timeout_s: float
@@ -106,7 +111,9 @@ def _attempt(server: Server, body: bytes, deadline: float) -> Any:
         RemoteError: The error is final.
     """
     headers = {"Content-Type": "application/json", **server.headers}
-    request = urllib.request.Request(server.url, data=body, headers=headers, method="POST")
+    request = urllib.request.Request(
+        with_environment(server.url), data=body, headers=headers, method="POST"
+    )
     try:
         with _opener.open(request, timeout=max(0.001, deadline - time.monotonic())) as answer:
             if not 200 <= answer.status < 300:

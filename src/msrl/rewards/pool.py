@@ -92,6 +92,19 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Wait until all workers have loaded their functions. `map` does not require this call.
+
+        Raises:
+            MsrlError: A user's file cannot be loaded.
+        """
+        with self._lock:
+            try:
+                _MapRun((), self._workers, self._setup).start()
+            except BaseException:
+                self.close()
+                raise
+
     def close(self) -> None:
         """Kill and reap all workers. Repeated calls have no effect."""
         self._finalizer()
@@ -208,17 +221,31 @@ class _MapRun:
 
     def run(self) -> tuple[CallResult, ...]:
         with self.selector:
-            for number, worker in enumerate(self.workers):
-                self.selector.register(worker, selectors.EVENT_READ, number)
+            self._register()
             while len(self.results) < len(self.calls):
                 self._step()
         return tuple(self.results[number] for number in range(len(self.calls)))
 
+    def start(self) -> None:
+        """Wait until all workers are ready."""
+        with self.selector:
+            self._register()
+            while not all(worker.ready for worker in self.workers):
+                self._receive()
+
+    def _register(self) -> None:
+        for number, worker in enumerate(self.workers):
+            self.selector.register(worker, selectors.EVENT_READ, number)
+
     def _step(self) -> None:
         for worker in self.workers:
             self._feed(worker)
-        if len(self.results) == len(self.calls):
-            return
+        if len(self.results) < len(self.calls):
+            self._receive()
+            self._stop_running_calls()
+
+    def _receive(self) -> None:
+        """Wait for answers, the end of a worker or a time limit, and handle them."""
         limits = [self._deadline(worker) for worker in self.workers]
         events = self.selector.select(min(max(0.0, min(limits) - time.monotonic()), START_LIMIT_S))
         now = time.monotonic()
@@ -228,7 +255,6 @@ class _MapRun:
         for number, worker in enumerate(self.workers):
             if number not in ready and self._deadline(worker) <= now:
                 self._handle_timeout(number)
-        self._stop_running_calls()
 
     def _feed(self, worker: _Worker) -> None:
         if worker.ready and not worker.pending and self.waiting and worker.process.poll() is None:
@@ -296,7 +322,7 @@ class _MapRun:
     def _handle_timeout(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
-            raise RuntimeError(f"a verifier process did not start within {START_LIMIT_S:g} s")
+            raise self._start_error(f"did not start within {START_LIMIT_S:g} s")
         function = self.setup.functions[self.calls[worker.pending[0]].function]
         result = CallResult(None, "timeout", f"no answer within {function.timeout_s:g} s")
         self._fail(number, result, function.timeout_s)
@@ -304,10 +330,19 @@ class _MapRun:
     def _handle_crash(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.ready:
-            message = f"a verifier process failed to start with exit code {worker.exit_code()}"
-            raise RuntimeError(f"{message}; see its traceback above")
+            raise self._start_error(f"ended with exit code {worker.exit_code()} while it started")
         result = CallResult(None, "crash", "the process of the verifier died")
         self._fail(number, result, time.monotonic() - worker.since)
+
+    def _start_error(self, problem: str) -> Exception:
+        """Return the error for a worker that does not start, probably due to a user's file."""
+        files = [function.file for function in self.setup.functions if function.file is not None]
+        if files:
+            return MsrlError(
+                f"reward.sources: {', '.join(files)}: the process that loads this file {problem}. "
+                "Check that the file can be imported."
+            )
+        return RuntimeError(f"a verifier process {problem}; see its traceback above")
 
     def _fail(self, number: int, result: CallResult, seconds: float) -> None:
         """Record the failure of a worker's running call, and replace the worker."""

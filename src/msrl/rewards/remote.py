@@ -24,6 +24,7 @@ from msrl.errors import MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.pool import CallResult
 
+_ADDRESS = re.compile(r"[!-~]+")
 _HEADER = re.compile(r"[\t -~\xa0-\xff]*")
 
 
@@ -60,11 +61,24 @@ def _resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     return {name: with_environment(value) for name, value in (headers or {}).items()}
 
 
+def _address_refusal(url: str) -> str | None:
+    """Return the reason why an address cannot be used, or None."""
+    try:
+        address = with_environment(url)
+    except KeyError as error:
+        return f"environment variable {error.args[0]} is not set"
+    if not address.startswith(("http://", "https://")):
+        return "must begin with http:// or https://"
+    if not _ADDRESS.fullmatch(address):
+        return "must consist of ASCII characters without spaces"
+    return None
+
+
 class Remote:
     """Client of a reward server.
 
     Args:
-        url: Address of the server.
+        url: Address of the server. `${env:NAME}` is resolved only for requests.
         timeout_s: Deadline of one request with all its attempts.
         batch: Completions per request.
         concurrency: Number of concurrent requests.
@@ -103,8 +117,9 @@ class Remote:
         **_: Any,
     ) -> str | None:
         """Return the reason why these options cannot be used, or None."""
-        if not url.startswith(("http://", "https://")):
-            return "must begin with http:// or https://"
+        reason = _address_refusal(url)
+        if reason is not None:
+            return reason
         try:
             resolved = _resolve_headers(headers)
         except KeyError as error:

@@ -29,7 +29,7 @@ from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
-__all__ = ["Scorer", "Scores", "Source"]
+__all__ = ["Scorer", "Scores", "Source", "check_functions"]
 _CallKey = tuple[int, int, int]  # group, completion, source
 _CallResults = Mapping[_CallKey, CallResult]
 _POLICY_TEXTS = {"wrong": "scored as wrong", "undecided": "left undecided"}
@@ -74,6 +74,22 @@ class Scores:
             for name, score in reward.scores.items():
                 scores[name].append(score)
         return {name: sum(values) / len(values) for name, values in scores.items()}
+
+
+def check_functions(sources: Sequence[Source]) -> None:
+    """Load the users' functions among the sources in a worker process, as a run does.
+
+    Raises:
+        MsrlError: A file cannot be imported, or it does not define the function.
+    """
+    functions = [
+        source.worker_function(number)
+        for number, source in enumerate(sources)
+        if source.function is not None
+    ]
+    if functions:
+        with Pool(functions, num_workers=1) as pool:
+            pool.start()
 
 
 class Scorer:

@@ -8,25 +8,51 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from msrl.limits import printable
 from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
 
+
+def _fixed(digits: int) -> Callable[[float], str]:
+    """Return a format with a fixed number of decimals and without a negative zero."""
+
+    def text(value: float) -> str:
+        number = f"{value:.{digits}f}"
+        return number.removeprefix("-") if not number.strip("-0.") else number
+
+    return text
+
+
 # Metric, label and format. A line shows the metrics that the report has, in this order.
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("train/loss", "loss", "{:.4f}".format),
-    ("eval/loss", "eval loss", "{:.4f}".format),
+    ("train/loss", "loss", _fixed(4)),
+    ("eval/loss", "eval loss", _fixed(4)),
     ("eval/pass@1", "pass@1", "{:.1%}".format),
-    ("reward/mean", "reward", "{:.3f}".format),
-    ("eval/reward", "eval reward", "{:.3f}".format),
+    ("reward/mean", "reward", _fixed(3)),
+    ("eval/reward", "eval reward", _fixed(3)),
     ("reward/equal_groups", "equal groups", "{:.0%}".format),
     ("rollout/prompts", "prompts", "{:.0f}".format),
     ("rollout/response_length", "length", "{:.1f}".format),
-    ("train/kl", "kl", "{:.2e}".format),
-    ("train/entropy", "entropy", "{:.3f}".format),
+    ("train/kl", "kl", "{:.1e}".format),
+    ("train/entropy", "entropy", _fixed(3)),
     ("train/grad_norm", "grad norm", "{:.2f}".format),
     ("train/lr", "lr", "{:.1e}".format),
     ("perf/tokens_per_s", "tok/s", "{:,.0f}".format),
     ("perf/mfu", "MFU", "{:.1%}".format),
+)
+WIDTH = 100  # characters of a line
+# Columns that are left out of a longer line, the first one first. metrics.jsonl has all of them.
+DROPPED = (
+    "rollout/prompts",
+    "train/entropy",
+    "perf/mfu",
+    "reward/equal_groups",
+    "train/kl",
+    "train/lr",
+    "train/grad_norm",
+    "eval/reward",
+    "perf/tokens_per_s",
+    "rollout/response_length",
 )
 STEP = "step"
 RECENT = 20
@@ -55,7 +81,8 @@ class StepConsole:
             self._is_first = False
             print(self.line(report), file=self._stream or sys.stderr, flush=True)
         for note in report.notes:
-            print(f"step {report.step}: {note}", file=self._stream or sys.stderr, flush=True)
+            line = printable(f"step {report.step}: {note}")
+            print(line, file=self._stream or sys.stderr, flush=True)
 
     def _is_due(self, report: StepReport) -> bool:
         """Return True if the report is printed.
@@ -71,15 +98,18 @@ class StepConsole:
         """Do nothing: the stream belongs to the caller."""
 
     def line(self, report: StepReport) -> str:
-        """Return the line of a report."""
+        """Return the line of a report, with as many columns as fit into 100 characters."""
         width = len(str(self._total))
-        fields = [f"step {report.step:>{width}}/{self._total}"]
+        fields = {"": f"step {report.step:>{width}}/{self._total}"}
         for name, label, format_value in COLUMNS:
             if name in report.metrics:
-                fields.append(f"{label} {format_value(report.metrics[name])}")
+                fields[name] = f"{label} {format_value(report.metrics[name])}"
         if STEP in report.seconds:
-            fields.append(f"{report.seconds[STEP]:.2f} s/step")
+            fields["seconds"] = f"{report.seconds[STEP]:.2f} s/step"
         if self._recent and report.step < self._total:
             remaining_s = (self._total - report.step) * statistics.median(self._recent)
-            fields.append(f"{duration_text(remaining_s)} left")
-        return "  ".join(fields)
+            fields["left"] = f"{duration_text(remaining_s)} left"
+        for name in DROPPED:
+            if len("  ".join(fields.values())) > WIDTH:
+                fields.pop(name, None)
+        return "  ".join(fields.values())

@@ -1,5 +1,6 @@
 """Metrics file of a run (`metrics.jsonl`): one StepReport per line as standard JSON.
 
+Each line has the `time` at which it was written (ISO 8601, UTC), which is not part of the report.
 Numbers that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity", which
 `float()` accepts.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 
 from msrl.errors import MsrlError
-from msrl.files import write_text
+from msrl.files import atomic_write, write_text
 from msrl.types import JsonObject, StepReport
 
 FILE_NAME = "metrics.jsonl"
@@ -22,7 +26,8 @@ class MetricsWriter:
     """Writer that appends reports to `run_dir/metrics.jsonl` and flushes each of them.
 
     With `resumed_step`, later lines and a line that a crash truncated are removed first.
-    `num_dropped` is their number.
+    `num_dropped` is their number. If the file is removed while the run writes to it, it is restored
+    with its contents.
 
     Raises:
         MsrlError: the file already has lines, and `resumed_step` is None.
@@ -31,13 +36,35 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, *, resumed_step: int | None = None) -> None:
         self.path = run_dir / FILE_NAME
         self.num_dropped = _prepare(self.path, resumed_step)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        self._file = self.path.open("ab+")
 
     def log(self, report: StepReport) -> None:
-        self._file.write(to_line(report))
+        if not self._is_in_place():
+            self._restore()
+        self._file.write(to_line(report, time=datetime.now(timezone.utc)).encode())
         self._file.flush()
 
+    def _is_in_place(self) -> bool:
+        """Return True if the path still names the open file."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _restore(self) -> None:
+        """Write the contents of the removed file, which is still open, to its path again."""
+        self._file.seek(0)
+        contents = self._file.read()
+        self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path) as temporary:
+            temporary.write_bytes(contents)
+        self._file = self.path.open("ab+")
+        print(f"{self.path}: was removed during the run; restored it", file=sys.stderr)
+
     def close(self) -> None:
+        if not self._file.closed and not self._is_in_place():
+            self._restore()
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -61,10 +88,14 @@ def read_metrics(path: Path) -> tuple[StepReport, ...]:
     return tuple(_reports(path))
 
 
-def to_line(report: StepReport) -> str:
-    """Return the report as a line of JSON, including the line feed."""
+def to_line(report: StepReport, *, time: datetime | None = None) -> str:
+    """Return the report as a line of JSON, including the line feed.
+
+    `time` is the time of writing.
+    """
     row: JsonObject = {
         "step": report.step,
+        **({"time": time.isoformat(timespec="milliseconds")} if time is not None else {}),
         "metrics": _safe(report.metrics),
         "seconds": _safe(report.seconds),
     }
@@ -93,10 +124,12 @@ def _prepare(path: Path, resumed_step: int | None) -> int:
         raise MsrlError(
             f"{path}: contains the metrics of an earlier run. Resume it or choose another run.name."
         )
-    reports = [report for report in _reports(path) if report.step <= resumed_step]
-    num_dropped = len(lines) - len(reports)
+    reports = _reports(path)
+    complete = zip(lines, reports, strict=False)  # a truncated last line is not a report
+    retained = [line for line, report in complete if report.step <= resumed_step]
+    num_dropped = len(lines) - len(retained)
     if num_dropped:
-        write_text(path, "".join(to_line(report) for report in reports))
+        write_text(path, "".join(f"{line.decode()}\n" for line in retained))
     return num_dropped
 
 

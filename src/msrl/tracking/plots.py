@@ -14,16 +14,47 @@ from msrl.types import StepReport
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMOOTH_FROM = 50  # steps
+SMOOTH_FROM = 50  # values
+_MARKED = 30  # values; a marker on each of more values would hide the line
+_COLUMNS = 3
+_COLORS = ("tab:blue", "tab:orange", "tab:green")
+_SET = frozenset({"train/lr", "train/critic_lr"})  # metrics without noise
+# Natural bounds of metrics, which the margin of an axis must not exceed by much.
+_BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "pass@1": (0.0, 1.0),
+    "response_length": (0.0, None),
+    "grad_norm": (0.0, None),
+    "entropy": (0.0, None),
+    "lr": (0.0, None),
+    "equal_groups": (0.0, 1.0),
+    "value_explained_variance": (None, 1.0),
+}
+# All metrics that a report plots, of both trainings.
+CURVES = (
+    "train/loss",
+    "eval/loss",
+    "eval/perplexity",
+    "reward/mean",
+    "eval/pass@1",
+    "eval/reward",
+    "rollout/response_length",
+    "train/kl",
+    "train/entropy",
+    "train/grad_norm",
+    "train/value_explained_variance",
+    "train/lr",
+)
 
 
 def plot_metrics(
     reports: Sequence[StepReport], names: Sequence[str], path: Path, *, title: str = ""
 ) -> tuple[str, ...]:
-    """Plot metrics over the steps into a PNG file, with one panel per metric.
+    """Plot metrics over the steps into a PNG file.
 
-    With 50 steps or more, the running mean is plotted over the values. Values that are not finite
-    leave a gap.
+    Metrics that differ only in the part before the slash, such as train/loss and eval/loss, share a
+    panel. With 50 values or more, the running mean is plotted over the values, except for metrics
+    that are set and not measured, such as the learning rate. Values that are not finite leave a
+    gap.
 
     Returns:
         The names of metrics that no report has. They are not plotted.
@@ -37,13 +68,36 @@ def plot_metrics(
         raise MsrlError(
             f"{path}: nothing to plot: none of the metrics {', '.join(names)} was logged"
         )
-    figure = _figure(len(present), title)
-    for axes, (name, (steps, values)) in zip(figure.axes, present.items(), strict=True):
-        _draw(axes, name, steps, values)
-    figure.axes[-1].set_xlabel("step")
+    panels: dict[str, list[str]] = {}
+    for name in present:
+        panels.setdefault(name.rpartition("/")[2], []).append(name)
+    figure = _figure(len(panels), title)
+    for axes, (label, shown) in zip(figure.axes, panels.items(), strict=False):
+        for color, name in zip(_COLORS, shown, strict=False):
+            _draw(axes, name, *present[name], color=color)
+        _finish_panel(axes, label, shown)
+    for axes in figure.axes[len(panels) :]:
+        axes.set_visible(False)
     with atomic_write(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return tuple(name for name in names if name not in present)
+
+
+def _finish_panel(axes: Any, label: str, names: Sequence[str]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(names[0] if len(names) == 1 else label, fontsize="medium")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if len(names) > 1:
+        axes.legend(fontsize="small")
+    low, high = _BOUNDS.get(label, (None, None))
+    bottom, top = axes.get_ylim()
+    if low is not None and bottom < low:
+        axes.set_ylim(bottom=low - 0.02 * ((high or top) - low))
+    if high is not None and top > high:
+        axes.set_ylim(top=high + 0.02 * (high - (low or bottom)))
 
 
 def points(reports: Sequence[StepReport], name: str) -> tuple[list[int], list[float]]:
@@ -71,21 +125,24 @@ def _figure(num_panels: int, title: str) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 1.0 + 2.4 * num_panels), layout="constrained")
+    num_columns = min(num_panels, _COLUMNS)
+    num_rows = -(-num_panels // _COLUMNS)
+    size = (max(6.0, 4.6 * num_columns), 0.6 + 2.9 * num_rows)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.subplots(num_panels, 1, sharex=True)
+    figure.subplots(num_rows, num_columns)
     if title:
         figure.suptitle(title)
     return figure
 
 
-def _draw(axes: Any, name: str, steps: list[int], values: list[float]) -> None:
+def _draw(axes: Any, name: str, steps: list[int], values: list[float], *, color: str) -> None:
     finite = [value if math.isfinite(value) else math.nan for value in values]
-    is_smoothed = len(steps) >= SMOOTH_FROM
-    alpha = 0.35 if is_smoothed else 1.0
-    marker = "" if len(steps) > 1 else "o"
-    axes.plot(steps, finite, color="tab:blue", alpha=alpha, marker=marker)
+    is_smoothed = len(steps) >= SMOOTH_FROM and name not in _SET
+    marker = "o" if len(steps) <= _MARKED else ""
     if is_smoothed:
-        axes.plot(steps, running_mean(finite, max(2, len(steps) // 20)), color="tab:blue")
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.3)
+        mean = running_mean(finite, max(2, len(steps) // 20))
+        axes.plot(steps, finite, color=color, alpha=0.3)
+        axes.plot(steps, mean, color=color, label=f"{name}, running mean")
+    else:
+        axes.plot(steps, finite, color=color, marker=marker, markersize=4, label=name)

@@ -64,24 +64,50 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
 
 
 def write_report(
-    run_dir: Path, summary: RunSummary, *, results: Mapping[str, str] | None = None
+    run_dir: Path,
+    summary: RunSummary,
+    *,
+    results: Mapping[str, str] | None = None,
+    picture: str | None = None,
+    command: str | None = None,
 ) -> Path:
     """Write `report.md` with the summary and return its path.
 
-    `results` are further lines, for example the path of the exported model.
+    Args:
+        run_dir: folder of the run.
+        summary: summary of the metrics.
+        results: further lines, for example the path of the exported model.
+        picture: file with the curves, relative to the folder.
+        command: command that continues with the result of the run.
     """
     path = run_dir / FILE_NAME
-    write_text(path, "\n".join(lines(summary, title=run_dir.name, results=results or {})) + "\n")
+    text = lines(
+        summary, title=run_dir.name, results=results or {}, picture=picture, command=command
+    )
+    write_text(path, "\n".join(text) + "\n")
     return path
 
 
-def lines(summary: RunSummary, *, title: str, results: Mapping[str, str]) -> list[str]:
+def lines(
+    summary: RunSummary,
+    *,
+    title: str,
+    results: Mapping[str, str],
+    picture: str | None = None,
+    command: str | None = None,
+) -> list[str]:
     """Return the report as lines of Markdown."""
     steps = "No step was trained."
     if summary.num_steps:
-        steps = f"{summary.num_steps} steps ({summary.first_step} to {summary.last_step})."
+        duration = duration_text(summary.seconds.get(STEP, 0.0))
+        first, last = summary.first_step, summary.last_step
+        steps = f"{summary.num_steps} steps ({first} to {last}) in {duration}."
     text = [f"# {title}", "", steps]
     text += [f"- {name}: {value}" for name, value in results.items()]
+    if command is not None:
+        text += ["", "Next command:", "", "```bash", command, "```"]
+    if picture is not None:
+        text += ["", f"![curves]({picture})"]
     text += ["", "| metric | first | last | lowest | highest |", "|---|---|---|---|---|"]
     text += [_metric_row(name, metric) for name, metric in summary.metrics.items()]
     if summary.seconds:

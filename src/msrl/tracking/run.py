@@ -1,7 +1,10 @@
 """Run folder (`run.dir/run.name`), which contains everything that a run writes.
 
     config.yaml       the effective configuration with all keys
-    attempts.jsonl    one line per start: time, command line, versions of the stack
+    attempts.jsonl    one line per start: time, command line, versions of the stack; after its end
+                      also outcome (completed, interrupted or failed), last step and time. A killed
+                      process leaves no outcome
+    log.txt           all lines that the run printed, with their time
     metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: written by other modules
 
 One process writes to a run at a time: the folder is locked while it is open. If all attempts failed
@@ -14,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -66,6 +70,7 @@ class RunFolder:
         *,
         config: Mapping[str, object],
         resume: bool = False,
+        num_steps: int | None = None,
         argv: Sequence[str] | None = None,
     ) -> RunFolder:
         """Open `directory/name` and record how the run was started.
@@ -76,8 +81,9 @@ class RunFolder:
         Args:
             directory: parent folder of all runs.
             name: name of the run.
-            config: the resolved configuration as plain values (`Config.model_dump(mode="json")`).
+            config: the configuration as plain values without secrets (`config.secrets.recorded`).
             resume: accept an existing run.
+            num_steps: number of steps of the run, to be recorded.
             argv: the command line, `sys.argv` by default.
 
         Raises:
@@ -89,7 +95,9 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             command = sys.argv if argv is None else argv
-            return cls._start(path, _lock(path), config, command, resume=resume)
+            return cls._start(
+                path, _lock(path), config, command, resume=resume, num_steps=num_steps
+            )
         except OSError as error:
             raise _not_writable(path, error.strerror or str(error)) from error
 
@@ -102,13 +110,14 @@ class RunFolder:
         argv: Sequence[str],
         *,
         resume: bool,
+        num_steps: int | None,
     ) -> RunFolder:
         try:
             attempt = _attempts(path) + 1
             if not resume:
                 _refuse_used(path)
             _write_config(path, config, attempt)
-            _record_attempt(path, attempt, argv)
+            _record_attempt(path, attempt, argv, num_steps)
         except BaseException:
             lock.close()
             raise
@@ -123,6 +132,19 @@ class RunFolder:
             _lock(path, "r").close()
         if path.is_dir() and not resume:
             _refuse_used(path)
+
+    def record_end(self, outcome: str, last_step: int, error: str | None = None) -> None:
+        """Add the outcome of this attempt to its line in attempts.jsonl."""
+        path = self.path / ATTEMPTS
+        *before, line = path.read_text(encoding="utf-8").splitlines()
+        row = {
+            **json.loads(line),
+            "outcome": outcome,
+            "last_step": last_step,
+            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **({"error": error} if error is not None else {}),
+        }
+        write_text(path, "".join(f"{text}\n" for text in (*before, json.dumps(row))))
 
     def close(self) -> None:
         """Release the lock of the folder."""
@@ -214,7 +236,21 @@ def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> Non
     write_text(file, text)
 
 
-def _record_attempt(path: Path, attempt: int, argv: Sequence[str]) -> None:
+def resume_command(path: Path) -> str | None:
+    """Return the command that resumes the run of a folder; None if it is not recorded."""
+    file = path / ATTEMPTS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    if not lines:
+        return None
+    words: list[str] = json.loads(lines[-1])["command"][1:]
+    for start in (i for i, word in enumerate(words) if word == "--resume"):
+        words = [*words[:start], *words[start + 2 :]]
+        break
+    words = [word for word in words if not word.startswith("--resume=")]
+    return shlex.join(["msrl", *words, "--resume", "auto"])
+
+
+def _record_attempt(path: Path, attempt: int, argv: Sequence[str], num_steps: int | None) -> None:
     row = {
         "attempt": attempt,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -222,6 +258,7 @@ def _record_attempt(path: Path, attempt: int, argv: Sequence[str]) -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": stack_versions(),
+        **({"num_steps": num_steps} if num_steps is not None else {}),
     }
     with (path / ATTEMPTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

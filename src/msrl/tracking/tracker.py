@@ -1,7 +1,8 @@
 """Trackers: receivers of the report of every step (metrics file, console, TensorBoard, ...).
 
 A tracker plugin is a module of `msrl.tracking.trackers` whose name is used in `log.trackers`. Its
-main function is `open_tracker(run_dir, *, resumed_step=None)`.
+main function is `open_tracker(run_dir, *, resumed_step=None)`; `check()` raises MsrlError if the
+tracker cannot start on this machine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ class Tracker(Protocol):
     def log(self, report: StepReport) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the trackers of `log.trackers` can start, without starting them.
+
+    Raises:
+        MsrlError: a name is unknown, or a package or login is missing.
+    """
+    for name in names:
+        registry.load(PACKAGE, name, key="log.trackers").check()
 
 
 def open_trackers(

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from msrl.models.parallel_layout import Coords
 from msrl.platforms.base import Platform
+from msrl.trainer.network import select_interface
 from msrl.trainer.settings import Layout, RankSettings
 
 
@@ -60,6 +61,7 @@ def initialize(
     """
     # Select the device of this rank before random numbers or messages use the default device.
     platform.device(rank)
+    select_interface(platform, init_method)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.collective_backend,

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from msrl import temporary
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 
@@ -35,7 +35,7 @@ _KILL_DETECTION_S = (
 )
 
 
-class RankError(Exception):
+class RankError(ProcessFailedError):
     """Failure of a rank. The message holds the traceback of the rank."""
 
 
@@ -250,8 +250,10 @@ def main() -> None:
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
         except BaseException:
-            pipe.send(("failure", traceback.format_exc()))
-            raise
+            # The driver prints it; its pipe is closed if another rank failed before.
+            with contextlib.suppress(OSError):
+                pipe.send(("failure", traceback.format_exc()))
+            sys.exit(1)
 
 
 if __name__ == "__main__":

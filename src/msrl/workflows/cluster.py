@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import shlex
+import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from msrl import platforms
 from msrl.cluster import launch, probe, state
@@ -12,6 +14,7 @@ from msrl.cluster.launch import EndedNode
 from msrl.cluster.session import NodeStatus, ray_session
 from msrl.cluster.state import NodeRecord
 from msrl.config.schema import Config
+from msrl.errors import MsrlError
 from msrl.types import JsonObject
 
 
@@ -29,6 +32,21 @@ class ClusterStatus:
     recorded: tuple[NodeRecord, ...]
 
 
+def check(config: Config, action: str, **arguments: Any) -> None:
+    """Make the checks of `up` and `join` without starting anything.
+
+    Raises:
+        MsrlError: The command would be refused.
+    """
+    if action == "up":
+        num_devices, _ = _devices(config, None, None)
+        arguments.pop("new_token", None)
+        launch.check_up(devices=num_devices, **arguments)
+    elif action == "join":
+        num_devices, _ = _devices(config, None, None)
+        launch.check_join(devices=num_devices, **arguments)
+
+
 def up(
     config: Config | None = None,
     *,
@@ -36,12 +54,13 @@ def up(
     port: int = 6344,
     dashboard_host: str = probe.LOOPBACK,
     dashboard_port: int = 8260,
+    new_token: bool = False,
     devices: int | None = None,
     platform: str | None = None,
 ) -> NodeRecord:
     """Start the head on this machine and print the command that joins another machine.
 
-    `devices` None means all devices that the platform finds here.
+    `devices` None means all devices that the platform finds here. `new_token` replaces the token.
     """
     num_devices, resource = _devices(config or Config(), devices, platform)
     record = launch.up(
@@ -51,6 +70,7 @@ def up(
         dashboard_port=dashboard_port,
         devices=num_devices,
         platform_resource=resource,
+        new_token=new_token,
     )
     print(_head_text(record))
     return record
@@ -97,8 +117,16 @@ def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus
     return cluster_status
 
 
-def down(config: Config | None = None) -> tuple[EndedNode, ...]:
-    """End the nodes that were started on this machine and print them."""
+def down(config: Config | None = None, *, force: bool = False) -> tuple[EndedNode, ...]:
+    """End the nodes that were started on this machine and print them.
+
+    If a run uses their devices, ask first on a terminal; `force` ends them without a question.
+
+    Raises:
+        MsrlError: A run uses their devices, and this is no terminal, or the answer is no.
+    """
+    if not force:
+        _confirm(_devices_in_use())
     ended = launch.down()
     for node in ended:
         result = "was no longer running; deleted its record"
@@ -108,6 +136,47 @@ def down(config: Config | None = None) -> tuple[EndedNode, ...]:
     if not ended:
         print("Nothing to end: no node was started on this machine by `msrl cluster up` or `join`.")
     return ended
+
+
+def _devices_in_use() -> list[str]:
+    """Return a description of each local node whose devices a run uses.
+
+    The end of a head ends all nodes of its cluster. A cluster that does not answer has no runs.
+    """
+    in_use: list[str] = []
+    for record in launch.recorded_nodes():
+        if not record.alive:
+            continue
+        try:
+            with ray_session(
+                record.address, num_devices=0, resource_name=record.resource, answer_timeout_s=2.0
+            ) as session:
+                nodes = session.nodes()
+        except MsrlError:
+            continue
+        for node in nodes:
+            num_used = node.num_devices - node.num_free
+            if node.alive and num_used > 0 and record.kind in ("head", _kind(node, record)):
+                in_use.append(f"{node.host}: {num_used:g} of {node.num_devices:g} devices")
+    return in_use
+
+
+def _kind(node: NodeStatus, record: NodeRecord) -> str:
+    """Return the kind of the record if the node is its own, else an empty text."""
+    return record.kind if node.host == record.host else ""
+
+
+def _confirm(in_use: list[str]) -> None:
+    """Ask on a terminal if nodes whose devices are in use are to be ended."""
+    if not in_use:
+        return
+    problem = f"a run uses {', '.join(in_use)} and would end without a checkpoint"
+    remedy = "Stop the run first (Ctrl-C saves a checkpoint), or pass --force."
+    if not sys.stdin.isatty():
+        raise MsrlError(f"cluster down: {problem}. {remedy}")
+    print(f"cluster down: {problem}.", file=sys.stderr)
+    if input("End it anyway? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise MsrlError(f"cluster down: nothing was ended. {remedy}")
 
 
 def _devices(config: Config, devices: int | None, platform: str | None) -> tuple[int, str]:
@@ -144,7 +213,8 @@ def _joining_lines(record: NodeRecord) -> list[str]:
         "Then join:",
         f"  msrl cluster join {record.address}",
         "Ray now listens on all interfaces of this machine. Only the token protects it "
-        f"({token}, mode 600).",
+        f"({token}, mode 600), and it is sent unencrypted: use a trusted network "
+        "(docs/security.md).",
     ]
 
 

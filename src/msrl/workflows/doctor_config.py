@@ -39,8 +39,8 @@ def config_findings(
     if name in ("train-sft", "train-grpo") and platform is not None:
         yield from _devices(resolved.config, platform)
         yield from _memory(resolved.config, name, platform)
-    if name == "train-grpo" and platform is not None and not mistakes:
-        yield from _inputs(resolved.config)
+    if name != "cluster" and not mistakes:
+        yield from _inputs(resolved.config, name)
 
 
 def _mistakes(resolved: Resolved, command: str) -> tuple[str, ...]:
@@ -113,19 +113,14 @@ def _shape(config: Config) -> Shape | None:
         return None  # the checks report it
 
 
-def _inputs(config: Config) -> Iterator[ConfigFinding]:
-    """Open the data, tokenizer, template and placement as a run does before it starts Ray."""
-    from msrl.workflows.rl.setup import prepare
+def _inputs(config: Config, command: str) -> Iterator[ConfigFinding]:
+    """Check all inputs as the command does before it starts anything."""
+    from msrl.workflows import preflight
 
     try:
-        job = prepare(config)
-    except (MsrlError, OSError) as error:
+        summary = preflight.check(config, command)
+    except MsrlError as error:
         for line in str(error).splitlines():
             yield "wrong", "inputs", line
     else:
-        yield (
-            "ok",
-            "inputs",
-            f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
-            f"{job.placement.num_devices} devices placed",
-        )
+        yield "ok", "inputs", summary

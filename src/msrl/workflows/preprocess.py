@@ -7,13 +7,14 @@ results are written in the order of the rows.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
@@ -28,12 +29,13 @@ from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates import Template, load_template, template_names
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
-from msrl.data.writer import DatasetWriter
+from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _REPORT_EVERY_S = 5.0
+_CHECKED_FILES = 20  # by `check`, which reads one batch of rows of each
 
 
 def run(config: Config) -> DatasetManifest:
@@ -59,10 +61,40 @@ def run(config: Config) -> DatasetManifest:
             progress.report(writer)
         writer.finish()
         manifest = make_manifest(settings, job, writer)
-        _check_not_empty(manifest, files)
+        _check_not_empty(manifest.num_examples, manifest.dropped, files)
         manifest = writer.commit(manifest)
     print(summary(prefix, manifest, time.perf_counter() - start))
     return manifest
+
+
+def check(config: Config) -> int:
+    """Check the configuration and the first rows of the first files, without writing anything.
+
+    Returns:
+        The number of rows that were read and tokenized.
+
+    Raises:
+        MsrlError: the configuration or one of the rows is not valid.
+    """
+    settings = config.preprocess
+    files = find_files(settings.input)
+    job = make_job(settings)
+    prefix = _required("output_prefix", settings.output_prefix)
+    check_prefix(prefix, overwrite=settings.overwrite)
+    num_read = num_examples = 0
+    dropped: Counter[str] = Counter()
+    is_all = len(files) <= _CHECKED_FILES
+    for path in files[:_CHECKED_FILES]:
+        batches = read_batches((path,))
+        for batch in itertools.islice(batches, 1):
+            result = tokenize_rows(job, batch)
+            num_read += result.num_read
+            num_examples += len(result.sequences.lengths)
+            dropped.update(result.dropped)
+        is_all = is_all and next(batches, None) is None
+    if is_all:
+        _check_not_empty(num_examples, dropped, files)
+    return num_read
 
 
 def make_job(settings: PreprocessConfig) -> TokenizeSettings:
@@ -279,11 +311,13 @@ def _eos_token_id(tokenizer: TextTokenizer, renderer: Renderer | None) -> int | 
     return None if tokenizer.eos_token is None else tokenizer.token_id(tokenizer.eos_token)
 
 
-def _check_not_empty(manifest: DatasetManifest, files: tuple[Path, ...]) -> None:
+def _check_not_empty(
+    num_examples: int, dropped: Mapping[str, int], files: tuple[Path, ...]
+) -> None:
     """Raise MsrlError if there is nothing to write."""
-    if not manifest.num_examples:
-        dropped = ", ".join(f"{number} {reason}" for reason, number in manifest.dropped.items())
-        reason = f"all rows were dropped ({dropped})" if dropped else "there are no rows"
+    if not num_examples:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+        reason = f"all rows were dropped ({reasons})" if reasons else "there are no rows"
         raise MsrlError(
             f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}"
         )

@@ -17,18 +17,25 @@ if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
-def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> TensorBoardTracker:
-    """Return a tracker that writes to `run_dir/tensorboard`.
-
-    TensorBoard hides what earlier attempts logged after `resumed_step`.
-    """
+def check() -> None:
+    """Raise MsrlError if the package is not installed."""
     try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        importlib.import_module("tensorboard.summary.writer.event_file_writer")
     except ImportError as error:
         raise MsrlError(
             "log.trackers=tensorboard: the package tensorboard is not installed. "
             "Install it with `pip install tensorboard`."
         ) from error
+
+
+def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> TensorBoardTracker:
+    """Return a tracker that writes to `run_dir/tensorboard`.
+
+    TensorBoard hides what earlier attempts logged after `resumed_step`.
+    """
+    check()
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
     return TensorBoardTracker(EventFileWriter(str(run_dir / "tensorboard")), resumed_step)
 
 

@@ -20,12 +20,8 @@ from msrl.errors import MsrlError
 from msrl.types import StepReport
 
 
-def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> WandbTracker:
-    """Return a tracker that writes to `run_dir/wandb` and, unless offline, to the service.
-
-    Raises:
-        MsrlError: wandb is not installed, not logged in or cannot start.
-    """
+def check() -> None:
+    """Raise MsrlError if wandb is not installed or not logged in."""
     try:
         import wandb
     except ImportError as error:
@@ -40,6 +36,17 @@ def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> WandbTrac
             "log.trackers=wandb: not logged in. "
             "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
         )
+
+
+def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> WandbTracker:
+    """Return a tracker that writes to `run_dir/wandb` and, unless offline, to the service.
+
+    Raises:
+        MsrlError: wandb is not installed, not logged in or cannot start.
+    """
+    check()
+    import wandb
+
     config = run_dir / "config.yaml"
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     try:

@@ -45,10 +45,15 @@ def inspect(folder: Path, *, verify: bool) -> None:
         MsrlError: A file is missing, truncated or altered.
         ManyErrors: Several files are.
     """
-    checks = hf_checks if is_hf(folder) else mcore_checks
-    verify_files(checks(folder, depth="checksums" if verify else "sizes"))
+    verify_checkpoint(folder, verify=verify)
     (_inspect_hf if is_hf(folder) else _inspect_mcore)(folder)
     print(_state(folder, verify))
+
+
+def verify_checkpoint(folder: Path, *, verify: bool) -> None:
+    """Compare the sizes of all files with the manifest; with `verify`, their checksums too."""
+    checks = hf_checks if is_hf(folder) else mcore_checks
+    verify_files(checks(folder, depth="checksums" if verify else "sizes"))
 
 
 def _inspect_hf(folder: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from msrl.checkpoint.adapters.megatron import adapted_base, read_adapter, read_mcore_lora
-from msrl.checkpoint.adapters.merge import MergedSource
+from msrl.checkpoint.adapters.merge import Adapter, MergedSource
 from msrl.checkpoint.adapters.peft import dropped_by_peft, read_peft, write_peft
 from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
@@ -23,11 +24,17 @@ from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_m
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import MsrlError, VerificationError
 from msrl.models.families import load_shape, num_parameters
+from msrl.models.shape import Shape
 from msrl.plan.derived import layout_from
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.verification import report
 from msrl.verification.bits import require_equal_copies
-from msrl.workflows.convert.inspection import inspect, print_dropped, print_table
+from msrl.workflows.convert.inspection import (
+    inspect,
+    print_dropped,
+    print_table,
+    verify_checkpoint,
+)
 from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import verify_files
 
@@ -56,18 +63,52 @@ def run(config: Config) -> None:
         _convert(config, Path(convert.load), Path(convert.save or ""))
 
 
-def _convert(config: Config, load: Path, save: Path) -> None:
-    """Convert with a progress bar, then verify."""
-    torch.set_num_threads(1)  # the conversion has a thread per file
+def check(config: Config) -> None:
+    """Read and check the checkpoint of a conversion without writing anything.
+
+    Raises:
+        MsrlError: The conversion would be refused.
+    """
+    convert = config.convert
+    assert convert.load is not None, "checked with the configuration"
+    load = Path(convert.load)
+    if convert.command == "inspect":
+        verify_checkpoint(load, verify=convert.verify)
+    elif convert.command == "lora2hf":
+        _read_adapter(load, Path(convert.hf_config) if convert.hf_config else None)
+    else:
+        _checked(config, load, Path(convert.save or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Conversion that is ready to be written."""
+
+    source: WeightSource
+    num_bytes: int
+    write: Callable[[Callable[[int], None]], object]
+
+
+def _checked(config: Config, load: Path, save: Path) -> _Conversion:
+    """Open and verify the checkpoint, and check that the result can be written."""
     convert = config.convert
     _verify_source(convert, load)
     source = _open(convert, load)
     if convert.verify:
         report.require_memory(source.shape)
-    start = time.perf_counter()
     num_bytes, write = _prepare(convert, source, save)
     require_free_path(save)
     require_space(save, num_bytes)
+    return _Conversion(source, num_bytes, write)
+
+
+def _convert(config: Config, load: Path, save: Path) -> None:
+    """Convert with a progress bar, then verify."""
+    torch.set_num_threads(1)  # the conversion has a thread per file
+    convert = config.convert
+    conversion = _checked(config, load, save)
+    source, num_bytes, write = conversion.source, conversion.num_bytes, conversion.write
+    start = time.perf_counter()
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         write(bar.advance)
     elapsed = time.perf_counter() - start
@@ -134,15 +175,7 @@ def _compare_copies(source: ShardedSource, load: Path) -> None:
 
 def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     """Write an mcore checkpoint's adapter as a PEFT folder, and compare it bit for bit."""
-    verify_files(mcore_checks(load))
-    hf_dir = hf_config or load / SIDECAR
-    if not (hf_dir / "config.json").is_file():
-        raise MsrlError(
-            f"{hf_dir}: no config.json found. "
-            "Name the model's Hugging Face folder with --hf-config."
-        )
-    shape = load_shape(hf_dir)
-    adapter = read_mcore_lora(load, shape)
+    adapter, shape, hf_dir = _read_adapter(load, hf_config)
     recorded = None if hf_config else adapted_base(load)
     base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
     write_peft(adapter, save, str(base))
@@ -166,6 +199,19 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
             f"{base}: no weights found, so PEFT cannot load the base model. "
             "Name its Hugging Face folder with --hf-config."
         )
+
+
+def _read_adapter(load: Path, hf_config: Path | None) -> tuple[Adapter, Shape, Path]:
+    """Return an mcore checkpoint's adapter, and the shape and the folder of its model."""
+    verify_files(mcore_checks(load))
+    hf_dir = hf_config or load / SIDECAR
+    if not (hf_dir / "config.json").is_file():
+        raise MsrlError(
+            f"{hf_dir}: no config.json found. "
+            "Name the model's Hugging Face folder with --hf-config."
+        )
+    shape = load_shape(hf_dir)
+    return read_mcore_lora(load, shape), shape, hf_dir
 
 
 def _prepare(

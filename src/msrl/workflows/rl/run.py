@@ -40,15 +40,14 @@ from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.serve.engine import engine_settings
+from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.export import export_critic
-from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.preflight import check_start
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     hf_files,
-    loaded_models,
     rank_settings,
     tokenizer_path,
     weights_path,
@@ -76,8 +75,10 @@ def run(config: Config) -> None:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
     job = prepare(config)
-    check_memory(config, "train-grpo", job.platform)
-    verify_models(loaded_models(config, "train-grpo", job.resume))
+    if job.resume is not None and job.resume.step == job.num_steps:
+        finish_completed(config, job.resume, CURVES)
+        return
+    check_start(config, "train-grpo", job.platform, job.resume)
     with open_session(
         config,
         start_step=job.start_step,

@@ -24,6 +24,7 @@ from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
+from msrl.workflows.training.preflight import check_run_folder
 from msrl.workflows.training.run_log import checkpoint_root
 from msrl.workflows.training.settings import (
     check_order,
@@ -70,15 +71,18 @@ class Prompts:
         return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
-def prepare(config: Config) -> RLSetup:
+def prepare(config: Config, platform: Platform | None = None) -> RLSetup:
     """Check everything that can be checked before Ray starts and return the setup of the run.
+
+    `platform` is that of the configuration by default, which this machine must support then.
 
     Raises:
         MsrlError: The configuration, the data or the checkpoint is invalid.
     """
     if config.data.train is None:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
-    platform = resolve(config.cluster.platform)
+    platform = platform or resolve(config.cluster.platform)
+    check_run_folder(config)
     hf_dir = hf_files(config)
     tokenizer = open_tokenizer(tokenizer_path(config))
     prompts = _checked_prompts(config, config.data.train, tokenizer, hf_dir)
@@ -133,7 +137,7 @@ def _checkpoint_and_state(
     """
     root = checkpoint_root(config)
     resume = checkpoint_to_resume(config, root)
-    if resume and resume.step >= num_steps:
+    if resume and resume.step > num_steps:
         raise MsrlError(
             f"train.steps={num_steps}: the checkpoint in {resume.root} is at step {resume.step} "
             "already. Raise train.steps to resume."

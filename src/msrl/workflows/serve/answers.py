@@ -15,6 +15,7 @@ from typing import Any
 
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, why_not_writable
+from msrl.limits import printable
 from msrl.types import Completion
 
 WriteLines = Callable[[str], None]  # its argument consists of complete lines
@@ -112,7 +113,7 @@ def _standard_output() -> Generator[WriteLines, None, None]:
     try:
         yield buffered.append if stream.isatty() else write
     finally:
-        write("".join(buffered))
+        write(printable("".join(buffered)))
 
 
 def json_line(

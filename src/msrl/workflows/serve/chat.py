@@ -1,22 +1,27 @@
 """`msrl chat`: a conversation in the terminal with streamed responses.
 
-`clear` (or `new`) forgets the conversation. `quit`, `exit`, `q` or the end of the input leave.
-Ctrl-C during a response stops the response and keeps the conversation; at the prompt, it leaves.
+Commands begin with a slash: `/clear` forgets the conversation, `/quit` leaves, `/help` lists them.
+`quit`, `exit` and the end of the input leave too. A line that begins with two slashes is a question
+with one of them. Lines between two lines of three double quotes are one question.
+
+Ctrl-C during a response stops the response and keeps the conversation. At the prompt it discards a
+question that is not complete, else it leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
+from msrl.limits import printable
 from msrl.rollout.engine import Engine, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import (
@@ -30,9 +35,17 @@ from msrl.workflows.serve.engine import (
 )
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
-_LEAVE = ("quit", "exit", "q")
-_CLEAR = ("clear", "new")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import WeightSource
+
+_LEAVE = ("/quit", "/exit", "/q", "quit", "exit")
+_CLEAR = ("/clear", "/new")
+DISCARD = "\x03"  # a line of `read_lines`: Ctrl-C while a question was typed
+_QUOTES = '"""'
+_HELP = (
+    "/clear starts a new conversation, /quit leaves, /help prints this. //text asks /text. "
+    f"{_QUOTES} begins and ends a question of several lines. Ctrl-C stops a response"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +67,7 @@ def run(config: Config) -> None:
         KeyboardInterrupt: The user pressed Ctrl-C at the prompt.
     """
     section = config.chat
-    source = open_model(section.model, "chat.model")
-    renderer = choose_renderer(source.hf_dir, section.template)
+    source, renderer = prepare(config)
     system = system_turns(section.system)
     sampling = sampling_params(config, section, renderer.stop_token_ids)
     settings = engine_settings(
@@ -65,16 +77,28 @@ def run(config: Config) -> None:
         max_num_seqs=1,
         random_weights=needs_weight_transfer(source, section.model),
     )
-    # Fail early if the template cannot render a question.
-    renderer.prompt(Conversation((*system, Message("user", "?"))))
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
         with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _print_note(
-            "ready: `clear` starts a new conversation, `quit` leaves, Ctrl-C stops a response"
+            "ready: /clear starts a new conversation, /quit leaves, /help lists all commands, "
+            "Ctrl-C stops a response"
         )
         converse(engine, renderer, system, sampling, read_lines())
+
+
+def prepare(config: Config) -> tuple[WeightSource, Renderer]:
+    """Open the model and check that its template can render a question.
+
+    Raises:
+        MsrlError: The model or the template is not valid.
+    """
+    source = open_model(config.chat.model, "chat.model")
+    renderer = choose_renderer(source.hf_dir, config.chat.template)
+    system = system_turns(config.chat.system)
+    renderer.prompt(Conversation((*system, Message("user", "?"))))
+    return source, renderer
 
 
 def converse(
@@ -86,20 +110,45 @@ def converse(
 ) -> None:
     """Respond to each line, which is a question or a command, until a command to leave."""
     turns: tuple[Message, ...] = ()
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_questions(lines)):
         text = line.strip()
         if text.lower() in _LEAVE:
             return
         if text.lower() in _CLEAR:
             turns = ()
             _print_note("started a new conversation")
+        elif text.startswith("/") and not text.startswith("//"):
+            known = "" if text.lower() == "/help" else f"{printable(text)}: unknown command. "
+            _print_note(f"{known}{_HELP}")
         elif text:
+            text = text.removeprefix("/") if text.startswith("//") else text
             turn_sampling = sampling
             if sampling.seed is not None:
                 turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
             turns = _respond(
                 engine, renderer, system, (*turns, Message("user", text)), turn_sampling
             )
+
+
+def _questions(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, with those between two lines of three double quotes as one text.
+
+    At the end of the input, an incomplete text is complete.
+    """
+    text: list[str] | None = None
+    for line in lines:
+        if line == DISCARD:
+            text = None
+        elif line.strip() == _QUOTES:
+            if text is not None:
+                yield "\n".join(text)
+            text = [] if text is None else None
+        elif text is None:
+            yield line
+        else:
+            text.append(line.rstrip("\r\n"))
+    if text:
+        yield "\n".join(text)
 
 
 def _respond(
@@ -170,15 +219,30 @@ def read_lines() -> Iterator[str]:
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (adds line editing and history to `input`)
+    is_open = False  # inside of three double quotes
     while True:
         try:
-            yield input("> ")
+            line = input("... " if is_open else "> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
-            raise
+            if not is_open and not _typed_text():
+                raise
+            is_open, line = False, DISCARD
+        else:
+            is_open = is_open != (line.strip() == _QUOTES)
+        yield line
+
+
+def _typed_text() -> str:
+    """Return the text of the line that was being typed, which readline still has."""
+    try:
+        import readline
+    except ImportError:
+        return ""
+    return readline.get_line_buffer()
 
 
 @contextlib.contextmanager
@@ -198,14 +262,13 @@ def interruptible() -> Generator[Callable[[], bool], None, None]:
 def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:
     """Print the pieces as they arrive until Ctrl-C, and return their text.
 
-    On a terminal, control characters are printed as placeholders.
+    On a terminal, control characters are escaped.
     """
     texts: list[str] = []
     for piece in pieces:
         texts.append(piece.text)
         is_terminal = sys.stdout.isatty()
-        placeholder = "\N{REPLACEMENT CHARACTER}"
-        sys.stdout.write(_CONTROL.sub(placeholder, piece.text) if is_terminal else piece.text)
+        sys.stdout.write(printable(piece.text) if is_terminal else piece.text)
         sys.stdout.flush()
         if interrupted():
             break

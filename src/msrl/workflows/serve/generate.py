@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msrl.config.schema import Config, GenerateConfig
 from msrl.data.handlers.sharegpt import read_message, tools_text
@@ -42,6 +42,9 @@ from msrl.workflows.serve.engine import (
     sampling_params,
 )
 
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import WeightSource
+
 _MESSAGE = ("role", "content", "tool_calls", "reasoning_content")
 _ROLES = ("system", "user", "assistant", "tool")
 _BATCH = 512  # completions per engine call; between calls, progress is shown and rows are written
@@ -61,11 +64,45 @@ class Request:
 Formatter: TypeAlias = Callable[[Request, Sequence[Completion]], str]
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateSetup:
+    """Checked inputs of `msrl generate`."""
+
+    source: WeightSource
+    renderer: Renderer
+    requests: list[Request]
+    limit: int  # maximum tokens of prompt and response
+    output: Path | None
+
+
 def run(config: Config) -> None:
     """Generate with the settings of `config.generate`.
 
     Raises:
         MsrlError: The input is invalid; it is checked before the engine starts.
+    """
+    section, setup = config.generate, prepare(config)
+    source, requests = setup.source, setup.requests
+    longest = max(len(request.token_ids) for request in requests)
+    settings = engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_model_len=min(setup.limit, longest + section.max_tokens),
+        max_num_seqs=len(requests) * section.num_samples,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
+    stop_token_ids = () if section.raw else setup.renderer.stop_token_ids
+    sampling = sampling_params(config, section, stop_token_ids, section.num_samples)
+    with running_engine(config, source, settings) as engine, open_output(setup.output) as write:
+        _generate(engine, requests, sampling, _formatter(section, setup.output), write)
+
+
+def prepare(config: Config) -> GenerateSetup:
+    """Open the model, and read and check the prompts, without starting an engine.
+
+    Raises:
+        MsrlError: The model, the input or the output is not valid.
     """
     section = config.generate
     output = check_output(section.output)
@@ -74,20 +111,7 @@ def run(config: Config) -> None:
     requests = read_requests(section, renderer)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
     check_lengths(requests, limit)
-    longest = max(len(request.token_ids) for request in requests)
-    settings = engine_settings(
-        config,
-        source.hf_dir,
-        dtype=section.dtype,
-        max_model_len=min(limit, longest + section.max_tokens),
-        max_num_seqs=len(requests) * section.num_samples,
-        random_weights=needs_weight_transfer(source, section.model),
-    )
-    sampling = sampling_params(
-        config, section, () if section.raw else renderer.stop_token_ids, section.num_samples
-    )
-    with running_engine(config, source, settings) as engine, open_output(output) as write:
-        _generate(engine, requests, sampling, _formatter(section, output), write)
+    return GenerateSetup(source, renderer, requests, limit, output)
 
 
 def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:

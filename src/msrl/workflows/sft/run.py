@@ -21,17 +21,16 @@ from msrl.workflows.sft.batches import LOSS, Batch, HeldOutEvaluator, batch_limi
 from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import weights_by_prefix
 from msrl.workflows.training import resume_checks
+from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.data_checks import check_data, verify_data
-from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.preflight import check_run_folder, check_start
 from msrl.workflows.training.run_log import checkpoint_root, counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     check_order,
     checkpoint_to_resume,
     hf_files,
-    loaded_models,
     order_state,
     rank_settings,
     schedule,
@@ -49,8 +48,10 @@ def run(config: Config) -> None:
         MsrlError: The configuration is invalid. It is checked before any rank starts.
     """
     job = prepare(config, resolve(config.cluster.platform))
-    check_memory(config, "train-sft", job.platform, longest=job.train.longest)
-    verify_models(loaded_models(config, "train-sft", job.resume))
+    if job.resume is not None and job.resume.step == job.num_steps:
+        finish_completed(config, job.resume, CURVES)
+        return
+    check_start(config, "train-sft", job.platform, job.resume, longest=job.train.longest)
     with open_session(
         config,
         start_step=job.start_step,
@@ -119,12 +120,13 @@ def prepare(config: Config, platform: Platform) -> SftSetup:
     """
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
+    check_run_folder(config)
     train, held_out = _checked_rows(config, hf_files(config))
     num_rows = (config.train.epochs or 1) * len(train)
     num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
-    if start_step >= num_steps:
+    if start_step > num_steps:
         raise MsrlError(
             f"train.steps={num_steps}: the checkpoint in {checkpoint_root(config)} is at step "
             f"{start_step} already. Raise train.steps to"

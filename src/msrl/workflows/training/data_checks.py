@@ -4,6 +4,7 @@ checksums.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,11 @@ def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: s
     except MsrlError:
         if config.model.tokenizer is not None:
             raise
+        print(
+            f"warning: {folder} has no tokenizer, so {prefix} could not be compared with it, and "
+            "`generate` and `chat` cannot use the result. Set model.tokenizer.",
+            file=sys.stderr,
+        )
         return
     if manifest.tokenizer_hash != model_hash:
         raise MsrlError(

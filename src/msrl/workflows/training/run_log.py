@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from msrl.config.schema import Config
-from msrl.errors import MsrlError
+from msrl.config.secrets import recorded, redacted
+from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
 from msrl.tracking.console import StepConsole
+from msrl.tracking.log_file import FILE_NAME as LOG_FILE
+from msrl.tracking.log_file import LogFile, logged_output
 from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
 from msrl.tracking.report import summarize, write_report
-from msrl.tracking.run import RunFolder
+from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
+from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
 from msrl.workflows.training.settings import run_path
 
@@ -35,19 +42,71 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+CURVES_FILE = "curves.png"
+
+
+def write_results(
+    path: Path, results: Mapping[str, str], *, curves: Sequence[str], command: str | None
+) -> None:
+    """Write the report and the curves of the run folder `path`, and print the results.
+
+    `command` continues with the results.
+    """
+    reports = read_metrics(path)
+    if reports:
+        has_curves = any(name in report.metrics for report in reports for name in curves)
+        if has_curves:
+            plot_metrics(reports, curves, path / CURVES_FILE, title=path.name)
+        picture = CURVES_FILE if has_curves else None
+        report = write_report(
+            path, summarize(reports), results=results, picture=picture, command=command
+        )
+        results = {**results, "report": str(report)}
+    if command is not None:
+        results = {**results, "next": command}
+    for name, value in results.items():
+        print(f"{name}: {value}")
+
+
+def next_command(
+    config: Config, path: Path, results: Mapping[str, str], is_completed: bool
+) -> str | None:
+    """Return the command that uses the result of a run, or that resumes it; None without one.
+
+    A checkpoint of adapters cannot be used without its base model.
+    """
+    if not is_completed:
+        return resume_command(path) if "checkpoint" in results else None
+    if "Hugging Face model" in results:
+        return shlex.join(["msrl", "chat", "--model", str(path / "hf")])
+    if "checkpoint" not in results or config.train.lora.rank is not None:
+        return None
+    folder = config.checkpoint.save or str(path / "checkpoints")
+    return shlex.join(["msrl", "chat", "--model", folder])
+
+
 class RunLog:
     """Log of an open run: the report of every step, and after a clean end summary and curves."""
 
     def __init__(
-        self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]
+        self,
+        config: Config,
+        *,
+        num_steps: int,
+        start_step: int,
+        curves: Sequence[str],
+        trackers: Sequence[str] | None = None,
     ) -> None:
+        """Open the folder of the run. `trackers` are those of the configuration by default."""
         self._folder = RunFolder.create(
             config.run.dir,
             config.run.name,
-            config=config.model_dump(mode="json"),
+            config=recorded(config),
             resume=config.checkpoint.resume != "none",
+            num_steps=num_steps,
         )
         self.path = self._folder.path
+        self._config = config
         self._curves = tuple(curves)
         resumed_step = start_step if config.checkpoint.resume != "none" else None
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
@@ -58,12 +117,18 @@ class RunLog:
                 file=sys.stderr,
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
-        trackers = [
-            metrics,
-            StepConsole(num_steps, every_steps=config.log.every_steps),
-            *open_trackers(config.log.trackers, self.path, resumed_step=resumed_step),
-        ]
-        self._trackers = Trackers(trackers)
+        names = config.log.trackers if trackers is None else trackers
+        self._trackers = Trackers(
+            [
+                metrics,
+                StepConsole(num_steps, every_steps=config.log.every_steps),
+                *open_trackers(names, self.path, resumed_step=resumed_step),
+            ]
+        )
+        self._num_steps, self._last_step = num_steps, start_step
+        self._is_completed = False
+        self._log_file = LogFile(self.path / LOG_FILE)
+        self._stack = ExitStack()
 
     def note(self, text: str) -> None:
         """Print a line on standard error before work that takes long."""
@@ -71,24 +136,24 @@ class RunLog:
 
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""
+        notes = tuple(redacted(note, self._config) for note in report.notes)
         with self._writing(f"the report of step {report.step}"):
-            self._trackers.log(report)
+            self._trackers.log(replace(report, notes=notes))
+        self._last_step = report.step
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Write report.md and the curves, and print the results.
 
         Raises MsrlError if they cannot be written.
         """
-        reports = read_metrics(self.path)
-        if reports:
-            with self._writing(
-                "the report", "The training is done and its checkpoints are complete."
-            ):
-                report = write_report(self.path, summarize(reports), results=results)
-                plot_metrics(reports, self._curves, self.path / "curves.png", title=self.path.name)
-            results = {**results, "report": str(report)}
-        for name, value in results.items():
-            print(f"{name}: {value}")
+        self._is_completed = self._last_step >= self._num_steps or "end" in results
+        with self._writing("the report", "The training is done and its checkpoints are complete."):
+            write_results(
+                self.path,
+                results,
+                curves=self._curves,
+                command=next_command(self._config, self.path, results, self._is_completed),
+            )
 
     @contextmanager
     def _writing(
@@ -103,6 +168,7 @@ class RunLog:
             ) from error
 
     def __enter__(self) -> RunLog:
+        self._stack.enter_context(logged_output(self._log_file))
         return self
 
     def __exit__(
@@ -111,11 +177,43 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stack.close()
         try:
             with self._writing("the last reports"):
                 self._trackers.close()
+                self._record_end(error)
         except MsrlError:
             if error is None:  # otherwise the first error is reported
                 raise
         finally:
+            self._log_file.close()
             self._folder.close()
+        if isinstance(error, ProcessFailedError):
+            raise RunFailedError(self._failure_text(error)) from error
+
+    def _failure_text(self, error: ProcessFailedError) -> str:
+        """Return the message on a failed process: cause, checkpoint, command that resumes, log."""
+        root = checkpoint_root(self._config)
+        steps, command = saved_steps(root), resume_command(self.path)
+        lines = [redacted(error.summary, self._config)]
+        if steps and command is not None:
+            lines.append(f"The last checkpoint is that of step {steps[-1]}. Resume with: {command}")
+        else:
+            lines.append(f"There is no checkpoint yet (step {self._last_step} was the last one).")
+        lines.append(f"Details: {self.path / LOG_FILE}")
+        return "\n".join(lines)
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Write how the attempt ended to the log and to attempts.jsonl."""
+        if isinstance(error, Exception):
+            is_users = isinstance(error, (MsrlError, VerificationError))
+            text = str(error) if is_users else "".join(traceback.format_exception(error))
+            self._log_file.write(redacted(f"The run failed: {text}", self._config))
+            line = redacted(str(error), self._config).strip().partition("\n")[0]
+            self._folder.record_end("failed", self._last_step, line or type(error).__name__)
+        elif error is not None or not self._is_completed:
+            self._log_file.write(f"The run was interrupted after step {self._last_step}")
+            self._folder.record_end("interrupted", self._last_step)
+        else:
+            self._log_file.write(f"The run is complete after step {self._last_step}")
+            self._folder.record_end("completed", self._last_step)

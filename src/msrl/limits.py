@@ -1,0 +1,78 @@
+"""Limits for untrusted input: time of a computation, and characters that reach a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Generator
+from types import FrameType
+
+from msrl.errors import MsrlError
+
+MIN_OPEN_FILES = 256
+_OPEN_FILES = 65_536
+# All control characters but tab and line feed, C1 included, and direction overrides.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+class TimeLimitError(Exception):
+    """A computation took longer than its limit."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Generator[None, None, None]:
+    """Raise TimeLimitError in the block after `seconds`.
+
+    It uses SIGALRM, so it has no effect outside of the main thread. A timer that was set before is
+    restored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError(f"takes longer than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, expire)
+    start = time.monotonic()
+    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining_s:
+            left_s = max(1e-3, remaining_s - (time.monotonic() - start))
+            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+def printable(text: str) -> str:
+    r"""Return a text for a terminal: control characters are escaped, such as `\x1b`.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def require_open_files() -> None:
+    """Raise the limit of open files to 65,536, or as far as this process may.
+
+    Raises:
+        MsrlError: The maximum is too low to run anything.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        raise MsrlError(
+            f"ulimit -n {soft}: a process needs at least {MIN_OPEN_FILES} open files, and Ray "
+            "several thousand. Run `ulimit -n 65536` first."
+        )

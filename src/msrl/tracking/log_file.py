@@ -1,0 +1,64 @@
+"""Log of a run (`log.txt`): the lines that its process prints, with their time."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO
+
+from msrl.limits import printable
+
+FILE_NAME = "log.txt"
+
+
+class LogFile:
+    """Open log file, to which complete lines are appended.
+
+    A log that cannot be written, as on a full disk, never ends the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, text: str) -> None:
+        """Append the lines of a text with the current time."""
+        time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write("".join(f"{time} {printable(line)}\n" for line in text.splitlines()))
+            self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class _LoggedStream:
+    """Text stream whose complete lines are also written to a log file."""
+
+    def __init__(self, stream: IO[str], log: LogFile) -> None:
+        self._stream, self._log, self._line = stream, log, ""
+
+    def write(self, text: str) -> int:
+        count = self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if "\x1b" not in line:  # a progress bar, which is drawn again and again
+                self._log.write(line)
+        return count
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def logged_output(log: LogFile) -> Generator[None, None, None]:
+    """Write all lines of standard output and standard error to a log file too."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_LoggedStream(stream, log) for stream in before)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

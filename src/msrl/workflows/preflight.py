@@ -1,0 +1,90 @@
+"""Checks that a command makes before it starts anything, for `--dry-run` and `msrl doctor -c`.
+
+They call the functions that the command itself calls, so both refuse the same inputs with the same
+messages. They need no device and write nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+
+
+def check(config: Config, command: str) -> str:
+    """Check the inputs of a command as the command does.
+
+    Returns:
+        A summary of the inputs.
+
+    Raises:
+        MsrlError: the command would refuse them.
+    """
+    try:
+        return _CHECKS[command](config)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise MsrlError(f"{name}cannot be read or written: {error.strerror or error}") from error
+
+
+def _train_sft(config: Config) -> str:
+    from msrl.workflows.sft.run import prepare
+    from msrl.workflows.training.preflight import check_start, planned_platform
+
+    job = prepare(config, planned_platform(config))
+    longest = job.train.longest
+    check_start(config, "train-sft", job.platform, job.resume, longest=longest)
+    return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
+
+
+def _train_grpo(config: Config) -> str:
+    from msrl.workflows.rl.setup import prepare
+    from msrl.workflows.training.preflight import check_start, planned_platform
+
+    job = prepare(config, planned_platform(config))
+    check_start(config, "train-grpo", job.platform, job.resume)
+    return (
+        f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
+        f"{job.placement.num_devices} devices placed"
+    )
+
+
+def _preprocess(config: Config) -> str:
+    from msrl.workflows.preprocess import check as check_rows
+
+    return f"the first {check_rows(config):,} rows can be preprocessed"
+
+
+def _generate(config: Config) -> str:
+    from msrl.workflows.serve.generate import prepare
+
+    return f"{len(prepare(config).requests):,} prompts"
+
+
+def _chat(config: Config) -> str:
+    from msrl.workflows.serve.chat import prepare
+
+    source, _ = prepare(config)
+    return f"a model of {source.shape.architecture}"
+
+
+def _convert(config: Config) -> str:
+    from msrl.models.paths import has_weight_files
+    from msrl.workflows.convert.run import check as check_conversion
+
+    load = Path(str(config.convert.load))
+    if not has_weight_files(load):
+        return f"{load} has no weights, so only its config.json was checked"
+    check_conversion(config)
+    return f"the weights in {load} can be read"
+
+
+_CHECKS = {
+    "train-sft": _train_sft,
+    "train-grpo": _train_grpo,
+    "preprocess": _preprocess,
+    "generate": _generate,
+    "chat": _chat,
+    "convert-ckpt": _convert,
+}

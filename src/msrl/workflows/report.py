@@ -1,0 +1,68 @@
+"""`msrl report RUN`: report, curves and exported models of an existing run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from msrl.config.loader import Flag, load
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.tracking.metrics import read_metrics
+from msrl.tracking.plots import CURVES
+from msrl.tracking.run import ATTEMPTS, CONFIG
+from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
+from msrl.workflows.training.best import checkpoint_results
+from msrl.workflows.training.completed import final_results
+from msrl.workflows.training.run_log import checkpoint_root, next_command, write_results
+
+
+def run(folder: Path) -> None:
+    """Write the report of the run in `folder` and print its results.
+
+    Raises:
+        MsrlError: The folder is not that of a run, or the run has no step.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise MsrlError(
+            f"{folder}: contains no {CONFIG}. Name the folder of a run, as in runs/sft."
+        )
+    reports = read_metrics(folder)
+    if not reports:
+        raise MsrlError(f"{folder}: the run has no step to report yet.")
+    config = _config(folder)
+    saved = _last_checkpoint(config)
+    is_completed = saved is not None and _is_completed(folder, saved)
+    if saved is not None and is_completed:
+        results = final_results(config, saved, folder)
+    else:
+        results = checkpoint_results(saved, is_done=True)
+    command = next_command(config, folder, results, is_completed)
+    write_results(folder, results, curves=CURVES, command=command)
+
+
+def _config(folder: Path) -> Config:
+    """Return the configuration of a run, whose folder may have been moved."""
+    flags = [
+        Flag("run.dir", str(folder.absolute().parent), "RUN"),
+        Flag("run.name", folder.absolute().name, "RUN"),
+    ]
+    return load([str(folder / CONFIG)], flags=flags).config
+
+
+def _last_checkpoint(config: Config) -> SavedTraining | None:
+    """Return the newest complete checkpoint of the run, or None."""
+    root = checkpoint_root(config)
+    for step in reversed(saved_steps(root)):
+        saved = SavedTraining(root, step)
+        if saved.damage() is None:
+            return saved
+    return None
+
+
+def _is_completed(folder: Path, saved: SavedTraining) -> bool:
+    """Return True if the checkpoint is that of the run's last step."""
+    path = folder / ATTEMPTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return bool(lines) and json.loads(lines[-1]).get("num_steps") == saved.step

@@ -1,0 +1,77 @@
+"""Last checks of a training before ranks and engines start. `--dry-run` makes the same checks."""
+
+from __future__ import annotations
+
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.platforms import get, resolve
+from msrl.platforms.base import Platform
+from msrl.tracking.run import RunFolder
+from msrl.tracking.tracker import check_trackers
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.workflows.training.integrity import verify_models
+from msrl.workflows.training.memory_check import check_memory
+from msrl.workflows.training.settings import hf_files, loaded_models, weights_path
+
+
+def check_start(
+    config: Config,
+    command: str,
+    platform: Platform,
+    resume: SavedTraining | None,
+    *,
+    longest: int | None = None,
+) -> None:
+    """Check memory, trackers, reward functions and weights of a training.
+
+    Args:
+        config: configuration of the run.
+        command: train-sft or train-grpo.
+        platform: platform of the run. Its memory is not checked if this machine lacks it.
+        resume: checkpoint to resume from.
+        longest: length in tokens of the longest row that is certainly trained on.
+
+    Raises:
+        MsrlError: the run cannot start.
+    """
+    if platform.missing() is None:
+        check_memory(config, command, platform, longest=longest)
+    check_trackers(config.log.trackers)
+    if command == "train-grpo":
+        _check_reward_functions(config)
+    folders = loaded_models(config, command, resume)
+    verify_models(folders)
+    if weights_path(config) in folders:
+        _check_weights(config)
+
+
+def check_run_folder(config: Config) -> None:
+    """Check that the run can write to its folder.
+
+    Raises:
+        MsrlError: The run exists already, or its folder is in use or not writable.
+    """
+    RunFolder.check(config.run.dir, config.run.name, resume=config.checkpoint.resume != "none")
+
+
+def planned_platform(config: Config) -> Platform:
+    """Return the platform that a run will use, which this machine may lack."""
+    name = config.cluster.platform
+    try:
+        return resolve(name)
+    except MsrlError:
+        return get("cpu" if name == "auto" else name)
+
+
+def _check_weights(config: Config) -> None:
+    """Check that the initial weights are complete and have the shapes of the model."""
+    from msrl.checkpoint.source import open_weights
+
+    open_weights(weights_path(config), hf_files(config))
+
+
+def _check_reward_functions(config: Config) -> None:
+    from msrl.rewards.score import check_functions
+    from msrl.rewards.sources import Source
+
+    check_functions([Source.of(section) for section in config.reward.sources])

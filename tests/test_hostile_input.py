@@ -1,0 +1,216 @@
+"""Input of hostile size or nesting: one message and exit code 2, without hang or traceback."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from msrl.cli.configuration import load_configuration as load
+from msrl.data.native import native_examples, native_prompts
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import load_tokenizer, open_tokenizer
+from msrl.errors import MsrlError
+from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit
+from msrl.types import Conversation, Message
+from support import assert_mentions, mentions
+from test_cli import msrl
+from tiny_qwen2 import make_tokenizer, save_model
+
+QUESTION = Conversation((Message("user", "2+2?"), Message("assistant", "4")))
+
+
+def lists(levels: int) -> str:
+    """Return YAML whose aliases expand to 10 ** levels values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, levels):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "keyword"),
+    [
+        (lists(9), "aliases"),
+        ("run: " + "[" * 5000 + "]" * 5000, "nested"),
+        ("run: " + "{a: " * 5000 + "1" + "}" * 5000, "nested"),
+        ("train: {steps: " + "9" * 6000 + "}", "train.steps"),
+        ("train: {steps: 0x" + "f" * 6000 + "}", "train.steps"),
+        ("train: {optimizer: {lr: " + "9" * 6000 + "}}", "train.optimizer.lr"),
+        ("train: {steps: 1" + "0" * 250 + "}", ""),
+        ('run: {name: "\\e[2Jx", nmae: 1}', "run.nmae"),
+    ],
+    ids=["aliases", "lists", "mappings", "digits", "hex", "float", "250 digits", "escape"],
+)
+def test_a_hostile_configuration_is_one_message(
+    text: str,
+    keyword: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    start = time.monotonic()
+    assert msrl("train-sft", "-c", "a.yaml", "--dry-run") == 2
+    assert time.monotonic() - start < 30
+    error = capfd.readouterr().err
+    assert keyword in error
+    assert len(error) < 5000
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "text", [lists(40).replace("a39", "user"), "user: " + "[" * 5000, "stop: 0x" + "f" * 6000]
+)
+def test_a_hostile_prompt_template_is_one_message(text: str, tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("a0: &a0", "stop: &a0") if "a0" in text else text)
+    start = time.monotonic()
+    with pytest.raises(MsrlError, match=mentions(file)) as caught:
+        load_template(str(file))
+    assert time.monotonic() - start < 30
+    assert len(str(caught.value)) < 10_000
+
+
+def test_digits_and_nesting_on_the_command_line_are_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["train-sft", "--set", "train.steps=" + "9" * 6000],
+        ["train-sft", "--set", "run.name=" + "[" * 5000],
+        ["train-sft", "--steps", "9" * 6000],
+        ["preprocess", "--map-keys", '{"a": ' + "9" * 6000 + "}"],
+        ["preprocess", "--map-keys", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"],
+    ):
+        assert msrl(*arguments) == 2
+        assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "null", '{"model": {"type": "BPE", "vocab": 3}}', "[" * 100_000],
+    ids=["open", "list", "null", "types", "nested"],
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_malformed_tokenizer_is_named(name: str, content: str, tmp_path: Path):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    for read in (open_tokenizer, load_tokenizer):
+        try:
+            read(tmp_path)
+        except MsrlError as error:
+            assert_mentions(error, tmp_path)
+        else:
+            assert name == "tokenizer_config.json", "a tokenizer needs no valid configuration"
+
+
+RECURSION = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "keyword"),
+    [
+        (RECURSION, "fails"),
+        (LOOP, "longer"),
+        ("{{ 'a' * 2000 }}", "characters"),
+        ("{{ 1 / 0 }}", "fails"),
+        ("{{ messages.x.y }}", "fails"),
+        ("{{ raise_exception('\x1b[2J') }}", "x1b"),
+        ("{% generation %}" + RECURSION + "{% endgeneration %}", "fails"),
+    ],
+    ids=["recursion", "loop", "size", "division", "attribute", "escape", "generation"],
+)
+def test_a_hostile_chat_template_is_one_message(
+    template: str, keyword: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("msrl.data.native._TIME_LIMIT_S", 2.0)
+    monkeypatch.setattr("msrl.data.native._MAX_CHARACTERS", 1000)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    text_tokenizer = open_tokenizer(tmp_path)
+    start = time.monotonic()
+    with pytest.raises(MsrlError, match=mentions(tmp_path, keyword)) as caught:
+        if "generation" in template:
+            native_examples(text_tokenizer, [QUESTION], None)
+        else:
+            native_prompts(text_tokenizer, [QUESTION], None)
+    assert time.monotonic() - start < 20
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_time_limit_restores_the_timer_that_was_set_before():
+    before = signal.getitimer(signal.ITIMER_REAL)[0]  # of pytest-timeout, if it is in use
+    with time_limit(60):
+        with pytest.raises(TimeLimitError), time_limit(0.05):
+            time.sleep(5)
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    after = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert before - 10 < after <= before
+
+
+def test_control_characters_of_messages_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    name = "model\x1b]0;title\x07\x9b2J"
+    for arguments in (
+        ["chat", "--model", name],
+        ["train-sft", "-c", name],
+        ["generate", "--model", name, "--prompt", "x"],
+        ["doctor", "--no-imports", "-c", name],
+    ):
+        assert msrl(*arguments) == 2
+        captured = capfd.readouterr()
+        assert not set("\x1b\x07\x9b") & set(captured.err + captured.out)
+        assert "x1b" in captured.err + captured.out
+    assert printable("a\tb\n\x1b\x9b\u202e") == "a\tb\n\\x1b\\x9b\\u202e"
+
+
+def test_a_long_file_with_few_values_is_within_the_limits(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("run: &a {name: x}\n" + "# comment\n" * 200_000)
+    assert load([str(tmp_path / "a.yaml")]).config.run.name == "x"
+
+
+def test_few_open_files_are_refused_before_anything_starts(tmp_path: Path):
+    save_model(tmp_path / "hf", tied=True)
+    command = [sys.executable, "-m", "msrl", "chat", "--model", str(tmp_path / "hf")]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_OPEN_FILES // 4, MIN_OPEN_FILES // 4))
+
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert done.returncode == 2, done.stderr
+    assert_mentions(done.stderr, "ulimit -n 64")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_config_of_hostile_values_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    save_model(tmp_path / "hf", tied=True)
+    config = tmp_path / "hf" / "config.json"
+    valid = json.loads(config.read_text())
+    texts = (
+        "[" * 100_000,
+        '{"a": ' + "9" * 6000 + "}",
+        json.dumps({**valid, "hidden_size": []}),
+    )
+    for text in texts:
+        config.write_text(text)
+        assert msrl("generate", "--model", str(tmp_path / "hf"), "--prompt", "x") == 2
+        error = capfd.readouterr().err
+        assert "config.json" in error
+        assert "Traceback" not in error
