@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
+
+from msrl.data.manifest import manifest_path, manifest_text
+from msrl.types import DatasetManifest
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -42,6 +46,26 @@ def make_data(prefix: Path) -> Path:
     for suffix in ("bin", "idx"):
         prefix.with_name(f"{prefix.name}_packed_input_ids_document.{suffix}").write_bytes(b"")
     return prefix
+
+
+def make_manifest(prefix: Path, kind: Literal["pretrain", "sft", "prompts"]) -> None:
+    """Write the manifest of data without rows."""
+    counts = dict.fromkeys(
+        ("num_rows", "num_examples", "num_tokens", "num_loss_tokens", "max_tokens"), 0
+    )
+    manifest = DatasetManifest(
+        kind=kind,
+        template="qwen",
+        handler="alpaca",
+        tokenizer_hash="",
+        vocab_size=0,
+        seq_length=0,
+        pack=False,
+        dropped={},
+        keys=(),
+        **counts,
+    )
+    manifest_path(str(prefix)).write_text(manifest_text(manifest), encoding="utf-8")
 
 
 TRAINING = """\

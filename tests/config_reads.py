@@ -80,6 +80,10 @@ class Reads(ast.NodeVisitor):
                 self.owner if argument.arg == "self" else annotated(argument.annotation)
             )
         self.returned[node.name] |= annotated(node.returns)
+        if any(
+            isinstance(name, ast.Name) and name.id == "property" for name in node.decorator_list
+        ):
+            self.held[node.name] |= annotated(node.returns)
         for _ in range(2):  # a name may be used above its last assignment, in a loop
             self.generic_visit(node)
         self.local = before

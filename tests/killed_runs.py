@@ -75,14 +75,16 @@ def _fork(
     code = 1
     try:
         from msrl.config.schema import Config
+        from msrl.plan.run_plan import resolve
         from msrl.trainer.launch import RankContext
         from msrl.workflows.sft import rank as sft_rank
         from msrl.workflows.sft import run as train_sft
 
+        config = Config.model_validate(settings, strict=False)
         os.dup2(2, 1)
         sft_rank.main(
             RankContext(rank, world, store, pipe),
-            train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"),
+            train_sft.prepare(resolve(config, "train-sft"), "cpu"),
         )
         code = 0
     except BaseException:

@@ -208,6 +208,36 @@ def test_validating_a_configuration_imports_no_heavy_package(
     assert result.stdout == "[]\n"
 
 
+# Packages that see a whole configuration. All others take sections or plain values.
+CONFIG_READERS = {"cli", "config", "importers", "checks", "plan", "workflows"}
+
+
+def whole_configurations(module: ast.Module) -> Iterator[int]:
+    """Yield the line of each import of `config.schema`, and of each `plan.config`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module == "msrl.config.schema":
+            yield node.lineno
+        elif isinstance(node, ast.Attribute) and node.attr == "config":
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id == "plan":
+                yield node.lineno
+
+
+def test_packages_below_the_plan_take_sections_and_not_a_whole_configuration() -> None:
+    violations = [
+        f"src/msrl/{relative(path)}:{line}"
+        for path in files()
+        if relative(path).split("/")[0] not in CONFIG_READERS
+        for line in whole_configurations(tree(path))
+    ]
+    assert not violations, "import a section of msrl.config.sections"
+
+
+def test_a_whole_configuration_is_found_in_imports_and_plans() -> None:
+    code = "from msrl.config.schema import Config\nfrom msrl.config.sections.train import A\n"
+    assert list(whole_configurations(ast.parse(f"{code}plan.config.train"))) == [1, 3]
+
+
 def test_no_folder_has_more_than_twenty_modules() -> None:
     reasons = {
         "rewards/verifiers": "one file per verifier",

@@ -16,6 +16,7 @@ from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
     from msrl.config.loader import Flag, Resolved
+    from msrl.plan.run_plan import RunPlan
 
 WORKFLOWS = {
     "cluster": "msrl.workflows.cluster",
@@ -48,17 +49,21 @@ def execute(
         plan: module of `msrl.workflows` whose `show` adds details to the plan.
     """
     set_verbosity(ctx.params.get("verbose", False))
-    resolved = resolve(ctx, fixed or {}, command)
+    from msrl.checks.validate import check
+
+    resolved = resolve(ctx, fixed or {})
+    run_plan = check(resolved, command)
     show_translations(
         resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
     )
     warn(resolved, command)
     if ctx.params.get("dry_run"):
-        show_plan(resolved, command)
+        show_plan(resolved, run_plan)
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
-    importlib.import_module(WORKFLOWS[command]).run(resolved.config)
+    workflow = importlib.import_module(WORKFLOWS[command])
+    workflow.run(run_plan if run_plan.is_training else resolved.config)
 
 
 def resolve(
@@ -154,24 +159,24 @@ def show_translations(resolved: Resolved, *, every_key: bool) -> None:
         typer.echo("\n".join(lines), err=True)
 
 
-def show_plan(resolved: Resolved, command: str) -> None:
+def show_plan(resolved: Resolved, plan: RunPlan) -> None:
     """Print all set keys with their origins, derived values and the memory estimate."""
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
     from msrl.memory.estimate import memory_rows, table
     from msrl.plan.derived import derived
 
-    typer.echo(f"{command}: the configuration is valid, nothing was started")
+    typer.echo(f"{plan.command}: the configuration is valid, nothing was started")
     for key, origin in resolved.origins.items():
         is_list_item = any(name.isdigit() for name in key.split("."))
         if origin != DEFAULT and not is_list_item:
             typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
-    rows = derived(resolved.config, command)
+    rows = derived(resolved.config, plan.command)
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
-    memory = memory_rows(resolved.config, command)
+    memory = memory_rows(plan)
     if memory:
         has_lengths = "activations" in memory
         typer.echo("peak memory of the fullest device" if has_lengths else _UNKNOWN_LENGTHS)

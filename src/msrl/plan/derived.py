@@ -6,12 +6,7 @@ from dataclasses import dataclass, fields
 
 from msrl import registry
 from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
-from msrl.errors import MsrlError
-from msrl.models.families import load_shape
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.models.paths import config_dir, runs_on_ranks
-from msrl.models.reward_head import with_score
-from msrl.models.shape import Shape
 
 _TRAINING = ("train-sft", "train-grpo")
 
@@ -92,29 +87,6 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
     )
 
 
-def critic_shape(config: Config) -> Shape | None:
-    """Return the shape of the critic; None if no model is set.
-
-    Raises:
-        MsrlError: if the model config is unreadable.
-    """
-    load = config.cluster.roles.critic.load
-    shape = model_shape(config) if load is None else load_shape(config_dir(load))
-    return shape if shape is None or shape.reward_head else with_score(shape, shape.architecture)
-
-
-def rank_model_shapes(config: Config) -> list[Shape]:
-    """Return the shapes of the reward models on the training ranks.
-
-    Raises:
-        MsrlError: if a model config is unreadable.
-    """
-    sources = [
-        source for source in config.reward.sources if runs_on_ranks(source.model, source.engine)
-    ]
-    return [load_shape(config_dir(str(source.model))) for source in sources]
-
-
 def accumulation(config: Config, command: str) -> int | None:
     """Return the micro-batches of one optimizer update on a rank; None if tokens define them."""
     if config.train.max_tokens_per_micro_batch is not None:
@@ -172,24 +144,6 @@ def ranks(config: Config, command: str) -> tuple[Rank, ...]:
         )
         for rank in range(world_size(config))
     )
-
-
-def model_shape(config: Config) -> Shape | None:
-    """Return the shape of the trained model; None if no model is set.
-
-    Raises:
-        MsrlError: if the model config is unreadable, or if it is a reward model.
-    """
-    load, path = config.checkpoint.load, config.model.path
-    if load is not None and (path is None or (config_dir(load) / "config.json").is_file()):
-        path = load
-    shape = None if path is None else load_shape(config_dir(path))
-    if shape is not None and shape.reward_head:
-        raise MsrlError(
-            f"{path}: {shape.architecture} generates scores instead of text. "
-            "Use it in reward.sources or convert it."
-        )
-    return shape
 
 
 def derived(config: Config, command: str) -> dict[str, str | int]:

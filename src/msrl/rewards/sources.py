@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from msrl import registry
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.paths import runs_on_ranks
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import ReadConfig, read_hf_config
+from msrl.models.paths import config_dir, runs_on_ranks
 from msrl.rewards import functions
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
@@ -133,13 +135,15 @@ class Source:
             return Remote
         return RankModel if self.on_ranks else RewardModel
 
-    def client(self) -> Client:
+    def client(self, read_config: ReadConfig = read_hf_config) -> Client:
         """Return the client of a server or a model, without starting it."""
         if self.url is not None:
             return Remote(self.url, self.limit_s, **self.options)
         assert self.model is not None
         if self.on_ranks:
-            return RankModel(self.model, **self.options)
+            config = read_config(config_dir(self.model))
+            limit = shape_from_config(config).max_position_embeddings
+            return RankModel(self.model, limit, **self.options)
         return RewardModel(self.model, self.limit_s, **self.options)
 
     def worker_function(self, number: int) -> Function:
@@ -156,9 +160,11 @@ def _verifier(name: str) -> ModuleType:
     return registry.load(VERIFIERS, name, key="verifier")
 
 
-def checked(sources: Sequence[Source]) -> tuple[Source, ...]:
+def checked(
+    sources: Sequence[Source], read_config: ReadConfig = read_hf_config
+) -> tuple[Source, ...]:
     """Return the sources. Raises ManyErrors with one line per mistake."""
-    lines = [_mistake_line(mistake, sources) for mistake in mistakes(sources)]
+    lines = [_mistake_line(mistake, sources) for mistake in mistakes(sources, read_config)]
     if lines:
         raise ManyErrors(lines)
     return tuple(sources)
@@ -175,21 +181,28 @@ def _mistake_line(mistake: Mistake, sources: Sequence[Source]) -> str:
     return f"{setting}: {message}"
 
 
-def mistakes(sources: Sequence[Source]) -> Iterator[Mistake]:
-    """Yield the mistakes of the sources that are detectable before a process starts."""
+def mistakes(
+    sources: Sequence[Source], read_config: ReadConfig = read_hf_config
+) -> Iterator[Mistake]:
+    """Yield the mistakes of the sources that are detectable before a process starts.
+
+    `read_config` returns the config.json of a folder; a run passes that of its plan, which has read
+    each file once.
+    """
     if not sources:
         yield None, "", "is missing; set at least one, as in reward: {sources: [{verifier: acc}]}"
     elif not any(source.weight for source in sources):
         yield None, "", "all weights are 0, so every completion scores the same; set one"
     labels = [source.label for source in sources]
     for number, source in enumerate(sources):
-        yield from ((number, key, message) for key, message in _source_mistakes(source))
+        for key, message in _source_mistakes(source, read_config):
+            yield number, key, message
         if source.label in labels[:number]:
             key = "name" if source.name is not None else source.kind
             yield number, key, "is a duplicate; add up the weights, or set different names"
 
 
-def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+def _source_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[str, str]]:
     kinds = [kind for kind in KINDS if getattr(source, kind) is not None]
     if len(kinds) != 1:
         message = f"set exactly one of {', '.join(KINDS)}, not {len(kinds)}"
@@ -206,17 +219,19 @@ def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
     elif source.verifier is not None:
         yield from _verifier_mistakes(source)
     else:
-        yield from _client_mistakes(source)
+        yield from _client_mistakes(source, read_config)
 
 
-def _client_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+def _client_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[str, str]]:
     client, address = source.client_class, getattr(source, source.kind)
     if source.on_ranks and source.timeout_s is not None:
         message = "does not apply to a model on the training ranks; set cluster.rpc_timeout_s"
         yield "timeout_s", message
 
     def refusal(**options: Any) -> str | None:
-        return client.refusal(address, **options)
+        if client is Remote:
+            return Remote.refusal(address, **options)
+        return client.refusal(address, read_config=read_config, **options)
 
     yield from _plugin_mistakes(source, client.__init__, refusal)
 

@@ -16,16 +16,9 @@ from pathlib import Path
 
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.config.schema import Config
-from msrl.models.paths import config_dir
 from msrl.models.reward_head import has_classifier
-from msrl.plan.derived import (
-    critic_shape,
-    max_model_len,
-    model_shape,
-    needs_critic,
-    needs_reference,
-    world_size,
-)
+from msrl.plan.derived import world_size
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.rewards.failures import RewardSourceError
 from msrl.rewards.score import Scorer, Source
@@ -54,15 +47,12 @@ from msrl.workflows.training.interrupts import (
 )
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
-from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
+from msrl.workflows.training.run_log import RunLog, counted
 from msrl.workflows.training.settings import (
     adapted_base,
-    hf_files,
     loaded_models,
     rank_settings,
     retention,
-    tokenizer_path,
-    weights_path,
     worker_variables,
 )
 
@@ -78,19 +68,19 @@ CURVES = (
 )
 
 
-def run(config: Config) -> None:
+def run(plan: RunPlan) -> None:
     """Train a model as configured.
 
     Raises:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
-    job = prepare(config)
-    check_memory(config, "train-grpo", job.platform)
-    verify_models(loaded_models(config, "train-grpo", job.resume))
+    config, job = plan.config, prepare(plan)
+    check_memory(plan, job.platform)
+    verify_models(loaded_models(plan, job.resume))
     run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
     with lasting_output(), run_log as log, EndAtOnce():
         start_time = time.perf_counter()
-        ranks = counted(world_size(config), "training rank")
+        ranks = counted(plan.world_size, "training rank")
         engines = counted(config.rollout.engine.dp, "engine")
         log.note(
             f"starting {ranks} and {engines} on {job.platform.name}; the run is written to "
@@ -101,7 +91,7 @@ def run(config: Config) -> None:
             with Interrupts() as interrupts, _finish_saves_on_reward_error(workers.trainers):
                 saved = _train(job, workers, log, interrupts)
         is_stopped = was_stopped_early(interrupts.asked, saved, job.num_steps)
-        log.finish(_results(config, saved, log.path, is_done=not is_stopped))
+        log.finish(_results(plan, saved, log.path, is_done=not is_stopped))
     if is_stopped:
         raise KeyboardInterrupt
 
@@ -176,8 +166,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
     Generation is excluded because memory bandwidth limits it, not arithmetic.
     """
-    shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
-    assert shape is not None, "the ranks have loaded the model"
+    shape, seconds = job.plan.shape, clock.seconds.get("update", 0.0)
     if not seconds:
         return {}
     sequences, epochs = prepared.sequences, job.config.train.updates.epochs
@@ -214,7 +203,7 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         # Ray returns the devices of the engines only before any actor is started.
         engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
         trainers = _trainer_group(job, scorer, session, placed)
-        settings = _engine_settings(job.config, job.hf_dir)
+        settings = _engine_settings(job.plan)
         engines = EngineGroup(
             session, placed, settings, platform, engine_env, cluster.rpc_timeout_s
         )
@@ -234,10 +223,10 @@ def _trainer_group(
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
     settings = rank_settings(
-        config,
+        job.plan,
         platform.name,
         resume=job.resume,
-        reference=weights_path(config) if needs_reference(config) else None,
+        reference=job.plan.model.weights if job.plan.needs_reference else None,
         reward_models=reward_models,
     )
     env = {**_rank_environment(config, platform), **worker_variables(config, platform)}
@@ -260,7 +249,7 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     config, pending = job.config, None
     if job.platform.shares_main_memory:
         pending = engines.begin_start()
-    plan = SavePlan(checkpoint_root(config), job.hf_dir, config.checkpoint.in_background)
+    plan = SavePlan(job.plan.checkpoint_dir, job.hf_dir, config.checkpoint.in_background)
     trainers.start(job.resume, plan)
     engines.finish_start(engines.begin_start() if pending is None else pending)
     engines.load_weights(trainers.weights())
@@ -277,37 +266,41 @@ def _scorer(job: RLSetup) -> Scorer:
 
     sources = [Source.of(section) for section in job.config.reward.sources]
     return Scorer(
-        sources, num_workers=max(1, min(8, job.platform.device_count())), prompt_text=prompt_text
+        sources,
+        num_workers=max(1, min(8, job.platform.device_count())),
+        prompt_text=prompt_text,
+        read_config=job.plan.hf_config,
     )
 
 
-def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
+def _engine_settings(plan: RunPlan) -> EngineSettings:
     """Return the settings of an engine with random weights, which the ranks replace before the
     first prompt.
     """
-    max_length = max_model_len(config)
     settings = engine_settings(
-        config, hf_dir, dtype=config.model.dtype, max_model_len=max_length, random_weights=True
+        plan.config,
+        plan.model.hf_dir,
+        dtype=plan.dtype,
+        max_model_len=plan.max_model_len,
+        random_weights=True,
     )
-    return replace(settings, tokenizer_dir=tokenizer_path(config))
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
 
 
 def _results(
-    config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
+    plan: RunPlan, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
 ) -> dict[str, str]:
     """Export the final checkpoint of a completed run; return the paths to report."""
-    results = checkpoint_results(saved, is_done=is_done)
+    results, config = checkpoint_results(saved, is_done=is_done), plan.config
     if not (saved and is_done and config.checkpoint.export_hf):
         return results
     checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
     folder = export_hf(
-        checkpoint, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
+        checkpoint, run_dir / "hf", base=adapted_base(plan), hf_dir=plan.model.hf_dir
     )
     results["Hugging Face model"] = f"{folder}{note}"
-    shape = critic_shape(config) if needs_critic(config) else None
-    if shape is not None and has_classifier(shape.architecture):
-        load = config.cluster.roles.critic.load
-        config_folder = hf_files(config) if load is None else config_dir(load)
-        critic = export_critic(checkpoint, run_dir / "hf_critic", shape, config_folder)
+    shape = plan.critic.require_shape() if plan.critic is not None else None
+    if plan.critic is not None and shape is not None and has_classifier(shape.architecture):
+        critic = export_critic(checkpoint, run_dir / "hf_critic", shape, plan.critic.hf_dir)
         results["Hugging Face critic"] = f"{critic}{note}"
     return results

@@ -17,6 +17,7 @@ from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
 from msrl.plan.derived import world_size
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
@@ -36,12 +37,11 @@ from msrl.workflows.training.interrupts import (
     was_stopped_early,
 )
 from msrl.workflows.training.memory_check import check_memory
-from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
+from msrl.workflows.training.run_log import RunLog, counted
 from msrl.workflows.training.settings import (
     adapted_base,
     check_order,
     checkpoint_to_resume,
-    hf_files,
     loaded_models,
     order_state,
     rank_settings,
@@ -55,22 +55,23 @@ if TYPE_CHECKING:
 CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
 
-def run(config: Config) -> None:
+def run(plan: RunPlan) -> None:
     """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank
     is started.
     """
+    config = plan.config
     platform = resolve(config.cluster.platform)
-    job = prepare(config, platform.name)
-    check_memory(config, "train-sft", platform, longest=job.longest_row)
+    job = prepare(plan, platform.name)
+    check_memory(plan, platform, longest=job.longest_row)
     saved = job.resume
-    verify_models(loaded_models(config, "train-sft", saved))
+    verify_models(loaded_models(plan, saved))
     with (
         lasting_output(),
         RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log,
         EndAtOnce(),
     ):
         log.note(
-            f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}"
+            f"starting {counted(plan.world_size, 'training rank')} on {platform.name}; the run is written to {log.path}"
         )
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
@@ -78,7 +79,7 @@ def run(config: Config) -> None:
             with Interrupts(ranks.ask_to_stop):
                 last, ends = _followed(messages, log)
         is_stopped = was_stopped_early(ranks.was_asked_to_stop, last, job.num_steps)
-        log.finish({**_results(config, last or saved, log.path, is_done=not is_stopped), **ends})
+        log.finish({**_results(plan, last or saved, log.path, is_done=not is_stopped), **ends})
     if is_stopped:
         raise KeyboardInterrupt
 
@@ -116,52 +117,54 @@ def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | Non
     return saved, ends
 
 
-def prepare(config: Config, platform: str) -> SftSetup:
+def prepare(plan: RunPlan, platform: str) -> SftSetup:
     """Everything that the ranks need to know. Raises MsrlError."""
+    config = plan.config
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
-    rows = _checked_rows(config, hf_files(config))
+    rows = _checked_rows(plan)
     num_steps = config.train.steps or math.ceil(
         (config.train.epochs or 1) * len(rows) / config.train.global_batch
     )
-    resume = checkpoint_to_resume(config, checkpoint_root(config))
+    resume = checkpoint_to_resume(config, plan.checkpoint_dir)
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(
-            f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on"
+            f"train.steps={num_steps}: {plan.checkpoint_dir} is at step {start_step} already; raise it to go on"
         )
     order, rates = row_order(config, rows), schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
+    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
         resume_checks.check(resume, state)
-    check_room(checkpoint_root(config), resume)
+    check_room(plan.checkpoint_dir, resume)
     resume_checks.report_schedule(resume, rates, start_step)
     return SftSetup(
         config=config,
-        settings=rank_settings(config, platform, resume=resume),
+        settings=rank_settings(plan, platform, resume=resume),
         schedule=rates,
         order=order,
         state=state,
         num_steps=num_steps,
         start_step=start_step,
         resume=resume,
-        checkpoint_dir=checkpoint_root(config),
-        hf_dir=hf_files(config),
+        checkpoint_dir=plan.checkpoint_dir,
+        hf_dir=plan.model.hf_dir,
         longest_row=rows.longest,
     )
 
 
-def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
+def _checked_rows(plan: RunPlan) -> Rows | TextRows:
     """The rows to train on; they and those held out fit the model and the configuration. Says how
     they came about. Raises MsrlError.
     """
+    config = plan.config
     is_text = config.data.handler == "pretrain"
     for prefix in dict.fromkeys((*blend_of(config), config.data.eval)):
         if prefix is not None:
             dataset = (TextDataset if is_text else SftDataset)(prefix)
-            check_data(dataset.manifest, config, hf_dir, prefix)
-            verify_data(dataset, hf_dir)
+            check_data(dataset.manifest, plan, prefix)
+            verify_data(dataset, plan)
     train, held_out = training_rows(config)
     trained_on = ", ".join(blend_of(config))
     check_lengths(config, trained_on, train)
@@ -177,15 +180,15 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
 
 
 def _results(
-    config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
+    plan: RunPlan, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
 ) -> dict[str, str]:
-    results = checkpoint_results(saved, is_done=is_done)
+    results, config = checkpoint_results(saved, is_done=is_done), plan.config
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.training.export import export_hf, final_checkpoint
 
         chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
         folder = export_hf(
-            chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
+            chosen, run_dir / "hf", base=adapted_base(plan), hf_dir=plan.model.hf_dir
         )
         results["Hugging Face model"] = f"{folder}{said}"
     return results

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from msrl.config.schema import Config
@@ -17,16 +16,6 @@ from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
-from msrl.workflows.training.settings import run_path
-
-
-def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints. It is absolute, because workers may have another
-    working directory.
-    """
-    return (
-        Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
-    ).absolute()
 
 
 def counted(number: int, noun: str) -> str:
