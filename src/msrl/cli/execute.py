@@ -58,7 +58,7 @@ def execute(
     )
     warn(resolved, command)
     if ctx.params.get("dry_run"):
-        show_plan(resolved, run_plan)
+        show_plan(resolved, command, run_plan)
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
@@ -159,19 +159,26 @@ def show_translations(resolved: Resolved, *, every_key: bool) -> None:
         typer.echo("\n".join(lines), err=True)
 
 
-def show_plan(resolved: Resolved, plan: RunPlan) -> None:
-    """Print all set keys with their origins, derived values and the memory estimate."""
+def show_plan(resolved: Resolved, command: str, plan: RunPlan | None = None) -> None:
+    """Print all set keys with their origins, and derived values and memory of a planned run."""
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
-    from msrl.memory.estimate import memory_rows, table
-    from msrl.plan.derived import derived
 
-    typer.echo(f"{plan.command}: the configuration is valid, nothing was started")
+    typer.echo(f"{command}: the configuration is valid, nothing was started")
     for key, origin in resolved.origins.items():
         is_list_item = any(name.isdigit() for name in key.split("."))
         if origin != DEFAULT and not is_list_item:
             typer.echo(f"  {key}: {flow(resolved.value(key))}  # {origin}")
-    rows = derived(resolved.config, plan.command)
+    if plan is not None:
+        _show_derived(plan)
+
+
+def _show_derived(plan: RunPlan) -> None:
+    """Print derived values and the memory estimate."""
+    from msrl.memory.estimate import memory_rows, table
+    from msrl.plan.derived import derived
+
+    rows = derived(plan.config, plan.command)
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():
