@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from msrl.config.presets import PRESETS
+from msrl.config.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
@@ -33,7 +33,7 @@ _FLIP = ("--set", "reward.sources.0.weight=-0.9", "--set", "reward.sources.1.wei
 def main() -> int:
     """Runs what is missing and prints the table; 1 when a preset did not learn, or the flipped one did."""
     parser = argparse.ArgumentParser(prog="nox -s learning --", description=__doc__)
-    known = [*PRESETS, FLIPPED]
+    known = [*preset_names(), FLIPPED]
     parser.add_argument("presets", nargs="*", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument(
         "--seeds",

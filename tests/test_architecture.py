@@ -172,13 +172,19 @@ def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_modules_named_in_strings_are_in_lower_layers() -> None:
+    """The registry names the packages of plugins, whose files it lists without an import."""
     rank = {package: number for number, row in enumerate(layers()) for package in row}
     upward = []
     for path in files():
         own = relative(path).split("/")[0].removesuffix(".py")
         for line, name in modules_in_strings(tree(path)):
             package = name.split(".")[1]
-            if package in rank and package != own and rank[package] <= rank[own]:
+            if (
+                own != "registry"
+                and package in rank
+                and package != own
+                and rank[package] <= rank[own]
+            ):
                 upward.append(f"src/msrl/{relative(path)}:{line} {name}")
     assert not upward
 

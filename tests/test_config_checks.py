@@ -167,10 +167,10 @@ def test_each_invalid_sft_setting_is_one_line(
             ("--set: rollout.sampling.temperature=0.001", "0.01"),
         ),
         (("algo.policy_loss=pppo",),
-            ("--set: algo.policy_loss=pppo", "algorithms.losses", "'ppo'")),
+            ("--set: algo.policy_loss=pppo", "one of", "'ppo'")),
         (
             ("algo.advantage.estimator=group_nrm",),
-            ("--set: algo.advantage.estimator=group_nrm", "algorithms.advantages", "'group_norm'"),
+            ("--set: algo.advantage.estimator=group_nrm", "one of", "'group_norm'"),
         ),
         (
             ("reward.sources.0.verifier=strict_formt",),

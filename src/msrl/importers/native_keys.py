@@ -11,9 +11,9 @@ from msrl.config.messages import keys
 from msrl.config.unsupported import NOT_YET, not_yet
 
 _PLUGINS = {
-    "algo.advantage.estimator": "msrl.algorithms.advantages",
-    "algo.policy_loss": "msrl.algorithms.losses",
-    "reward.sources.verifier": "msrl.rewards.verifiers",
+    "algo.advantage.estimator": registry.ADVANTAGES,
+    "algo.policy_loss": registry.LOSSES,
+    "reward.sources.verifier": registry.VERIFIERS,
 }
 _UNSUPPORTED = "not in this version yet"
 

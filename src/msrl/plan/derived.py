@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from msrl import registry
 from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.registry.declarations import declaration
 
 _TRAINING = ("train-sft", "train-grpo")
 
@@ -73,10 +74,8 @@ def needs_reference(config: Config) -> bool:
 
 def needs_critic(config: Config) -> bool:
     """Return True if the run trains a value model."""
-    package, name = "msrl.algorithms.advantages", config.algo.advantage.estimator
-    return name in registry.names(package) and bool(
-        registry.declaration(package, name, key="").constant("NEEDS_VALUES")
-    )
+    estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
+    return bool(estimator.constant("NEEDS_VALUES"))
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:

@@ -211,3 +211,4 @@ class CudaPlatform(Platform):
 
 
 PLATFORM = CudaPlatform()
+AUTO_ORDER = 1

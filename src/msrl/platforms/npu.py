@@ -196,3 +196,4 @@ class NpuPlatform(Platform):
 
 
 PLATFORM = NpuPlatform()
+AUTO_ORDER = 0

@@ -2,34 +2,45 @@
 
 A plugin is a module of a plugin package; it is imported when it is used. Its main function has the
 name that the package documents, and the keyword-only parameters of that function are the plugin's
-options (`options:` in the configuration).
+options (`options:` in the configuration). `declarations.py` reads them without an import.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Union, get_type_hints
+from typing import Any, get_type_hints
 
+import msrl
 from msrl.errors import MsrlError, nearest
+
+# Packages of plugins. `names` lists their files without an import, so that the schema of the
+# configuration can offer the plugins of packages above it as choices.
+ADVANTAGES = "msrl.algorithms.advantages"
+FAMILIES = "msrl.models.families"
+HANDLERS = "msrl.data.handlers"
+LOSSES = "msrl.algorithms.losses"
+PLATFORMS = "msrl.platforms"
+TRACKERS = "msrl.tracking.trackers"
+VERIFIERS = "msrl.rewards.verifiers"
+_INTERFACE = "base"  # module of a plugin package that defines what its plugins implement
 
 
 def names(package: str) -> tuple[str, ...]:
     """Return the sorted plugin names of a package such as `msrl.rewards.verifiers`.
 
-    The plugins are not imported.
+    Neither the package nor its plugins are imported. Files with a leading underscore are helpers.
     """
-    module = importlib.import_module(package)
-    return tuple(
-        sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_"))
-    )
+    files = (file.stem for file in folder(package).glob("*.py"))
+    return tuple(sorted(name for name in files if name[0] != "_" and name != _INTERFACE))
+
+
+def folder(package: str) -> Path:
+    """Return the folder of a package of msrl."""
+    return Path(msrl.__file__).parent.joinpath(*package.split(".")[1:])
 
 
 def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
@@ -48,23 +59,14 @@ def load(package: str, name: str, *, key: str) -> ModuleType:
     Raises:
         MsrlError: the plugin does not exist. The message names the configuration `key`.
     """
-    _require(package, name, key)
+    require(package, name, key=key)
     return importlib.import_module(f"{package}.{name}")
 
 
-def _require(package: str, name: str, key: str) -> None:
+def require(package: str, name: str, *, key: str) -> None:
+    """Raise MsrlError, with the configuration `key`, if the package has no plugin of this name."""
     if name not in names(package):
         raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
-
-
-def declaration(package: str, name: str, *, key: str) -> Declaration:
-    """Return the declarations in the file of plugin `name`, without importing it.
-
-    Raises:
-        MsrlError: the plugin does not exist. The message names the configuration `key`.
-    """
-    _require(package, name, key)
-    return _declaration(package, name)
 
 
 def plugin_options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -98,10 +100,11 @@ def check_options(
 
 def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, str]:
     """Return error messages by option name for values of the wrong type."""
-    return _wrong_values(get_type_hints(function), options) if options else {}
+    return type_errors(get_type_hints(function), options) if options else {}
 
 
-def _wrong_values(types: Mapping[str, Any], options: Mapping[str, object]) -> dict[str, str]:
+def type_errors(types: Mapping[str, Any], options: Mapping[str, object]) -> dict[str, str]:
+    """Return error messages by name for values that do not have the type of that name."""
     from pydantic import TypeAdapter, ValidationError
 
     errors = dict[str, str]()
@@ -111,83 +114,3 @@ def _wrong_values(types: Mapping[str, Any], options: Mapping[str, object]) -> di
         except ValidationError as error:
             errors[name] = error.errors(include_url=False)[0]["msg"]
     return errors
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """Declarations in the file of a plugin, read from its syntax tree.
-
-    The file is not imported, because its imports may be heavy.
-    """
-
-    constants: Mapping[str, object]
-    aliases: Mapping[str, ast.expr]
-    functions: Mapping[str, ast.FunctionDef]
-
-    def constant(self, name: str, default: Any = None) -> Any:
-        """Return the literal that the file assigns to `name`, or `default`."""
-        return self.constants.get(name, default)
-
-    def has_parameter(self, function: str, name: str) -> bool:
-        """Return True if `function` has a parameter of this name."""
-        arguments = self.functions[function].args
-        return name in {
-            argument.arg
-            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        }
-
-    def options(self, function: str) -> dict[str, Any]:
-        """Return the types of the options of `function` by name.
-
-        Options are the keyword-only parameters that have a default.
-        """
-        arguments = self.functions[function].args
-        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        return {
-            argument.arg: self._type(argument.annotation)
-            for argument, default in pairs
-            if default is not None
-        }
-
-    def wrong_values(self, function: str, options: Mapping[str, object]) -> dict[str, str]:
-        """Return messages for option values that do not fit their annotations, by name."""
-        return _wrong_values(self.options(function), options) if options else {}
-
-    def _type(self, annotation: ast.expr | None) -> Any:
-        """Return the type that an annotation describes.
-
-        Plain types, unions and literals are supported. The type of other annotations is Any.
-        """
-        match annotation:
-            case ast.Name(id=name) if name in self.aliases:
-                return self._type(self.aliases[name])
-            case ast.Name(id=name):
-                return _PLAIN_TYPES.get(name, Any)
-            case ast.Constant(value=None):
-                return None
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return Union[self._type(left), self._type(right)]  # noqa: UP007 - the operands are known at run time only
-            case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
-                value = ast.literal_eval(choices)
-                return Literal[value]  # pyright: ignore[reportInvalidTypeForm] - the choices are known at run time only
-            case _:
-                return Any
-
-
-_PLAIN_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str)}
-
-
-@functools.cache
-def _declaration(package: str, name: str) -> Declaration:
-    path = Path(importlib.import_module(package).__path__[0]) / f"{name}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    constants, aliases = dict[str, object](), dict[str, ast.expr]()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            target = node.targets[0].id
-            try:
-                constants[target] = ast.literal_eval(node.value)
-            except ValueError:
-                aliases[target] = node.value
-    return Declaration(constants, aliases, functions)

@@ -19,7 +19,6 @@ from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
-VERIFIERS = "msrl.rewards.verifiers"
 KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
 OnFailure = Literal["wrong", "undecided", "fail"]
@@ -157,7 +156,7 @@ class Source:
 
 @cache
 def _verifier(name: str) -> ModuleType:
-    return registry.load(VERIFIERS, name, key="verifier")
+    return registry.load(registry.VERIFIERS, name, key="verifier")
 
 
 def checked(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from msrl import registry
 from msrl.config.sections.base import (
     Bool,
     ConvertCommand,
@@ -20,6 +21,7 @@ from msrl.config.sections.base import (
     TopK,
     UpToOne,
 )
+from msrl.config.templates import template_names
 
 
 class ConvertConfig(Section):
@@ -117,11 +119,14 @@ class PreprocessConfig(Section):
         "or prompts with ground truths (prompts). Default: the kind of the handler.",
     )
     handler: Text | None = Field(
-        default=None, description="Dataset handler, which reads a row as a conversation."
+        default=None,
+        description="Dataset handler, which reads a row as a conversation.",
+        examples=[*registry.names(registry.HANDLERS)],
     )
     template: Text | None = Field(
         default=None,
         description="Prompt template, by name or by path of a YAML file. pretrain needs none.",
+        examples=[*template_names()],
     )
     output_prefix: Text | None = Field(
         default=None, description="Path that all written file names start with, as in data/sft."
@@ -187,6 +192,7 @@ class GenerateConfig(Section):
         default=None,
         description="Prompt template, by name or by path of a YAML file. "
         "Default: the tokenizer's chat template, if it has one.",
+        examples=[*template_names()],
     )
     system: Annotated[str, Strict()] | None = Field(
         default=None, description="System message. Default: the message of the template."
@@ -231,6 +237,7 @@ class ChatConfig(Section):
         default=None,
         description="Prompt template, by name or by path of a YAML file. "
         "Default: the tokenizer's chat template, if it has one.",
+        examples=[*template_names()],
     )
     system: Annotated[str, Strict()] | None = Field(
         default=None, description="System message. Default: the message of the template."

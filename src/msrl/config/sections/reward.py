@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from msrl import registry
 from msrl.config.sections.base import Float, NonNegative, Positive, Seconds, Section, Size, Text
 
 
@@ -15,7 +16,11 @@ class RewardSource(Section):
     Exactly one of verifier, function, url and model is set.
     """
 
-    verifier: Text | None = Field(default=None, description="Name of a verifier.")
+    verifier: Text | None = Field(
+        default=None,
+        description="Name of a verifier.",
+        examples=[*registry.names(registry.VERIFIERS)],
+    )
     function: Text | None = Field(
         default=None,
         description="User function as path/file.py:function, called with "
