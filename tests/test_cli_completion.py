@@ -81,7 +81,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     ),
     "a template of a key": (["train-sft", "--set", "model.template", "=", "lla"], {"llama3"}),
     "a handler": (["preprocess", "--handler", "alp"], {"alpaca"}),
-    "a platform": (["chat", "--platform", ""], {"auto", "cpu", "cuda", "npu"}),
+    "a platform": (["chat", "--platform", ""], {"auto", *registry.names(registry.PLATFORMS)}),
     "a file or a packaged configuration": (
         ["train-grpo", "-c", ""],
         {"grpo", "sft", "mine.yaml", "configs/"},

@@ -10,13 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from msrl.config.sections.train import LoraConfig, RecomputeConfig, TrainConfig
+from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.errors import MsrlError
 from msrl.memory.activations import (
     LINEARS,
     LayerBytes,
     Pass,
-    Recomputed,
     Spread,
     head_bytes,
     layer_bytes,
@@ -212,10 +211,6 @@ def _trains_head(train: TrainConfig, shape: Shape) -> bool:
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
-def _recomputed(section: RecomputeConfig) -> Recomputed:
-    return Recomputed(section.granularity, section.method, section.layers, section.modules)
-
-
 def _stage_memory(
     plan: RunPlan, shape: Shape, stage: int, batch: Pass | None, temporary_elements: int
 ) -> Memory:
@@ -248,13 +243,12 @@ def _stage_memory(
 def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
     spread, saved_inputs = _spread(plan, shape), _saved_inputs(plan.train.lora, shape)
-    recompute = _recomputed(plan.train.recompute)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
         layers = [layer_bytes(shape, layer, batch, spread, saved_inputs) for layer in numbers]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
-        size, recomputed = saved_bytes(layers, recompute, mixtures)
+        size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
         saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
     tokens = batch.num_tokens // spread.cp
     rotary_tables = 2 * tokens * shape.rotated_channels * batch.element_bytes

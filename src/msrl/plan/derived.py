@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from msrl import registry
-from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
+from msrl.config.schema import Config
+from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
 
 _TRAINING = ("train-sft", "train-grpo")
 
 
-def layout_from(section: ParallelConfig | ConvertConfig) -> ParallelLayout:
+def layout_from(section: LayoutConfig) -> ParallelLayout:
     """Return the parallel layout that a section of the configuration defines."""
     names = [field.name for field in fields(ParallelLayout)]
     keys = [name for name in names if name in type(section).model_fields]

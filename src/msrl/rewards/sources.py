@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from msrl import registry
+from msrl.config.sections.reward import OnFailure, RewardSource
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import ReadConfig, read_hf_config
@@ -21,44 +21,17 @@ from msrl.rewards.worker import Function
 
 KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
-OnFailure = Literal["wrong", "undecided", "fail"]
 Client = Remote | RewardModel | RankModel
 Mistake = tuple[int | None, str, str]  # entry (None: all entries), field, message
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Entry of `reward.sources`.
-
-    Exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) is set.
-
-    Attributes:
-        engine: Engine of a model: transformers (`hf`) or the training ranks (`megatron`). None
-            selects it by the format of the folder.
-        tags: Score only rows whose column `tag` (`Prompt.extra`) is one of these; empty: all rows.
-        wrong: Score of a failed call under `on_failure: wrong`. None uses the verifier's score of
-            wrong responses, and 0.0 for other kinds of sources.
-        on_failure: Effect of a failed call, see `score.py`.
-    """
-
-    verifier: str | None = None
-    weight: float = 1.0
-    timeout_s: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    function: str | None = None
-    url: str | None = None
-    model: str | None = None
-    name: str | None = None
-    tags: tuple[str, ...] = ()
-    wrong: float | None = None
-    on_failure: OnFailure | None = None
-    engine: Literal["hf", "megatron"] | None = None
+class Source(RewardSource):
+    """Entry of `reward.sources`: its keys, and what they mean."""
 
     @classmethod
-    def of(cls, section: object) -> Source:
+    def of(cls, section: RewardSource) -> Source:
         """Return the source that a section of the configuration describes."""
-        names = [field.name for field in fields(cls) if hasattr(section, field.name)]
-        return cls(**{name: getattr(section, name) for name in names})
+        return cls.model_construct(section.model_fields_set, **dict(section))
 
     @property
     def kind(self) -> str:
@@ -209,8 +182,6 @@ def _source_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[
         return
     if source.engine is not None and source.model is None:
         yield "engine", "applies only to a model"
-    if source.limit_s <= 0:
-        yield "timeout_s", f"the limit of {source.label} must be positive"
     if source.function is not None:
         message = functions.mistake(source.function, source.options)
         if message:

@@ -14,11 +14,15 @@ from msrl.config.sections.train import (
     OptimizerConfig,
     RecomputeConfig,
     RouterConfig,
+    TrainConfig,
 )
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat
+
+# Consecutive updates with a gradient that is not finite; the last one ends the run.
+MAX_SKIPPED = TrainConfig().max_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,7 @@ class ReplicaSettings:
     logit_chunk: int | None = (
         None  # positions whose logits exist at once; None: all positions of a micro-batch
     )
-    max_skipped: int = (
-        3  # consecutive updates with a gradient that is not finite; the last one ends the run
-    )
+    max_skipped: int = MAX_SKIPPED
     bad_batch_dir: Path | None = None  # folder for the batch of that last update
 
 
@@ -77,7 +79,7 @@ def critic_settings(
     hf_dir: Path | None = None,
     recompute: RecomputeConfig | None = None,
     offload: OffloadConfig | None = None,
-    max_skipped: int = 3,
+    max_skipped: int = MAX_SKIPPED,
     bad_batch_dir: Path | None = None,
 ) -> ReplicaSettings:
     """Return the settings of a critic, which trains all but the bias of its head: transformers'

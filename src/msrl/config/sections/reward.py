@@ -9,6 +9,8 @@ from pydantic import Field
 from msrl import registry
 from msrl.config.sections.base import Float, NonNegative, Positive, Seconds, Section, Size, Text
 
+OnFailure = Literal["wrong", "undecided", "fail"]
+
 
 class RewardSource(Section):
     """Source of scores and its weight in the reward.
@@ -60,7 +62,7 @@ class RewardSource(Section):
         description="Score of a failed call that counts as wrong. "
         "Default: the verifier's score of wrong responses, else 0.",
     )
-    on_failure: Literal["wrong", "undecided", "fail"] | None = Field(
+    on_failure: OnFailure | None = Field(
         default=None,
         description="Effect of a failed call: score as wrong (wrong), use the mean of the other "
         "scores in the group (undecided), or end the run (fail). "

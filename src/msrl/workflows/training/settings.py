@@ -216,12 +216,4 @@ def policy_schedule(config: Config, num_steps: int) -> Schedule:
 
 
 def schedule(config: Config, num_updates: int) -> Schedule:
-    optimizer = config.train.optimizer
-    return Schedule(
-        optimizer.schedule,
-        optimizer.lr,
-        optimizer.min_lr,
-        optimizer.warmup,
-        num_updates,
-        optimizer.decay,
-    )
+    return Schedule.of(config.train.optimizer, num_updates)
