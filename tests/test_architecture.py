@@ -244,6 +244,41 @@ def test_a_whole_configuration_is_found_in_imports_and_plans() -> None:
     assert list(whole_configurations(ast.parse(f"{code}plan.config.train"))) == [1, 3]
 
 
+# Classes that have several keys of a section under the same names, with the reason.
+SAME_NAMES = {
+    "DatasetManifest": "record of finished work on disk",
+    "ParallelLayout": "sizes that the packages below the configuration compute with",
+    "PolicyLoss": "numbers of a formula",
+    "Correction": "numbers of a formula",
+    "ReplicaSettings": "sections of one replica, which is not always the policy",
+    "SamplingParams": "numbers of one request",
+    "Schedule": "numbers of a formula, which checkpoints store",
+    "Spread": "sizes of one device",
+}
+
+
+def fields_by_class(folder: Path) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the name and the annotated names of every class in a folder."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                yield node.name, frozenset(names)
+
+
+def test_settings_are_declared_in_sections_only() -> None:
+    """A class with four keys of a section is a second declaration of it."""
+    sections = dict(fields_by_class(SOURCE / "config" / "sections"))
+    copies = {
+        f"{name} repeats {section}"
+        for name, names in fields_by_class(SOURCE)
+        for section, keys in sections.items()
+        if name not in (*sections, *SAME_NAMES) and len(names & keys) >= 4
+    }
+    assert not copies, "take the section, or explain the class in SAME_NAMES"
+
+
 def test_no_folder_has_more_than_twenty_modules() -> None:
     reasons = {
         "rewards/verifiers": "one file per verifier",

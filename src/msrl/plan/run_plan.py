@@ -98,7 +98,7 @@ class RunPlan:
         dp_size: Data-parallel size; 0 if the devices do not hold one model replica.
         replica_size: Number of ranks of one model replica.
         roles: Workers to place on devices.
-        sampling: Sampling of the rollouts; None for train-sft.
+        sampling: Sampling of the rollouts, which train-sft does not have.
     """
 
     command: str
@@ -114,7 +114,7 @@ class RunPlan:
     dp_size: int
     replica_size: int
     roles: tuple[Role, ...]
-    sampling: SamplingParams | None
+    sampling: SamplingParams
 
     @property
     def is_training(self) -> bool:
@@ -244,7 +244,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         dp_size=dp_size(config),
         replica_size=replica_size(config),
         roles=_roles(config, command),
-        sampling=_sampling(config, datasets) if is_grpo else None,
+        sampling=_sampling(config, datasets),
     )
 
 
@@ -282,8 +282,9 @@ def _policy(config: Config, models: _ModelReader) -> ModelPlan | None:
     weights = load or path
     if weights is None:
         return None
-    has_config = path is None or is_hf(str(config_dir(weights)))
-    owner = weights if has_config else path
+    owner = weights
+    if path is not None and not is_hf(str(config_dir(weights))):
+        owner = path
     model = models.read(weights, config_dir(owner))
     if model.shape is not None and model.shape.reward_head:
         error = (

@@ -69,7 +69,7 @@ def run(config: Config) -> None:
     renderer.prompt(Conversation((*system, Message("user", "?"))))
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
-        with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
+        with children_ignore_interrupts() if settings.engine.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _print_note(
             "ready: `clear` starts a new conversation, `quit` leaves, Ctrl-C stops a response"
