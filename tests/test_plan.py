@@ -112,8 +112,8 @@ def test_validation_and_setup_of_train_sft_read_the_config_of_the_model_once(fol
     with opened_configs(folder) as counts:
         plan = check(load(["sft.yaml"]), "train-sft")
         show(plan)
-        job = train_sft.prepare(plan, "cpu")
-        check_memory(plan, get("cpu"), longest=job.longest_row)
+        job = train_sft.prepare(plan, get("cpu"))
+        check_memory(plan, get("cpu"), longest=job.train.longest)
         verify_models(loaded_models(plan, job.resume))
     assert counts == {"model": 1}
 

@@ -29,8 +29,9 @@ class Fit:
 
     @property
     def level(self) -> Literal["ok", "note", "wrong"]:
-        """`wrong`: the training cannot fit. `note`: it may not fit if micro-batches are as full as
-        the configuration allows.
+        """`wrong`: the training cannot fit.
+
+        `note`: it may not fit if micro-batches are as full as the configuration allows.
         """
         if self.certain > self.total:
             return "wrong"
@@ -134,8 +135,9 @@ def remedies(train: TrainConfig, memory_fit: Fit) -> str:
 
 
 def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> None:
-    """Raise MsrlError for a training that cannot fit. On CPU, or if only full micro-batches would
-    not fit, print a warning.
+    """Raise MsrlError for a training that cannot fit.
+
+    On CPU, or if only full micro-batches would not fit, print a warning.
     """
     memory_fit = fit(plan, platform, longest=longest)
     if memory_fit is None or memory_fit.level == "ok":

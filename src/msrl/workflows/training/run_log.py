@@ -24,9 +24,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class RunLog:
-    """An open run: it logs the report of every step, and writes the summary and the curves after a
-    clean end.
-    """
+    """Log of an open run: the report of every step, and after a clean end summary and curves."""
 
     def __init__(
         self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]
@@ -43,7 +41,8 @@ class RunLog:
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
             print(
-                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the resume",
+                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "
+                "resume",
                 file=sys.stderr,
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
@@ -64,8 +63,9 @@ class RunLog:
             self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
-        written.
+        """Write report.md and the curves, and print the results.
+
+        Raises MsrlError if they cannot be written.
         """
         reports = read_metrics(self.path)
         if reports:

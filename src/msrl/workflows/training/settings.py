@@ -37,8 +37,9 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
-    """Return the data order for a checkpoint's state. With the step it determines the position in
-    the data.
+    """Return the data order for a checkpoint's state.
+
+    With the step it determines the position in the data.
     """
     return {"order": asdict(order)}
 
@@ -69,7 +70,8 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
     ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the same rows, because these have changed:"
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the "
+            "same rows, because these have changed:"
             f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
         )
 
@@ -102,8 +104,9 @@ def rank_settings(
     reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks. `reward_models` are those that the ranks hold, by
-    the names of their sources.
+    """Return the settings of the training ranks.
+
+    `reward_models` are those that the ranks hold, by the names of their sources.
     """
     config, parallel = plan.config, plan.train.parallel
     has_adapters, shape = plan.train.lora.rank is not None, plan.shape_or_none
@@ -131,10 +134,10 @@ def rank_settings(
 
 
 def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or from the configured model."""
+    """Return the settings of the policy, which starts from `weights` or the configured model."""
     train = plan.train
     return ReplicaSettings(
-        model=weights.root if weights else plan.model.weights,
+        model=weights.root.absolute() if weights else plan.model.weights,
         iteration=weights.step if weights else None,
         hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
