@@ -430,13 +430,13 @@ def test_config_show_prints_origins_and_arithmetic(
     assert msrl("config", "show", "-c", "grpo.yaml", "--set", "run.seed=4") == 0
     out = capsys.readouterr().out
     assert re.search(r"^  seed: 4 +# --set$", out, re.MULTILINE)
-    assert re.search(r"^  prompts_per_step: 4 +# grpo.yaml:4$", out, re.MULTILINE)
+    assert re.search(r"^  prompts_per_step: 4 +# grpo.yaml:5$", out, re.MULTILINE)
     assert re.search(r"^    lr: 1.0e-05 +# default$", out, re.MULTILINE)
     assert "# samples per step: 32\n" in out
     assert msrl("config", "show", "-c", "grpo.yaml", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["config"]["rollout"]["prompts_per_step"] == 4
-    assert shown["origins"]["rollout.prompts_per_step"] == "grpo.yaml:4"
+    assert shown["origins"]["rollout.prompts_per_step"] == "grpo.yaml:5"
     assert shown["derived"]["samples per step"] == 32
 
 
