@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from msrl.config.presets import PRESETS
+from msrl.config.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
@@ -36,7 +36,7 @@ def main() -> int:
     Returns 1 if a preset did not learn, or the flipped one did.
     """
     parser = argparse.ArgumentParser(prog="nox -s learning --", description=__doc__)
-    known = [*PRESETS, FLIPPED]
+    known = [*preset_names(), FLIPPED]
     parser.add_argument("presets", nargs="*", help=f"Presets (default: all): {', '.join(known)}.")
     parser.add_argument(
         "--seeds",

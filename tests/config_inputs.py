@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
+
+from msrl.data.manifest import manifest_path, manifest_text
+from msrl.types import DatasetManifest
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -49,10 +53,30 @@ def make_data(prefix: Path) -> Path:
 def skip_input_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `--dry-run` check the configuration only: these inputs have neither weights nor rows."""
 
-    def check(config: object, command: str) -> str:
+    def check(plan: object) -> str:
         return "not checked"
 
     monkeypatch.setattr("msrl.workflows.preflight.check", check)
+
+
+def make_manifest(prefix: Path, kind: Literal["pretrain", "sft", "prompts"]) -> None:
+    """Write the manifest of data without rows."""
+    counts = dict.fromkeys(
+        ("num_rows", "num_examples", "num_tokens", "num_loss_tokens", "max_tokens"), 0
+    )
+    manifest = DatasetManifest(
+        kind=kind,
+        template="qwen",
+        handler="alpaca",
+        tokenizer_hash="",
+        vocab_size=0,
+        seq_length=0,
+        pack=False,
+        dropped={},
+        keys=(),
+        **counts,
+    )
+    manifest_path(str(prefix)).write_text(manifest_text(manifest), encoding="utf-8")
 
 
 TRAINING = """\

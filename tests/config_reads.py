@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from msrl.config.schema import Config
+from msrl.config.schema import Config, Section
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "msrl"
 # Modules of config/ that compute with values. Checks and importers name every key.
@@ -38,6 +38,12 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 CLASSES = {model.__name__: model for model in sections()}
+# Sections by the name of their class, or of a class that they inherit keys from.
+FAMILIES: dict[str, Types] = defaultdict(lambda: NONE)
+for _section in CLASSES.values():
+    for _base in _section.__mro__:
+        if _base not in (BaseModel, Section, object):
+            FAMILIES[_base.__name__] |= {_section}
 
 
 def leaves(
@@ -69,7 +75,11 @@ class Reads(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         before = self.owner
-        self.owner = frozenset({CLASSES[node.name]} if node.name in CLASSES else ())
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for base in bases:
+            if base in FAMILIES:  # a section with methods, outside of the configuration
+                FAMILIES[node.name] |= FAMILIES[base]
+        self.owner = FAMILIES.get(node.name, NONE)
         self.generic_visit(node)
         self.owner = before
 
@@ -80,6 +90,10 @@ class Reads(ast.NodeVisitor):
                 self.owner if argument.arg == "self" else annotated(argument.annotation)
             )
         self.returned[node.name] |= annotated(node.returns)
+        if any(
+            isinstance(name, ast.Name) and name.id == "property" for name in node.decorator_list
+        ):
+            self.held[node.name] |= annotated(node.returns)
         for _ in range(2):  # a name may be used above its last assignment, in a loop
             self.generic_visit(node)
         self.local = before
@@ -166,7 +180,7 @@ def annotated(node: ast.expr | None) -> Types:
         return NONE
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     names |= {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
-    return frozenset(CLASSES[name] for name in names & set(CLASSES))
+    return frozenset(model for name in names & set(FAMILIES) for model in FAMILIES[name])
 
 
 def reads() -> set[tuple[type[BaseModel], str]]:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import yaml
 
 from msrl.config.schema import Config
+from msrl.plan.run_plan import resolve
 from msrl.platforms import get
 from msrl.trainer import launch
 from msrl.types import StepReport
@@ -111,8 +112,9 @@ def _run_driver(settings: dict[str, Any], pipe: connection.Connection) -> NoRetu
     launch.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=None)  # pyright: ignore
     launch.get = lambda name: SimpleNamespace(prepare=lambda: None)  # this process is prepared
     run_log.RunLog.log = log_and_send
+    config = Config.model_validate(settings, strict=False)
     os.dup2(2, 1)
-    _exit_after(lambda: train_sft.run(Config.model_validate(settings, strict=False)))
+    _exit_after(lambda: train_sft.run(resolve(config, "train-sft")))
 
 
 def _exit_after(function: Callable[[], None]) -> NoReturn:

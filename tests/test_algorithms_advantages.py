@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
+import golden
 from msrl import registry
 from msrl.algorithms import kl_controller
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
@@ -31,29 +34,7 @@ COMPARING = [
     for name in ESTIMATORS
     if getattr(registry.load(PACKAGE, name, key=""), "COMPARES_GROUPS", False)
 ]
-# Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5.
-# By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
 LENGTHS = [[1, 2, 1, 1]]
-TOKENS = np.array([1.0, -1.0, -1.0, -1.0, 1.0])
-OVER_TOKENS = TOKENS * 0.5 + 0.1  # distance from the mean 0.4 of the returns 1 0 0 0 1
-GOLDEN = {
-    "group_norm": TOKENS * 0.5 / math.sqrt(1 / 3),
-    "dr_grpo": TOKENS * 0.5,
-    "cpgd": TOKENS * 0.5,
-    "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
-    "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
-    # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
-    # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
-    "reinforce_baseline": (TOKENS * 0.5 + 0.1) / math.sqrt(0.3),
-    "reinforce_pp": OVER_TOKENS / math.sqrt(0.3),
-    # lambda 0.5, values 0.1 to 0.5: deltas 1 - 0.1, 0.5 * 0.3 - 0.2, 0 - 0.3, 0 - 0.4, 1 - 0.5.
-    # The second advantage adds a quarter of the third delta.
-    "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
-    # Every response is one turn here and begins in the state of its prompt: gigpo is twice
-    # group_norm, and step_reinforce is the return.
-    "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
-    "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
-}
 
 
 def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
@@ -90,61 +71,108 @@ def rewards(scores, lengths=None, extra=None) -> TokenRewards:
     )
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_has_a_golden_row_and_reproduces_it(name):
-    assert name in GOLDEN, f"algorithms/advantages/{name}.py has no golden row in this test"
-    np.testing.assert_allclose(
-        estimate(name, rewards([[1, 0, 0, 1]], LENGTHS)), GOLDEN[name], rtol=0, atol=1e-8
-    )
+@pytest.mark.parametrize("name", golden.ESTIMATORS)
+def test_an_estimator_reproduces_its_golden_row(name):
+    result = estimate(name, rewards([[1, 0, 0, 1]], LENGTHS))
+    np.testing.assert_allclose(result, golden.ESTIMATORS[name], rtol=0, atol=1e-8)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Responses of a prompt in plain lists. `start` is the number of tokens before the group."""
+
+    tokens: list[list[float]]  # rewards of the tokens of each response
+    start: int
+    gamma: float
+
+    @property
+    def totals(self) -> list[float]:
+        return [sum(response) for response in self.tokens]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.totals) / len(self.totals)
+
+    @property
+    def deviation(self) -> float:
+        squares = [(total - self.mean) ** 2 for total in self.totals]
+        return math.sqrt(sum(squares) / (len(squares) - 1))
+
+    def each(self, values: list[float]) -> list[float]:
+        """Return one value per response for each of its tokens."""
+        pairs = zip(values, self.tokens, strict=True)
+        return [value for value, response in pairs for _ in response]
+
+    def returns(self) -> list[float]:
+        return [
+            sum(self.gamma ** (k - t) * response[k] for k in range(t, len(response)))
+            for response in self.tokens
+            for t in range(len(response))
+        ]
+
+    def z_scores(self) -> list[float]:
+        return self.each([(t - self.mean) / (self.deviation + 1e-9) for t in self.totals])
+
+    def distances(self) -> list[float]:
+        return self.each([total - self.mean for total in self.totals])
+
+    def leave_one_out(self) -> list[float]:
+        others = len(self.totals) - 1
+        return self.each([t - (sum(self.totals) - t) / others for t in self.totals])
+
+    def gae(self) -> list[float]:
+        """Return the advantages for lambda 0.5 and values 0.1, 0.2 and so on."""
+        rows: list[float] = []
+        for response in self.tokens:
+            first = self.start + len(rows) + 1
+            values = [(first + t) / 10 for t in range(len(response))] + [0.0]
+            deltas = [r + self.gamma * values[t + 1] - values[t] for t, r in enumerate(response)]
+            rows += [
+                sum((self.gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
+                for t in range(len(deltas))
+            ]
+        return rows
+
+
+def normalized(rows: list[float]) -> list[float]:
+    """Return z-scores over all tokens."""
+    mean = sum(rows) / len(rows)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / (len(rows) - 1))
+    return [(x - mean) / (deviation + 1e-9) for x in rows]
+
+
+# Formulas in plain Python over nested lists: of a group, and of all tokens.
+BY_LOOPS: dict[str, tuple[Callable[[Group], list[float]], bool]] = {
+    "group_norm": (Group.z_scores, False),
+    "gigpo": (lambda group: [2 * x for x in group.z_scores()], False),
+    "step_reinforce": (lambda group: group.each(group.totals), False),
+    "gae": (Group.gae, False),
+    "rloo": (Group.leave_one_out, False),
+    "reinforce": (Group.returns, False),
+    "reinforce_pp": (Group.returns, True),
+    "reinforce_baseline": (Group.distances, True),
+    "dr_grpo": (Group.distances, False),
+    "cpgd": (Group.distances, False),
+}
 
 
 def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
-    """Return the advantages by the same formulas, in plain Python over nested lists."""
-    rows, start = [], 0
+    """Return the advantages of all groups by the formula of `BY_LOOPS`."""
+    formula, is_normalized = BY_LOOPS[name]
+    rows: list[float] = []
     for group, sizes in zip(scores, lengths, strict=True):
-        tokens = []
+        tokens, start = [], len(rows)
         for score, size in zip(group, sizes, strict=True):
             response = [float(x) for x in extra[start : start + size]]
             response[-1] += float(score)
             tokens.append(response)
             start += size
-        totals = [sum(response) for response in tokens]
-        mean = sum(totals) / len(totals)
-        deviation = math.sqrt(sum((t - mean) ** 2 for t in totals) / (len(totals) - 1))
-        for i, response in enumerate(tokens):
-            if name in ("group_norm", "gigpo"):
-                rows += [
-                    (totals[i] - mean) / (deviation + 1e-9) * (2 if name == "gigpo" else 1)
-                ] * len(response)
-            elif name == "step_reinforce":
-                rows += [totals[i]] * len(response)
-            elif name == "gae":
-                values = [(len(rows) + 1 + t) / 10 for t in range(len(response))] + [0.0]
-                deltas = [
-                    response[t] + gamma * values[t + 1] - values[t] for t in range(len(response))
-                ]
-                rows += [
-                    sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(response)))
-                    for t in range(len(response))
-                ]
-            elif name == "rloo":
-                rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(response)
-            elif name in ("reinforce", "reinforce_pp"):
-                rows += [
-                    sum(gamma ** (k - t) * response[k] for k in range(t, len(response)))
-                    for t in range(len(response))
-                ]
-            else:
-                rows += [totals[i] - mean] * len(response)
-    if name in ("reinforce_pp", "reinforce_baseline"):
-        mean = sum(rows) / len(rows)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / (len(rows) - 1))
-        rows = [(x - mean) / (deviation + 1e-9) for x in rows]
-    return rows
+        rows += formula(Group(tokens, len(rows), gamma))
+    return normalized(rows) if is_normalized else rows
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_equals_plain_loops_with_penalties_on_tokens(name):
+@pytest.mark.parametrize("name", BY_LOOPS)
+def test_an_estimator_equals_plain_loops_with_penalties_on_tokens(name):
     random = np.random.default_rng(0)
     scores, lengths = random.normal(size=(5, 4)), random.integers(1, 9, (5, 4))
     extra = random.normal(size=int(lengths.sum()))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import golden
 from msrl import registry
 from msrl.algorithms.aggregate import MODES, sequence_weights, weighted_sum
 from msrl.algorithms.losses.cpgd import policy_drift
@@ -85,34 +86,6 @@ def aggregated_loss(
     )
 
 
-def token_loss_by_hand(  # noqa: PLR0911 - one formula per loss
-    name: str, d: float, a: float, lp: float, whole: list[float], low: float, high: float
-) -> float:
-    """Return the loss of a token.
-
-    `d` is its log-ratio by `ratio`, and `whole` has the log-ratios of all tokens of its sequence.
-    """
-    r = math.exp(d)
-    if name == "ppo":
-        return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
-    if name == "vanilla":
-        return -a * lp
-    if name == "tis":
-        return -min(r, 1.0) * a * lp
-    if name == "cispo":
-        return -min(max(r, 1 - low), 1 + high) * a * lp
-    if name == "topr":
-        return -(min(math.exp(sum(whole)), 1.0) if a < 0 else 1.0) * a * lp
-    if name == "cpgd":
-        clipped = min(max(d, math.log(1 - low)), math.log(1 + high))
-        drift = r - 1 - d if r - 1 <= 0.2 else 0.2 - math.log(1.2) + 0.2 * (d - math.log(1.2))
-        return -min(d * a, clipped * a) + 0.01 * drift
-    assert name == "gmpo", f"algorithms/losses/{name}.py has no formula in this test"
-    s = (a > 0) - (a < 0)
-    terms = [s * min(s * x, s * min(max(x, -low), high)) for x in whole]
-    return -a * math.exp(sum(terms) / len(terms))
-
-
 def by_loops(
     name: str, batch: Batch, weights: np.ndarray, ratio: str, low: float = 0.2, high: float = 0.28
 ) -> float:
@@ -122,9 +95,10 @@ def by_loops(
         logs = [float(batch.new[i] - batch.old[i]) for i in positions]
         for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            total += weights[i] * token_loss_by_hand(
-                name, d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high
+            token = golden.Token(
+                d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high
             )
+            total += weights[i] * golden.LOSSES[name].formula(token)
     return total
 
 
@@ -141,7 +115,7 @@ def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.nda
 
     Weights that are constants of the gradient remain those of `batch`.
     """
-    if name not in ("tis", "cispo", "topr"):
+    if not golden.LOSSES[name].is_linear:
         moved = batch.pick(np.arange(len(batch.new)))
         moved.new = at
         return aggregated_loss(name, moved, weights, ratio)[0]
@@ -157,9 +131,8 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
         logs = [float(batch.new[i] - batch.old[i]) for i in positions]
         for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            result[i] = token_loss_by_hand(
-                name, d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28
-            )
+            token = golden.Token(d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28)
+            result[i] = golden.LOSSES[name].formula(token)
     return result
 
 

@@ -172,13 +172,19 @@ def modules_in_strings(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_modules_named_in_strings_are_in_lower_layers() -> None:
+    """The registry names the packages of plugins, whose files it lists without an import."""
     rank = {package: number for number, row in enumerate(layers()) for package in row}
     upward = []
     for path in files():
         own = relative(path).split("/")[0].removesuffix(".py")
         for line, name in modules_in_strings(tree(path)):
             package = name.split(".")[1]
-            if package in rank and package != own and rank[package] <= rank[own]:
+            if (
+                own != "registry"
+                and package in rank
+                and package != own
+                and rank[package] <= rank[own]
+            ):
                 upward.append(f"src/msrl/{relative(path)}:{line} {name}")
     assert not upward
 
@@ -206,6 +212,71 @@ def test_validating_a_configuration_imports_no_heavy_package(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+# Packages that see a whole configuration. All others take sections or plain values.
+CONFIG_READERS = {"cli", "config", "importers", "checks", "plan", "workflows"}
+
+
+def whole_configurations(module: ast.Module) -> Iterator[int]:
+    """Yield the line of each import of `config.schema`, and of each `plan.config`."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module == "msrl.config.schema":
+            yield node.lineno
+        elif isinstance(node, ast.Attribute) and node.attr == "config":
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id == "plan":
+                yield node.lineno
+
+
+def test_packages_below_the_plan_take_sections_and_not_a_whole_configuration() -> None:
+    violations = [
+        f"src/msrl/{relative(path)}:{line}"
+        for path in files()
+        if relative(path).split("/")[0] not in CONFIG_READERS
+        for line in whole_configurations(tree(path))
+    ]
+    assert not violations, "import a section of msrl.config.sections"
+
+
+def test_a_whole_configuration_is_found_in_imports_and_plans() -> None:
+    code = "from msrl.config.schema import Config\nfrom msrl.config.sections.train import A\n"
+    assert list(whole_configurations(ast.parse(f"{code}plan.config.train"))) == [1, 3]
+
+
+# Classes that have several keys of a section under the same names, with the reason.
+SAME_NAMES = {
+    "DatasetManifest": "record of finished work on disk",
+    "ParallelLayout": "sizes that the packages below the configuration compute with",
+    "PolicyLoss": "numbers of a formula",
+    "Correction": "numbers of a formula",
+    "ReplicaSettings": "sections of one replica, which is not always the policy",
+    "SamplingParams": "numbers of one request",
+    "Schedule": "numbers of a formula, which checkpoints store",
+    "Spread": "sizes of one device",
+}
+
+
+def fields_by_class(folder: Path) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the name and the annotated names of every class in a folder."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                yield node.name, frozenset(names)
+
+
+def test_settings_are_declared_in_sections_only() -> None:
+    """A class with four keys of a section is a second declaration of it."""
+    sections = dict(fields_by_class(SOURCE / "config" / "sections"))
+    copies = {
+        f"{name} repeats {section}"
+        for name, names in fields_by_class(SOURCE)
+        for section, keys in sections.items()
+        if name not in (*sections, *SAME_NAMES) and len(names & keys) >= 4
+    }
+    assert not copies, "take the section, or explain the class in SAME_NAMES"
 
 
 def test_no_folder_has_more_than_twenty_modules() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
+from msrl.config.sections.rollout import EngineConfig
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
@@ -42,7 +43,9 @@ def renderer(folder):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    running = VllmEngine(EngineSettings(folder, max_model_len=256, max_num_seqs=1), get("cpu"))
+    running = VllmEngine(
+        EngineSettings(folder, engine=EngineConfig(max_model_len=256, max_num_seqs=1)), get("cpu")
+    )
     yield running
     running.close()
 

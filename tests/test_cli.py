@@ -20,6 +20,7 @@ from msrl.cli import app as cli
 from msrl.cli.execute import WORKFLOWS
 from msrl.config.schema import Config
 from msrl.errors import MsrlError, VerificationError
+from msrl.plan.run_plan import RunPlan
 from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
@@ -55,10 +56,10 @@ def msrl(*arguments: str) -> int:
 def reached(
     monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None
 ) -> list[Any]:
-    """Replace a workflow's module by a recorder and return the recorded configurations."""
+    """Replace a workflow's module by a recorder; return the recorded configurations or plans."""
     calls: list[Any] = []
 
-    def record(config: Config, **arguments: object) -> None:
+    def record(config: Config | RunPlan, **arguments: object) -> None:
         calls.append((config, arguments) if arguments else config)
 
     skip_input_checks(monkeypatch)
@@ -294,7 +295,8 @@ def test_training_takes_a_configuration_by_name_and_a_resume(
     (folder / "configs" / "mine.yaml").write_text(GRPO + "run: {name: mine}\n", encoding="utf-8")
     assert msrl("train-grpo", "--config-name", "mine", "--resume", "auto") == 0
     assert msrl("train-grpo", "--config-name", "mine.yaml", "--set", "run.name=other") == 0
-    assert [(call.run.name, call.checkpoint.resume) for call in calls] == [
+    configs = [call.config for call in calls]
+    assert [(config.run.name, config.checkpoint.resume) for config in configs] == [
         ("mine", "auto"),
         ("other", "none"),
     ]
@@ -508,7 +510,7 @@ def test_flags_of_the_trainings_override_files_and_set(
         "cluster.devices_per_node=4",
     ]
     assert msrl(command, *files, *TRAINING_ARGUMENTS) == 0
-    dumped = calls[0].model_dump()
+    dumped = calls[0].config.model_dump()
     for key, value in TRAINING_FLAGS.values():
         actual: Any = dumped
         for name in key.split("."):

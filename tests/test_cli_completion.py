@@ -16,7 +16,7 @@ import pytest
 
 from msrl import registry
 from msrl.cli.completion import rejoined
-from msrl.config.presets import PRESETS
+from msrl.config.presets import preset_names
 from msrl.config.templates import template_names
 
 BASH = shutil.which("bash")
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
         ["train-sft", "--set", "=", "run.na"],
         {"run.name=", "run.name=run"},
     ),
-    "a preset": (["train-grpo", "--set", "algo.preset", "="], {*PRESETS}),
+    "a preset": (["train-grpo", "--set", "algo.preset", "="], {*preset_names()}),
     "the beginning of a preset": (["train-grpo", "--set", "algo.preset", "=", "dap"], {"dapo"}),
     "a boolean": (["train-sft", "--set", "data.pack", "=", ""], {"true", "false"}),
     "an estimator": (["train-grpo", "--set", "algo.advantage.estimator", "=", "rlo"], {"rloo"}),
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     ),
     "a template of a key": (["train-sft", "--set", "model.template", "=", "lla"], {"llama3"}),
     "a handler": (["preprocess", "--handler", "alp"], {"alpaca"}),
-    "a platform": (["chat", "--platform", ""], {"auto", "cpu", "cuda", "npu"}),
+    "a platform": (["chat", "--platform", ""], {"auto", *registry.names(registry.PLATFORMS)}),
     "a file or a packaged configuration": (
         ["train-grpo", "-c", ""],
         {"grpo", "sft", "mine.yaml", "configs/"},

@@ -50,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_lacks_its_results_gets_them_by_resume_or_report(config: Path):
     run, folder = config.parent / "runs" / "run", config.parent
     metrics = rows(run)
-    assert_mentions((run / "log.txt").read_text(), "step 2/2", "saved step 2", "complete")
+    assert_mentions((run / "log.txt").read_text(), "step 2/2", "checkpoint of step 2", "complete")
     assert json.loads((run / "attempts.jsonl").read_text())["outcome"] == "completed"
     exported = (run / "hf" / "model.safetensors").read_bytes()
     for arguments in (["train-sft", "-c", str(config), "--resume", "auto"], ["report", str(run)]):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from config_inputs import make_mcore, make_model, make_working_folder
+from config_inputs import make_manifest, make_mcore, make_model, make_working_folder
 from msrl.checks.validate import guess
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Flag
@@ -18,7 +17,8 @@ from msrl.memory.estimate import memory_rows
 from msrl.memory.states import bytes_per_device, parameters_per_rank
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.plan.derived import derived, model_shape, ranks
+from msrl.plan.derived import derived, ranks
+from msrl.plan.run_plan import RunPlan, resolve
 from support import assert_each_mentions, assert_mentions, labelled
 
 
@@ -27,6 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory with all inputs of a training."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
+
+
+def plan_run(name: str, *sets: str) -> RunPlan:
+    return resolve(load([f"{name}.yaml"], sets).config, f"train-{name}")
 
 
 def mistakes(
@@ -163,10 +167,10 @@ def test_each_invalid_sft_setting_is_one_line(
             ("--set: rollout.sampling.temperature=0.001", "0.01"),
         ),
         (("algo.policy_loss=pppo",),
-            ("--set: algo.policy_loss=pppo", "algorithms.losses", "'ppo'")),
+            ("--set: algo.policy_loss=pppo", "one of", "'ppo'")),
         (
             ("algo.advantage.estimator=group_nrm",),
-            ("--set: algo.advantage.estimator=group_nrm", "algorithms.advantages", "'group_norm'"),
+            ("--set: algo.advantage.estimator=group_nrm", "one of", "'group_norm'"),
         ),
         (
             ("reward.sources.0.verifier=strict_formt",),
@@ -231,9 +235,12 @@ def test_each_prefix_of_a_blend_is_named_with_its_line(folder: Path):
     (folder / "blend.yaml").write_text("defaults: [sft.yaml]\n" + text, encoding="utf-8")
     gone = ("blend.yaml:8: data.blend.some/gone.v2=2.0", "some/gone.v2_*.idx", "msrl preprocess")
     assert_each_mentions(mistakes("train-sft", file="blend.yaml"), gone)
-    (folder / "data_manifest.json").write_text(json.dumps({"kind": "sft"}), encoding="utf-8")
-    line = mistakes("train-sft", file="blend.yaml")[1]
-    assert_mentions(line, "blend.yaml:7: data.blend.data=1.0", "sft", "pretrain")
+    make_manifest(folder / "data", "sft")
+    assert_each_mentions(
+        mistakes("train-sft", file="blend.yaml"),
+        gone,
+        ("blend.yaml:7: data.blend.data=1.0", "sft", "pretrain"),
+    )
     (folder / "data_manifest.json").unlink()
     both = mistakes(
         "train-sft", "data.handler=pretrain", "data.seq_length=8", "data.blend={data: 2.0}"
@@ -431,19 +438,16 @@ def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):
 
 
 def test_bytes_of_a_device_depend_on_dtype_and_data_parallelism(folder: Path):
-    config = load(["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2"]).config
-    shape = model_shape(config)
-    assert shape is not None
-    count = parameters_per_rank(shape, ParallelLayout(tp=2))
-    assert bytes_per_device(config, shape) == {
+    layout = ["cluster.devices_per_node=4", "train.parallel.tp=2"]
+    plan = plan_run("grpo", *layout)
+    count = parameters_per_rank(plan.shape, ParallelLayout(tp=2))
+    assert bytes_per_device(plan) == {
         "weights": 4 * count,
         "gradients": 4 * count,
         "optimizer": 8 * count // 2,
     }
-    half = load(
-        ["grpo.yaml"], ["cluster.devices_per_node=4", "train.parallel.tp=2", "model.dtype=bfloat16"]
-    ).config
-    assert bytes_per_device(half, shape) == {
+    half = plan_run("grpo", *layout, "model.dtype=bfloat16")
+    assert bytes_per_device(half) == {
         "weights": 2 * count,
         "gradients": 4 * count,
         "optimizer": 12 * count // 2,
@@ -451,30 +455,24 @@ def test_bytes_of_a_device_depend_on_dtype_and_data_parallelism(folder: Path):
 
 
 def test_only_trained_parameters_have_gradients_and_optimizer_state(folder: Path):
-    shape = model_shape(load(["sft.yaml"]).config)
-    assert shape is not None
+    shape = plan_run("sft").shape
     hidden, ffn, layers, count = 64, 96, 4, parameters_per_rank(shape, ParallelLayout(tp=2))
     # LoRA factors of each matrix at TP 2: rank x (half of the sharded size + the other size).
     adapters = layers * 3 * ((hidden // 2 + hidden) + (hidden + ffn // 2))
     lora = ["train.lora.rank=3", "train.lora.targets=[o_proj, linear_fc2]"]
     layout = ["train.parallel.tp=2", "cluster.devices_per_node=2", "model.dtype=float32"]
-    sizes = bytes_per_device(load(["sft.yaml"], [*layout, *lora]).config, shape)
+    sizes = bytes_per_device(plan_run("sft", *layout, *lora))
     assert sizes == {
         "weights": 4 * (count + adapters),
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
     }
-    frozen = bytes_per_device(
-        load(["sft.yaml"], [*layout, "train.freeze=['*.mlp.*']"]).config, shape
-    )
+    frozen = bytes_per_device(plan_run("sft", *layout, "train.freeze=['*.mlp.*']"))
     trained = count - layers * (3 * ffn * hidden // 2)
     assert frozen == {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained}
-    assert "reference weights" in memory_rows(
-        load(["grpo.yaml"], ["algo.kl.loss.coef=0.1"]).config, "train-grpo"
-    )
-    assert "reference weights" not in memory_rows(
-        load(["grpo.yaml"], ["algo.kl.loss.coef=0.1", *lora]).config, "train-grpo"
-    )
+    kl = "algo.kl.loss.coef=0.1"
+    assert "reference weights" in memory_rows(plan_run("grpo", kl))
+    assert "reference weights" not in memory_rows(plan_run("grpo", kl, *lora))
 
 
 def test_a_critic_is_a_fully_trained_policy_without_an_output_layer(
@@ -486,17 +484,13 @@ def test_a_critic_is_a_fully_trained_policy_without_an_output_layer(
         "model.dtype=float32",
         "train.freeze=['*.mlp.*']",
     ]
-    rows = memory_rows(load(["grpo.yaml"], [*layout, "algo.preset=ppo"]).config, "train-grpo")
-    shape = model_shape(load(["grpo.yaml"]).config)
-    assert shape is not None and shape.tie_word_embeddings
+    rows = memory_rows(plan_run("grpo", *layout, "algo.preset=ppo"))
+    shape = plan_run("grpo").shape
+    assert shape.tie_word_embeddings
     count = parameters_per_rank(shape, ParallelLayout(tp=2)) + shape.hidden_size // 2
     sizes = {name: rows[f"critic's {name}"] for name in ("weights", "gradients", "optimizer")}
     assert sizes == {"weights": 4 * count, "gradients": 4 * count, "optimizer": 8 * count // 2}
-    assert not [
-        name
-        for name in memory_rows(load(["grpo.yaml"], layout).config, "train-grpo")
-        if "critic" in name
-    ]
+    assert not [name for name in memory_rows(plan_run("grpo", *layout)) if "critic" in name]
 
 
 def test_nothing_is_derived_without_training_or_devices():
@@ -511,7 +505,7 @@ def test_nothing_is_derived_without_training_or_devices():
 
 @pytest.mark.parametrize(("command", "kind"), [("train-sft", "prompts"), ("train-grpo", "sft")])
 def test_data_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path, command, kind):
-    (tmp_path / "data_manifest.json").write_text(json.dumps({"kind": kind}))
+    make_manifest(tmp_path / "data", kind)
     with pytest.raises(MsrlError, match=rf"data\.train=.*: contains {kind} data"):
         load([], [f"data.train={tmp_path / 'data'}"], [], command)
 

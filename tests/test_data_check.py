@@ -12,6 +12,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.workflows.preprocess import run
 from msrl.workflows.rl.setup import prepare
 from msrl.workflows.training.data_checks import check_data
@@ -94,8 +95,11 @@ def test_a_row_that_no_verifier_can_score_is_refused_before_anything_starts(
     }
     with pytest.raises(MsrlError, match=rf"data.{key}=rows: reward.sources.*{reason}"):
         prepare(
-            Config.model_validate(
-                {**config, "rollout": {"prompts_per_step": 1}, "train": {"steps": 1}}
+            resolve(
+                Config.model_validate(
+                    {**config, "rollout": {"prompts_per_step": 1}, "train": {"steps": 1}}
+                ),
+                "train-grpo",
             )
         )
 
@@ -110,7 +114,7 @@ def swap(file: Path, first: str, second: str) -> None:
 
 def check(prefix: str, *sets: str) -> None:
     config = load(sets=("model.path=model", *sets)).config
-    check_data(SftDataset(prefix).manifest, config, Path("model"), prefix)
+    check_data(SftDataset(prefix).manifest, resolve(config, "train-sft"), prefix)
 
 
 def test_data_of_another_tokenizer_of_the_same_size_is_refused(folder: Path):

@@ -11,6 +11,7 @@ import pytest
 from config_inputs import GRPO, make_data, make_model
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.platforms import NAMES, get
 from msrl.platforms.cpu import CpuPlatform
 from msrl.workflows import doctor
@@ -190,29 +191,28 @@ def test_a_training_that_cannot_fit_is_refused_and_one_that_might_not_fit_causes
 ):
     # Weights, gradients and moments of 141,000 parameters in fp32 are 2.3 MB. A row of 500 tokens
     # has 500 x 1001 logits, 2 MB.
-    config = load(
-        sets=[
-            "model.path=model",
-            "model.dtype=float32",
-            "train.micro_batch=8",
-            "data.seq_length=500",
-        ]
-    ).config
+    sets = [
+        "model.path=model",
+        "model.dtype=float32",
+        "train.micro_batch=8",
+        "data.seq_length=500",
+    ]
+    plan = resolve(load(sets=sets).config, "train-sft")
     with pytest.raises(
         MsrlError,
         match=mentions("memory", "1.0 MB", "train.recompute.granularity: full"),
     ):
-        check_memory(config, "train-sft", Small(), longest=500)
-    needed = fit(config, "train-sft", Sized(10**6), longest=500)
+        check_memory(plan, Small(), longest=500)
+    needed = fit(plan, Sized(10**6), longest=500)
     assert needed is not None and needed.certain < needed.needed / 2
-    check_memory(config, "train-sft", Sized((needed.certain + needed.needed) // 2), longest=500)
+    check_memory(plan, Sized((needed.certain + needed.needed) // 2), longest=500)
     warning = capsys.readouterr().err
     assert_mentions(warning, "warning: memory", "lower train.micro_batch", "train.chunk")
-    check_memory(config, "train-sft", Sized(needed.needed), longest=500)
+    check_memory(plan, Sized(needed.needed), longest=500)
     assert capsys.readouterr().err == ""
     on_cores = Sized(10**6)
     on_cores.shares_main_memory = True
-    check_memory(config, "train-sft", on_cores, longest=500)
+    check_memory(plan, on_cores, longest=500)
     assert_mentions(capsys.readouterr().err, "memory", "1.0 MB")
 
 
@@ -220,10 +220,8 @@ def test_memory_of_a_sleeping_engine_and_of_a_pass_are_not_added(folder: Path):
     config = load(
         ["grpo.yaml"], ["rollout.engine.kv_cache_bytes=100000000", "train.offload.optimizer=true"]
     ).config
-    awake, asleep = (
-        fit(config, "train-grpo", Sized(10**9)),
-        fit(config, "train-grpo", Sleeping(10**9)),
-    )
+    plan = resolve(config, "train-grpo")
+    awake, asleep = fit(plan, Sized(10**9)), fit(plan, Sleeping(10**9))
     assert awake is not None and asleep is not None
     engine, memory = asleep.memory.engine, asleep.memory
     assert engine == 100_000_000 + memory.weights

@@ -57,7 +57,9 @@ def scored(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
 
 
 def test_the_first_verifier_of_a_ground_truth_decides_and_its_full_score_is_right():
-    judge = Judge((Source(model="m"), Source("strict_format", weight=0.5), Source("acc")))
+    judge = Judge(
+        (Source(model="m"), Source(verifier="strict_format", weight=0.5), Source(verifier="acc"))
+    )
     group = scored(
         prompt(),
         *({"reward_model": 9.0, "strict_format": 1.0, "acc": score} for score in (1.0, -0.5, -1.0)),
@@ -66,14 +68,14 @@ def test_the_first_verifier_of_a_ground_truth_decides_and_its_full_score_is_righ
     assert judge.verdicts(group) == [True, False, False]
     assert Judge(judge.sources, right_from=-0.5).verdicts(group) == [True, True, False]
     assert Judge(judge.sources, source="reward_model").verdicts(group) == [True, True, True]
-    assert Judge((Source("step"), Source(url="http://a"))).source_for(prompt()) == "step"
+    assert Judge((Source(verifier="step"), Source(url="http://a"))).source_for(prompt()) == "step"
 
 
 def test_every_row_is_judged_by_a_source_of_its_tag_and_by_a_model_only_if_configured():
     judge = Judge(
         (
-            Source("acc", tags=("math",)),
-            Source("multiple_choice", tags=("choice",)),
+            Source(verifier="acc", tags=("math",)),
+            Source(verifier="multiple_choice", tags=("choice",)),
             Source(model="m", tags=("talk",)),
         )
     )

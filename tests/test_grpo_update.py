@@ -14,6 +14,7 @@ import pytest
 
 from config_inputs import make_working_folder
 from msrl.algorithms.packing import Sequences
+from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
@@ -192,7 +193,7 @@ def test_a_difficulty_that_is_not_a_number_is_reported_before_the_run_starts(
     with pytest.raises(
         MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", keyword)
     ):
-        prepare(load(["grpo.yaml"], sets, command="train-grpo").config)
+        prepare(check(load(["grpo.yaml"], sets), "train-grpo"))
 
 
 def test_a_difficulty_is_the_number_of_its_column():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from msrl.config.sections.rollout import EngineConfig
 from msrl.data.dataset import PromptDataset, SftDataset
 from msrl.platforms import get
 from msrl.rewards.verifiers import math_17k_acc
@@ -232,7 +233,9 @@ def test_the_exported_folder_has_the_same_logprobs_in_transformers_and_vllm(
     rows.append(torch.randint(151936, (64,), generator=draw).numpy())
     engine = VllmEngine(
         EngineSettings(
-            hf_dir, dtype="float32", max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 26
+            hf_dir,
+            dtype="float32",
+            engine=EngineConfig(max_model_len=512, max_num_seqs=8, kv_cache_bytes=1 << 26),
         ),
         get("cpu"),
     )

@@ -337,13 +337,15 @@ def test_a_run_resumes_under_the_conditions_of_megatron(folder: Path):
 
 
 def test_a_mindspeed_checkpoint_without_a_config_uses_that_of_the_model(folder: Path):
-    from msrl.workflows.training.settings import hf_files, weights_path
+    from msrl.plan.run_plan import resolve
 
     config = load([str(PRESENT)]).config
-    assert (weights_path(config), hf_files(config)) == (folder / "ckpt", folder / "ckpt")
+    model = resolve(config, "train-grpo").model
+    assert (model.weights, model.hf_dir) == (folder / "ckpt", folder / "ckpt")
     (folder / "ckpt" / "config.json").unlink()
     (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
-    assert (weights_path(config), hf_files(config)) == (folder / "ckpt", folder / "Qwen2.5-7B")
+    model = resolve(config, "train-grpo").model
+    assert (model.weights, model.hf_dir) == (folder / "ckpt", folder / "Qwen2.5-7B")
     assert load([str(PRESENT)], command="train-grpo")
 
 

@@ -21,6 +21,7 @@ from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.indexed import IndexedWriter
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.plan.run_plan import resolve as plan_run
 from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows import preprocess
@@ -123,7 +124,7 @@ ROLLOUT = {
 
 
 def sft(folder: Path, model: Path, **sections: Any) -> None:
-    train_sft.run(training(folder, model, "sft", **sections))
+    train_sft.run(plan_run(training(folder, model, "sft", **sections), "train-sft"))
 
 
 def grpo(folder: Path, model: Path, **sections: Any) -> None:
@@ -133,7 +134,7 @@ def grpo(folder: Path, model: Path, **sections: Any) -> None:
         "train": {"steps": 2},
         **sections,
     }
-    train_grpo.run(training(folder, model, "prompts", **sections))
+    train_grpo.run(plan_run(training(folder, model, "prompts", **sections), "train-grpo"))
 
 
 def started(folder: Path) -> bool:
@@ -345,7 +346,7 @@ def test_checksums_stay_valid_where_data_is_moved_under_another_name(folder: Pat
     for path in folder.glob("sft_*"):
         path.rename(path.with_name(path.name.replace("sft_", "moved_", 1)))
     config = training(folder, folder / "hf", "moved")
-    assert train_sft.prepare(config, get("cpu")).num_steps == 2
+    assert train_sft.prepare(plan_run(config, "train-sft"), get("cpu")).num_steps == 2
 
 
 def write(folder: Path, name: str, sequences: list[list[int]]) -> None:

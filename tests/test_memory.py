@@ -16,6 +16,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.memory.estimate import Memory, training_memory
 from msrl.models.families import all_rules, load_shape
+from msrl.plan.run_plan import resolve
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
@@ -138,11 +139,8 @@ def estimate(case: Case, *sets: str) -> Memory:
         f"train.max_tokens_per_micro_batch={sum(case.lengths)}",
         *sets,
     ]
-    config = load(sets=settings).config
     return training_memory(
-        config,
-        load_shape(case.model),
-        "train-sft",
+        resolve(load(sets=settings).config, "train-sft"),
         longest=max(case.lengths),
         temporary_elements=1 << 18,
         attention_bytes=4,

@@ -13,11 +13,11 @@ import pytest
 
 from msrl import registry
 from msrl.errors import MsrlError
-from msrl.platforms import NAMES, get, resolve
+from msrl.platforms import NAMES, auto_names, get, resolve
 from support import assert_mentions, mentions
 from test_cli import msrl
 
-PLATFORMS = [name for name in registry.names("msrl.platforms") if name != "base"]
+PLATFORMS = registry.names(registry.PLATFORMS)
 
 
 def _python(code: str, *, path: Path | None = None, **env: str) -> str:
@@ -35,7 +35,8 @@ def _python(code: str, *, path: Path | None = None, **env: str) -> str:
 
 
 def test_every_platform_file_can_be_chosen_by_name():
-    assert sorted(NAMES) == PLATFORMS
+    assert NAMES == PLATFORMS and set(auto_names()) <= set(NAMES)
+    assert auto_names() == ("npu", "cuda", "cpu")
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
@@ -66,7 +67,7 @@ def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
 
 
 def test_auto_selects_the_first_supported_platform():
-    expected = next(name for name in NAMES if get(name).missing() is None)
+    expected = next(name for name in auto_names() if get(name).missing() is None)
     assert resolve("auto").name == expected
 
 
@@ -75,7 +76,7 @@ def test_without_a_supported_platform_the_message_lists_what_each_lacks(monkeypa
         monkeypatch.setattr(
             type(get(name)), "missing", lambda self: f"no {self.name}; run: something"
         )
-    expected = "; ".join(f"{name}: no {name}; run: something" for name in NAMES)
+    expected = "; ".join(f"{name}: no {name}; run: something" for name in auto_names())
     with pytest.raises(MsrlError, match=mentions("cluster.platform=auto: ", expected)):
         resolve("auto")
     assert msrl("doctor", "--no-imports") == 2

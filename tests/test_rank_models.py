@@ -17,6 +17,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.memory.states import reward_model_bytes
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.plan.run_plan import resolve
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Item
@@ -91,7 +92,7 @@ def test_texts_are_tokenized_with_the_reward_models_tokenizer_and_scores_keep_th
         requests.append(([row.tolist() for row in ids], batch))
         return [float(len(row)) for row in ids]
 
-    model = RankModel(str(folder / "mcore"), batch=3)
+    model = RankModel(str(folder / "mcore"), 24, batch=3)
     model.connect(score)
     outcomes = model.score(
         [Item("Q: ", "abc"), Item("", "x" * 25), Item("", ""), Item("", "<|im_start|>é")]
@@ -123,11 +124,7 @@ def test_a_reward_model_must_support_the_policys_layout_and_its_weights_count(
     num_parameters = sum(
         tensor.numel() for name, tensor in tensors.items() if not name.endswith("rm_head.bias")
     )  # one number, which is no weight
-    assert (
-        reward_model_bytes(load(["grpo.yaml"], ["model.dtype=float32"]).config, 0)
-        == 4 * num_parameters
-    )
-    assert (
-        reward_model_bytes(load(["grpo.yaml"], ["model.dtype=bfloat16"]).config, 0)
-        == 2 * num_parameters
-    )
+    for dtype, num_bytes in (("float32", 4), ("bfloat16", 2)):
+        config = load(["grpo.yaml"], [f"model.dtype={dtype}"]).config
+        plan = resolve(config, "train-grpo")
+        assert reward_model_bytes(plan, 0) == num_bytes * num_parameters

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from config_inputs import make_working_folder
+from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import OptimizerConfig
 from msrl.errors import MsrlError
@@ -36,8 +37,8 @@ def settings(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *sets: str, **arguments: Any
 ) -> RankSettings:
     monkeypatch.chdir(folder)
-    config = load(["grpo.yaml"], [*sets], command="train-grpo").config
-    return rank_settings(config, "cpu", **{"resume": None, **arguments})
+    plan = check(load(["grpo.yaml"], [*sets]), "train-grpo")
+    return rank_settings(plan, "cpu", **{"resume": None, **arguments})
 
 
 def test_a_critic_and_reward_models_have_settings_of_their_role(

@@ -14,6 +14,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import write_text
+from msrl.plan.run_plan import resolve
 from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
@@ -35,7 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
-    return resume_checks.remembered(load(["sft.yaml"], sets).config, RATES, command=command)
+    plan = resolve(load(["sft.yaml"], sets).config, command)
+    return resume_checks.remembered(plan, RATES)
 
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:

@@ -165,13 +165,13 @@ def test_a_classifier_with_other_than_one_score_is_refused(
 
 def test_a_reward_model_can_neither_be_trained_nor_generate_text(tmp_path: Path) -> None:
     from msrl.config.schema import Config, ModelConfig
-    from msrl.plan.derived import model_shape
+    from msrl.plan.run_plan import resolve
 
     save(tmp_path / "hf", "llama")
     with pytest.raises(
         (MsrlError, ManyErrors), match=mentions("LlamaForSequenceClassification", "scores")
     ):
-        model_shape(Config(model=ModelConfig(path=str(tmp_path / "hf"))))
+        _ = resolve(Config(model=ModelConfig(path=str(tmp_path / "hf"))), "train-sft").shape
 
 
 @pytest.mark.slow

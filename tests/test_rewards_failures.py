@@ -115,7 +115,7 @@ def test_a_function_that_fails_on_every_call_ends_the_step_with_its_cause(own, n
 
 def test_a_verifier_that_fails_on_every_call_ends_the_step():
     boxed = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
-    with Scorer([Source("acc", timeout_s=0.3)], 1) as scorer:
+    with Scorer([Source(verifier="acc", timeout_s=0.3)], 1) as scorer:
         message = refusal(scorer.score([group(boxed, answer="x^{7}+\\sqrt{y}")]))
     assert_mentions(message, "reward.sources[0].verifier=acc: ", "step 3", "(1 timeout)")
 
@@ -131,7 +131,7 @@ def test_a_source_that_fails_on_some_calls_is_counted_and_does_not_end_the_step(
 def test_every_source_is_judged_by_its_own_calls(own):
     sources = [
         Source(function=f"{own}:fine"),
-        Source("acc", tags=("math",)),
+        Source(verifier="acc", tags=("math",)),
         Source(
             function=f"{own}:raises",
             name="grade",

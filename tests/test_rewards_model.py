@@ -58,7 +58,7 @@ def expected(folder, texts):
 
 
 def test_a_model_scores_in_batches_as_one_by_one(folder):
-    sources = [Source(model=str(folder), weight=2.0, options={"batch": 2}), Source("step")]
+    sources = [Source(model=str(folder), weight=2.0, options={"batch": 2}), Source(verifier="step")]
     with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
         scores = scorer.score([group(*TEXTS), group("x<|im_end|><|endoftext|>")])
         again = scorer.score([group(*TEXTS)])
@@ -82,7 +82,9 @@ def test_a_model_reads_questions_by_its_own_template(folder):
 
 
 def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder):
-    with Scorer([Source(model=str(folder), on_failure="undecided"), Source("step")], 1) as scorer:
+    with Scorer(
+        [Source(model=str(folder), on_failure="undecided"), Source(verifier="step")], 1
+    ) as scorer:
         scores = scorer.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
     assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")

@@ -192,7 +192,7 @@ def running(pid):
     ],
 )
 def test_hostile_answers_are_wrong_within_the_limit(boxed):
-    with Scorer([Source("acc", timeout_s=2.0)], 1) as scorer:
+    with Scorer([Source(verifier="acc", timeout_s=2.0)], 1) as scorer:
         start = time.monotonic()
         scores = scorer.score([group("132", f"\\boxed{{{boxed}}}", "\\boxed{132}")])
     assert time.monotonic() - start < 30
@@ -213,7 +213,7 @@ def group(answer, *texts, index=0):
 
 def test_thousands_of_easy_calls_a_second():
     response = "<think> " + "7+5=12; " * 150 + "</think><answer> \\boxed{132} </answer>"
-    with Scorer([Source("base_acc"), Source("format", weight=0.1)], 2) as scorer:
+    with Scorer([Source(verifier="base_acc"), Source(verifier="format", weight=0.1)], 2) as scorer:
         scorer.score([group("132", response)])
         start = time.monotonic()
         scores = scorer.score([group("132", *[response] * 8) for _ in range(512)])
@@ -226,9 +226,9 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
     good, right, wrong = r"<think>a</think><answer>\boxed{4}</answer>", r"\boxed{4}", r"\boxed{5}"
     with Scorer(
         [
-            Source("acc", weight=0.5),
-            Source("format", weight=0.1),
-            Source("strict_format", weight=2.0),
+            Source(verifier="acc", weight=0.5),
+            Source(verifier="format", weight=0.1),
+            Source(verifier="strict_format", weight=2.0),
         ],
         2,
     ) as scorer:
@@ -244,7 +244,7 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
 
 def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
-    with Scorer([Source("acc", timeout_s=0.3)], 1) as scorer:
+    with Scorer([Source(verifier="acc", timeout_s=0.3)], 1) as scorer:
         scores = scorer.score(
             [group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)]
         )
@@ -256,13 +256,18 @@ def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
 @pytest.mark.parametrize(
     ("sources", "fragments"),
     [
-        ([Source("acc"), Source("base_ac")], ("reward.sources[1].verifier=base_ac", "'base_acc'")),
         (
-            [Source("acc", options={"tolerence": 1})],
+            [Source(verifier="acc"), Source(verifier="base_ac")],
+            ("reward.sources[1].verifier=base_ac", "'base_acc'"),
+        ),
+        (
+            [Source(verifier="acc", options={"tolerence": 1})],
             ("reward.sources[0].options.tolerence", "'tolerance'"),
         ),
-        ([Source("acc", timeout_s=0)], ("reward.sources[0].timeout_s=0",)),
-        ([Source("acc"), Source("acc")], ("reward.sources[1]", "acc", "duplicate")),
+        (
+            [Source(verifier="acc"), Source(verifier="acc")],
+            ("reward.sources[1]", "acc", "duplicate"),
+        ),
         ([], ("reward.sources", "missing")),
     ],
 )
@@ -274,10 +279,10 @@ def test_wrong_sources_are_refused_before_any_process_starts(sources, fragments)
 
 
 def test_a_row_without_a_ground_truth_is_refused_if_a_verifier_needs_one():
-    with Scorer([Source("format")], 1) as scorer:
+    with Scorer([Source(verifier="format")], 1) as scorer:
         assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
     with (
-        Scorer([Source("acc")], 1) as scorer,
+        Scorer([Source(verifier="acc")], 1) as scorer,
         pytest.raises(MsrlError, match=mentions("row 7", "acc", "ground truth")),
     ):
         scorer.score([group("4", "x"), group(" ", "x", index=7)])
@@ -291,7 +296,7 @@ def test_a_scorer_works_inside_a_ray_actor():
 
     class Driver:
         def totals(self):
-            with Scorer([Source("acc", timeout_s=5.0)], 1) as scorer:
+            with Scorer([Source(verifier="acc", timeout_s=5.0)], 1) as scorer:
                 scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
             return [r.total for r in scores.groups[0].rewards]
 

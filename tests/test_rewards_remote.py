@@ -242,7 +242,7 @@ def lengths(number, payload):
 def test_a_server_scores_in_batches_beside_the_verifiers():
     with served(lengths) as (url, payloads):
         sources = [
-            Source("exact_match"),
+            Source(verifier="exact_match"),
             Source(
                 url=url, weight=0.5, options={"batch": 2, "headers": {"Authorization": "Bearer x"}}
             ),
@@ -313,13 +313,15 @@ def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
         url,
         payloads,
     ):
-        with Scorer([Source(url=url, **source), Source("exact_match")], 1) as scorer:
+        with Scorer([Source(url=url, **source), Source(verifier="exact_match")], 1) as scorer:
             scores = scorer.score([group("a", "b", "ccc")])
         assert len(payloads) == 4
     assert totals(scores) == [[1.0, 2.0, 3.0]]
     assert scores.failures == {"remote/error": 1}
     assert_mentions(scores.notes[0], "remote/error: 1 ", "undecided", "prompt 0", "http://")
-    with Scorer([Source(url="http://127.0.0.1:9/", **source), Source("exact_match")], 1) as scorer:
+    with Scorer(
+        [Source(url="http://127.0.0.1:9/", **source), Source(verifier="exact_match")], 1
+    ) as scorer:
         scores = scorer.score([group("4", "b")])
     assert (totals(scores), scores.failures) == ([[1.0, 0.0]], {"remote/error": 2})
 

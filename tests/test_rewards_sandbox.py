@@ -382,7 +382,7 @@ def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
 
     hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
     options = {"case_s": 1.0, "total_s": 2.0, "memory_mb": 96, "processes": 8}
-    with Scorer([Source("code", options=options, timeout_s=20.0)], 2) as scorer:
+    with Scorer([Source(verifier="code", options=options, timeout_s=20.0)], 2) as scorer:
         scores = scorer.score(
             [group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)]
         )
@@ -398,7 +398,7 @@ def test_without_namespaces_code_is_refused_by_name(monkeypatch):
             "reward.sources[0].verifier=code: ", "no namespaces: unshare: refused", "options.url"
         ),
     ):
-        Scorer([Source("code")], 1)
+        Scorer([Source(verifier="code")], 1)
     assert code.refusal(url="https://sandbox:8080") is None
     assert_mentions(code.refusal(url="sandbox"), "http")
     assert "positive" in str(code.refusal(case_s=0.0))
@@ -529,7 +529,7 @@ def test_a_ground_truth_without_tests_is_refused_and_scores_zero(answer):
     assert "tests nothing" in str(code.answer_refusal(answer))
     with pytest.raises(ValueError, match=r"test|empty|inputs|Python|fn_name"):
         code.score(fenced("pass"), answer)
-    rows = RowSources([Source("code")])
+    rows = RowSources([Source(verifier="code")])
     rows.check([group(answer=STDIN).prompt])
     with pytest.raises(
         MsrlError, match=r"reward.sources\[0\].verifier=code: .*row 7 .*tests nothing"

@@ -102,10 +102,10 @@ def test_a_file_that_fails_when_it_runs_is_a_user_error(tmp_path):
 
 def test_a_row_is_scored_by_the_sources_of_its_tag():
     sources = [
-        Source("acc", tags=("math",)),
-        Source("exact_match", tags=("words", "names"), weight=2.0),
-        Source("step", weight=0.5),
-        Source("acc", name="strict", tags=("math",), options={"percent": False}),
+        Source(verifier="acc", tags=("math",)),
+        Source(verifier="exact_match", tags=("words", "names"), weight=2.0),
+        Source(verifier="step", weight=0.5),
+        Source(verifier="acc", name="strict", tags=("math",), options={"percent": False}),
     ]
     with Scorer(sources, 1) as scorer:
         scores = scorer.score(
@@ -124,7 +124,7 @@ def test_a_row_is_scored_by_the_sources_of_its_tag():
 
 
 def test_a_row_without_a_source_is_refused():
-    with Scorer([Source("acc", tags=("math",))], 1) as scorer:
+    with Scorer([Source(verifier="acc", tags=("math",))], 1) as scorer:
         with pytest.raises(MsrlError, match=mentions("row 3", "code", "math", "extra.tag")):
             scorer.score([group("a", index=3, tag="code")])
         with pytest.raises(MsrlError, match=mentions("row 3", "None")):
@@ -133,7 +133,7 @@ def test_a_row_without_a_source_is_refused():
 
 def test_rows_that_cannot_be_scored_are_found_before_any_is():
     sources = [
-        Source("acc", tags=("math",)),
+        Source(verifier="acc", tags=("math",)),
         Source(url="http://a", tags=("chat",), options={"prompt_column": "question"}),
     ]
     fine = [group(tag="math").prompt, group(answer="", tag="chat", question="why?").prompt]
@@ -176,11 +176,11 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
     messages = list(
         mistakes(
             [
-                Source("acc", options={"tolerance": "x", "tolerence": 1}),
+                Source(verifier="acc", options={"tolerance": "x", "tolerence": 1}),
                 Source(),
-                Source("acc", function="a.py:f"),
-                Source("exact_match", options={"part": "end"}),
-                Source("regex_match"),
+                Source(verifier="acc", function="a.py:f"),
+                Source(verifier="exact_match", options={"part": "end"}),
+                Source(verifier="regex_match"),
             ]
         )
     )
@@ -196,11 +196,11 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
     assert_mentions(messages[2][2], "verifier, function, url, model", 0)
     assert "'response', 'last_line', 'boxed' or 'answer'" in messages[4][2]
     assert_each_mentions(
-        [message for *_, message in mistakes([Source("acc", weight=0.0)])], ("weights", 0)
+        [message for *_, message in mistakes([Source(verifier="acc", weight=0.0)])], ("weights", 0)
     )
 
 
 def test_an_undecided_reward_among_equal_scores_is_bitwise_equal_to_them():
     """0.1 + 0.1 + 0.1 is not 0.3, and a difference in the last bit would create an advantage."""
     results = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
-    assert Scorer._fill_scores(Source("acc", on_failure="undecided"), results) == [0.1] * 4
+    assert Scorer._fill_scores(Source(verifier="acc", on_failure="undecided"), results) == [0.1] * 4

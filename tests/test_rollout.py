@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.kv_cache import kv_bytes_per_token
@@ -165,7 +166,7 @@ def test_the_kv_cache_of_qwen_takes_12_kib_a_token():
 
 def test_the_kv_cache_holds_all_sequences_or_fills_its_share_of_memory():
     shape = load_shape(qwen())
-    settings = EngineSettings(Path("m"), max_num_seqs=4, memory_fraction=0.5)
+    settings = EngineSettings(Path("m"), engine=EngineConfig(max_num_seqs=4, memory_fraction=0.5))
     token = 24 * 2 * 2 * 64 * 2
     assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1 << 40) == (4 * 256 + 128) * token
     assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1000 * token) == 500 * token
@@ -184,9 +185,9 @@ def write_config(folder: Path, **changes: object) -> Path:
     [
         ({"hidden_size": 224, "head_dim": 16}, {}, ("head_dim=16", "attention", "vLLM", "32, 64")),
         ({"architectures": ["MambaForCausalLM"]}, {}, ("MambaForCausalLM",)),
-        ({}, {"max_model_len": 40000}, ("32768 positions",)),
+        ({}, {"engine": EngineConfig(max_model_len=40000)}, ("32768 positions",)),
         ({}, {"dtype": "int8"}, ("dtype=int8",)),
-        ({}, {"tp": 3}, ("tp=3", "14 attention heads")),
+        ({}, {"engine": EngineConfig(tp=3)}, ("tp=3", "14 attention heads")),
     ],
 )
 def test_a_model_that_the_engine_cannot_serve_is_refused_before_it_starts(

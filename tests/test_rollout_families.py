@@ -16,6 +16,7 @@ import reference_models
 import tiny_qwen2
 from families import FAMILIES
 from mixture_families import QWEN3_MOE
+from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
@@ -50,7 +51,10 @@ def _save(folder: Path, name: str) -> tuple[Path, dict]:
 def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     folder, _ = _save(tmp_path, name)
     with pytest.raises(MsrlError, match=mentions("vLLM", reason)):
-        VllmEngine(EngineSettings(folder, dtype="float32", max_model_len=64), get("cpu"))
+        VllmEngine(
+            EngineSettings(folder, dtype="float32", engine=EngineConfig(max_model_len=64)),
+            get("cpu"),
+        )
 
 
 @pytest.mark.full
@@ -64,7 +68,10 @@ def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str)
     else:
         logits = getattr(reference_models, reference)(config, families.weights(config), ids)
     engine = VllmEngine(
-        EngineSettings(folder, dtype="float32", max_model_len=64, max_num_seqs=4), get("cpu")
+        EngineSettings(
+            folder, dtype="float32", engine=EngineConfig(max_model_len=64, max_num_seqs=4)
+        ),
+        get("cpu"),
     )
     scores = engine.score(ids)
     engine.close()
@@ -98,7 +105,10 @@ def test_the_engine_uses_the_experts_that_are_loaded_into_it(tmp_path: Path) -> 
     exact = logits.gather(-1, labels[:, None])[:, 0].split([len(row) for row in ids])
     engine = VllmEngine(
         EngineSettings(
-            tmp_path, dtype="float32", max_model_len=64, max_num_seqs=4, random_weights=True
+            tmp_path,
+            dtype="float32",
+            random_weights=True,
+            engine=EngineConfig(max_model_len=64, max_num_seqs=4),
         ),
         get("cpu"),
     )

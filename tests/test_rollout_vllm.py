@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
@@ -27,7 +28,9 @@ def running(request, tmp_path_factory):
     model = save_model(folder, tied=request.param)
     engine = VllmEngine(
         EngineSettings(
-            folder, dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=600
+            folder,
+            dtype="float32",
+            engine=EngineConfig(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=600),
         ),
         get("cpu"),
     )
@@ -266,7 +269,9 @@ def test_an_engine_on_two_devices_loads_new_weights_from_files(tmp_path):
     save_model(tmp_path, tied=True)
     other = make_model(tied=True, seed=1)
     engine = VllmEngine(
-        EngineSettings(tmp_path, dtype="float32", max_model_len=256, max_num_seqs=16, tp=2),
+        EngineSettings(
+            tmp_path, dtype="float32", engine=EngineConfig(max_model_len=256, max_num_seqs=16, tp=2)
+        ),
         get("cpu"),
     )
     try:

@@ -18,6 +18,7 @@ from msrl.data.indexed import IndexedWriter
 from msrl.data.manifest import dataset_name
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.sft.text_rows import TextRows
 from support import mentions
@@ -162,7 +163,7 @@ def test_training_on_two_blended_texts_learns_and_resumes_and_repeats_bit_for_bi
         "eval": {"every_steps": 8},
         "checkpoint": {"every_steps": 4, "async": True},
     }
-    train_sft.run(Config.model_validate(settings, strict=False))
+    train_sft.run(resolve(Config.model_validate(settings, strict=False), "train-sft"))
     whole = metrics(tmp_path / "whole")
     assert (
         whole[-1]["train/loss"] < whole[0]["train/loss"] - 2
@@ -177,10 +178,10 @@ def test_training_on_two_blended_texts_learns_and_resumes_and_repeats_bit_for_bi
         "run": {"name": "again", "dir": str(tmp_path)},
         "checkpoint": {"save": str(saves), "resume": "auto"},
     }
-    train_sft.run(Config.model_validate(resumed, strict=False))
+    train_sft.run(resolve(Config.model_validate(resumed, strict=False), "train-sft"))
     assert metrics(tmp_path / "again") == whole[4:]
     repeat = {**settings, "run": {"name": "repeat", "dir": str(tmp_path), "deterministic": True}}
-    train_sft.run(Config.model_validate(repeat, strict=False))
+    train_sft.run(resolve(Config.model_validate(repeat, strict=False), "train-sft"))
     assert metrics(tmp_path / "repeat") == whole
     ends = (
         SavedTraining(folder, 8).state()["files"]
@@ -194,8 +195,5 @@ def test_training_on_two_blended_texts_learns_and_resumes_and_repeats_bit_for_bi
             **resumed,
             "data": {**settings["data"], "blend": dict(zip(prefixes, (2.0, 3.0), strict=True))},
         }
-        train_sft.run(
-            Config.model_validate(
-                {**changed, "train": {**settings["train"], "steps": 12}}, strict=False
-            )
-        )
+        longer = {**changed, "train": {**settings["train"], "steps": 12}}
+        train_sft.run(resolve(Config.model_validate(longer, strict=False), "train-sft"))

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from golden import wandb_records
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
 from msrl.tracking.console import COLUMNS, StepConsole
@@ -197,24 +198,6 @@ def test_tensorboard_reads_the_events_and_hides_repeated_steps_of_a_resumed_run(
         (3, 6.0),
     ]
     assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
-
-
-def wandb_records(file: Path) -> list[bytes]:
-    """Return the records of a .wandb file.
-
-    The format is LevelDB's log format (doc/log_format.md) after a header of seven bytes.
-    """
-    data, at, records, record = file.read_bytes(), 7, list[bytes](), b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no header fits into the end of a block
-            at += 32768 - at % 32768
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a complete record, or its last fragment
-            records.append(record)
-            record = b""
-    return records
 
 
 @pytest.mark.slow

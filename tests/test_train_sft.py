@@ -26,6 +26,7 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.plan.run_plan import resolve
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 from training_runs import (
@@ -58,7 +59,7 @@ def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
     from msrl.workflows.sft import run as train_sft
 
     config = Config.model_validate(settings, strict=False)
-    train_sft.run(config)
+    train_sft.run(resolve(config, "train-sft"))
     return metrics(Path(config.run.dir) / config.run.name)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from msrl.config.schema import Config
+from msrl.plan.run_plan import resolve
 from msrl.rewards.failures import RewardSourceError
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.types import StepReport
@@ -93,9 +94,9 @@ def train(
         **sections,
         "checkpoint": {**checkpoint, **sections.get("checkpoint", {})},
     }
-    config, steps = Config.model_validate(settings), list[int]()
+    plan, steps = resolve(Config.model_validate(settings), "train-grpo"), list[int]()
     with open_session(
-        config, start_step=0, num_steps=num_steps, resume=None, curves=("train/loss",)
+        plan, start_step=0, num_steps=num_steps, resume=None, curves=("train/loss",)
     ) as session:
         run_steps(session, ranks, losses, steps, act, between)
         session.finish()

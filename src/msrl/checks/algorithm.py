@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msrl import registry
 from msrl.checks import plugins
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
 from msrl.plan.derived import updates_per_step
+from msrl.registry import ADVANTAGES, LOSSES
+from msrl.registry.declarations import declaration
 
-ADVANTAGES, LOSSES = "msrl.algorithms.advantages", "msrl.algorithms.losses"
 SEQUENCE_CLIP_LIMIT = 0.05
 
 
 def check_algorithm(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of `algo` that is invalid or has no effect."""
     algo = resolved.config.algo
-    unknown = [
-        *plugins.check_plugin_name(
-            resolved, "algo.advantage.estimator", ADVANTAGES, algo.advantage.estimator
-        ),
-        *plugins.check_plugin_name(resolved, "algo.policy_loss", LOSSES, algo.policy_loss),
-    ]
-    yield from unknown
-    if not unknown:
-        both = (
-            (ADVANTAGES, algo.advantage.estimator, "advantages"),
-            (LOSSES, algo.policy_loss, "policy_loss"),
-        )
-        yield from plugins.check_options(resolved, "algo.options", *both)
-        yield from _estimator(resolved)
-        yield from _loss(resolved)
-        yield from _one_advantage(resolved)
+    both = (
+        (ADVANTAGES, algo.advantage.estimator, "advantages"),
+        (LOSSES, algo.policy_loss, "policy_loss"),
+    )
+    yield from plugins.check_options(resolved, "algo.options", *both)
+    yield from _estimator(resolved)
+    yield from _loss(resolved)
+    yield from _one_advantage(resolved)
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
@@ -57,7 +49,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
 
 def _estimator(resolved: Resolved) -> Iterator[str]:
     name = resolved.config.algo.advantage.estimator
-    plugin = registry.declaration(ADVANTAGES, name, key="algo.advantage.estimator")
+    plugin = declaration(ADVANTAGES, name, key="algo.advantage.estimator")
     if plugin.constant("COMPARES_GROUPS") and resolved.config.rollout.samples_per_prompt < 2:
         yield resolved.mistake(
             "rollout.samples_per_prompt",
@@ -97,7 +89,7 @@ def _loss(resolved: Resolved) -> Iterator[str]:
         )
     if not clip_keys and algo.ratio == "token":
         return
-    plugin = registry.declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    plugin = declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
     if algo.ratio == "sequence" and plugin.constant("OWN_RATIO"):
         yield resolved.mistake(
             "algo.ratio",
@@ -114,7 +106,7 @@ def _loss(resolved: Resolved) -> Iterator[str]:
 def _one_advantage(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each key that varies advantages within a sequence, if that is invalid."""
     algo, varying = resolved.config.algo, dict(_varying_by_token(resolved))
-    loss = registry.declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    loss = declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
     if loss.constant("ONE_ADVANTAGE"):
         limit = (
             f"algo.policy_loss={algo.policy_loss} is defined only for one advantage and one weight "
@@ -127,9 +119,7 @@ def _one_advantage(resolved: Resolved) -> Iterator[str]:
 def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (key, (effect, remedy)) for keys that vary advantages or weights within a sequence."""
     algo = resolved.config.algo
-    estimator = registry.declaration(
-        ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator"
-    )
+    estimator = declaration(ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator")
     if estimator.constant("NEEDS_VALUES"):
         remedy = "Use an estimator without a critic, such as group_norm"
         yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
@@ -162,7 +152,7 @@ def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _has_clip(policy_loss: str) -> bool:
-    return registry.declaration(LOSSES, policy_loss, key="algo.policy_loss").has_parameter(
+    return declaration(LOSSES, policy_loss, key="algo.policy_loss").has_parameter(
         "policy_loss", "clip_low"
     )
 

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from msrl import registry
 from msrl.checks.inputs import (
     check_folder,
     check_model_path,
@@ -121,7 +122,7 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
     yield from check_folder(resolved, "preprocess.tokenizer")
     yield from check_template(resolved, "preprocess.template")
     if preprocess.handler is not None:
-        package = "msrl.data.handlers"
+        package = registry.HANDLERS
         aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
         yield from check_plugin_name(
             resolved, "preprocess.handler", package, preprocess.handler, aliases

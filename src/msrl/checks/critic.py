@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from msrl.checks.inputs import check_model_path
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
-from msrl.errors import MsrlError
 from msrl.models.paths import is_hf, is_mcore
 from msrl.plan import derived
+from msrl.plan.run_plan import RunPlan
 
 _KEYS = ("algo.value.clip", "algo.value.warmup_steps", "cluster.roles.critic")
 
 
-def check_critic(resolved: Resolved) -> Iterator[str]:
+def check_critic(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each invalid setting of the critic and for each one without effect."""
     config = resolved.config
     if not derived.needs_critic(config):
@@ -42,7 +42,7 @@ def check_critic(resolved: Resolved) -> Iterator[str]:
             f"{optimizer.min_lr:g}. Set both lr and min_lr.",
         )
     yield from check_model_path(resolved, "cluster.roles.critic.load")
-    yield from _fits(resolved)
+    yield from _fits(resolved, plan)
 
 
 def _set_keys(resolved: Resolved, key: str) -> list[str]:
@@ -55,17 +55,17 @@ def _set_keys(resolved: Resolved, key: str) -> list[str]:
     return [name for name in names if resolved.value(name) not in (None, 0)]
 
 
-def _fits(resolved: Resolved) -> Iterator[str]:
+def _fits(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check that a critic with other weights fits vocabulary, lengths and layout of the policy."""
     config, load = resolved.config, resolved.config.cluster.roles.critic.load
     if load is None or not (is_hf(load) or is_mcore(load)):
         return
-    try:
-        shape, policy = derived.critic_shape(config), derived.model_shape(config)
-    except MsrlError as error:
-        yield str(error)
+    critic, policy = plan.critic, plan.shape_or_none
+    if critic is None or policy is None:
         return
-    if shape is None or policy is None:
+    shape = critic.shape
+    if shape is None:
+        yield critic.error
         return
     if shape.vocab_size < policy.vocab_size:
         yield resolved.mistake(
@@ -80,7 +80,5 @@ def _fits(resolved: Resolved) -> Iterator[str]:
             f"have up to {longest}"
         )
         yield resolved.mistake("cluster.roles.critic.load", message)
-    for line in check_layout(
-        resolved, shape, "train.parallel", derived.layout_from(config.train.parallel)
-    ):
+    for line in check_layout(resolved, shape, "train.parallel", plan.layout):
         yield f"{line} (critic {load}, which has the parallel layout of the policy)"

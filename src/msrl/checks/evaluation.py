@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
-from msrl.errors import MsrlError
-from msrl.plan import derived
+from msrl.plan.run_plan import RunPlan
 from msrl.rewards import sources
 
 _GRPO_ONLY = (
@@ -57,7 +56,7 @@ def check_grpo_only_keys(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def check_grpo_evaluation(resolved: Resolved) -> Iterator[str]:
+def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the evaluation settings of train-grpo: prompts, sampling, lengths and source."""
     section = resolved.config.eval
     for key in ("every_steps", "at_start"):
@@ -74,7 +73,7 @@ def check_grpo_evaluation(resolved: Resolved) -> Iterator[str]:
                 )
         return
     yield from _sampling(resolved)
-    yield from _lengths(resolved)
+    yield from _lengths(resolved, plan)
     yield from _source(resolved)
 
 
@@ -96,7 +95,7 @@ def _sampling(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def _lengths(resolved: Resolved) -> Iterator[str]:
+def _lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     config = resolved.config
     if config.eval.max_response_tokens is None:
         return
@@ -108,10 +107,7 @@ def _lengths(resolved: Resolved) -> Iterator[str]:
     engine = config.rollout.engine.max_model_len
     if engine is not None and engine < prompt + response:
         yield resolved.mistake("rollout.engine.max_model_len", f"must be at least {both}")
-    try:
-        shape = derived.model_shape(config)
-    except MsrlError:
-        return  # check_model reports it
+    shape = plan.shape_or_none
     if shape is not None and prompt + response > shape.max_position_embeddings:
         yield resolved.mistake(
             "eval.max_response_tokens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from msrl.config.messages import description
 from msrl.config.templates import find_template
 from msrl.errors import MsrlError, hub_hint
 from msrl.models.paths import TRACKER, is_hf, is_mcore
+from msrl.plan.run_plan import RunPlan
 
 
 def check_required(resolved: Resolved, *keys: str, choices: str = "") -> Iterator[str]:
@@ -83,25 +83,19 @@ def check_data(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def _check_kind(resolved: Resolved, expected: str, remedy: str) -> Iterator[str]:
+def _check_kind(resolved: Resolved, plan: RunPlan, expected: str, remedy: str) -> Iterator[str]:
     """Check the kind of all data that has a manifest; data of other systems has none."""
     for prefix, mistake in _data_prefixes(resolved):
-        manifest = Path(f"{prefix}_manifest.json")
-        if not manifest.is_file():
-            continue
-        try:
-            kind = json.loads(manifest.read_text(encoding="utf-8")).get("kind", expected)
-        except (ValueError, AttributeError):
-            continue  # reported when the data is opened
-        if kind != expected:
+        manifest = plan.datasets[prefix].manifest  # an error is reported when the data is opened
+        if manifest is not None and manifest.kind != expected:
             yield mistake(
-                f"contains {kind} data instead of {expected} data. Preprocess it {remedy}."
+                f"contains {manifest.kind} data instead of {expected} data. Preprocess it {remedy}."
             )
 
 
-def _check_text(resolved: Resolved) -> Iterator[str]:
+def _check_text(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the settings of continued pretraining."""
-    yield from _check_kind(resolved, "pretrain", "with handler pretrain")
+    yield from _check_kind(resolved, plan, "pretrain", "with handler pretrain")
     data = resolved.config.data
     if data.blend and data.train is not None:
         yield resolved.mistake(
@@ -130,11 +124,12 @@ def _check_text(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def check_examples(resolved: Resolved) -> Iterator[str]:
+def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if resolved.config.data.handler == "pretrain":
-        yield from _check_text(resolved)
+        yield from _check_text(resolved, plan)
         return
-    yield from _check_kind(resolved, "sft", "with a handler of demonstrations, or --kind sft")
+    remedy = "with a handler of demonstrations, or --kind sft"
+    yield from _check_kind(resolved, plan, "sft", remedy)
     if resolved.config.data.blend:
         yield resolved.mistake(
             "data.blend",
@@ -142,13 +137,12 @@ def check_examples(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def check_prompts(resolved: Resolved) -> Iterator[str]:
+def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     for key, is_set in (
         ("data.handler", resolved.config.data.handler is not None),
         ("data.blend", bool(resolved.config.data.blend)),
     ):
         if is_set:
             yield resolved.mistake(key, "is a key of train-sft only. Remove it.")
-    yield from _check_kind(
-        resolved, "prompts", "with a handler of prompts such as r1, or --kind prompts"
-    )
+    remedy = "with a handler of prompts such as r1, or --kind prompts"
+    yield from _check_kind(resolved, plan, "prompts", remedy)

@@ -8,6 +8,7 @@ from msrl import registry
 from msrl.config.loader import Resolved
 from msrl.config.unsupported import not_yet
 from msrl.errors import nearest
+from msrl.registry.declarations import declaration
 
 
 def check_plugin_name(
@@ -30,9 +31,7 @@ def check_options(
     options: dict[str, object] = resolved.value(key)
     if not options:
         return
-    declared = [
-        (registry.declaration(package, name, key=key), main) for package, name, main in plugins
-    ]
+    declared = [(declaration(package, name, key=key), main) for package, name, main in plugins]
     known = sorted(
         {option for plugin, main in declared for option in plugin.options(main)} - set(own)
     )

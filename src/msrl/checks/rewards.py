@@ -5,43 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
-from msrl.errors import MsrlError
-from msrl.models.families import load_shape
-from msrl.models.paths import config_dir, runs_on_ranks
-from msrl.plan.derived import layout_from
+from msrl.models.paths import runs_on_ranks
+from msrl.plan.run_plan import RunPlan
 from msrl.rewards import sources
 
 
-def check_rewards(resolved: Resolved) -> Iterator[str]:
+def check_rewards(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources, the reward models on training ranks, and the reward processing."""
     for number, key, message in sources.mistakes(
-        [sources.Source.of(section) for section in resolved.config.reward.sources]
+        [sources.Source.of(section) for section in resolved.config.reward.sources],
+        plan.hf_config,
     ):
         if number is None:
             yield f"reward.sources: {message}"
         else:
             yield resolved.mistake(f"reward.sources.{number}.{key}", message)
-    yield from _rank_models(resolved)
+    yield from _rank_models(resolved, plan)
     yield from _reward_steps(resolved)
 
 
-def _rank_models(resolved: Resolved) -> Iterator[str]:
+def _rank_models(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check that reward models on training ranks fit the parallel layout of the policy."""
-    layout = layout_from(resolved.config.train.parallel)
     for number, section in enumerate(resolved.config.reward.sources):
         if section.model is None or not runs_on_ranks(section.model, section.engine):
             continue
-        try:
-            shape = load_shape(config_dir(section.model))
-        except (MsrlError, OSError):
+        shape = plan.reward_models[section.model].shape
+        if shape is None:
             continue  # the check of the source reports it
-        if shape.moe is not None and layout.tp > 1 and not resolved.config.train.parallel.sp:
+        if shape.moe is not None and plan.layout.tp > 1 and not resolved.config.train.parallel.sp:
             yield resolved.mistake(
                 f"reward.sources.{number}.model",
                 "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
                 "Set train.parallel.sp to true.",
             )
-        for field, message in layout.problems(shape):
+        for field, message in plan.layout.problems(shape):
             yield resolved.mistake(
                 f"reward.sources.{number}.model",
                 f"has the parallel layout of the policy: train.parallel.{field} {message}",

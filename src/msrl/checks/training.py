@@ -20,6 +20,7 @@ from msrl.models.paths import is_hf, is_mcore
 from msrl.models.select import check_layers, chosen
 from msrl.models.shape import Shape
 from msrl.plan import derived
+from msrl.plan.run_plan import RunPlan
 
 
 def check_training_inputs(resolved: Resolved) -> Iterator[str]:
@@ -72,8 +73,8 @@ def check_sft_only_keys(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def check_recompute(resolved: Resolved) -> Iterator[str]:
-    recompute, shape = resolved.config.train.recompute, _shape_or_none(resolved)
+def check_recompute(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    recompute, shape = resolved.config.train.recompute, plan.shape_or_none
     names = {"none": (), "full": ("method", "layers"), "selective": ("modules",)}[
         recompute.granularity
     ]
@@ -96,9 +97,9 @@ def check_recompute(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def check_router(resolved: Resolved) -> Iterator[str]:
+def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each router setting that the model does not support."""
-    router, shape = resolved.config.train.router, _shape_or_none(resolved)
+    router, shape = resolved.config.train.router, plan.shape_or_none
     moe = shape.moe if shape is not None else None
     if shape is not None and moe is None:
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
@@ -128,8 +129,8 @@ def check_router(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def check_lora(resolved: Resolved) -> Iterator[str]:
-    lora, shape = resolved.config.train.lora, _shape_or_none(resolved)
+def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:
         for name in ("alpha", "targets", "dropout"):
             if resolved.is_set(f"train.lora.{name}"):
@@ -159,8 +160,8 @@ def check_offload(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def check_freeze(resolved: Resolved) -> Iterator[str]:
-    shape = _shape_or_none(resolved)
+def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    shape = plan.shape_or_none
     if shape is not None and resolved.config.train.freeze:
         try:
             names = chosen(shape, resolved.config.train.freeze, key="train.freeze")
@@ -195,7 +196,7 @@ def check_devices(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def check_model(resolved: Resolved) -> Iterator[str]:
+def check_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check that the model fits the parallel layout and supports the sequence length."""
     paths = [
         path
@@ -204,16 +205,11 @@ def check_model(resolved: Resolved) -> Iterator[str]:
     ]
     if not paths or not all(is_hf(path) or is_mcore(path) for path in paths):
         return  # check_training_inputs reports it
-    try:
-        shape = derived.model_shape(resolved.config)
-    except MsrlError as error:
-        yield str(error)
-        return
+    shape = plan.shape_or_none
     if shape is None:
+        yield plan.model.error
         return
-    yield from check_layout(
-        resolved, shape, "train.parallel", derived.layout_from(resolved.config.train.parallel)
-    )
+    yield from check_layout(resolved, shape, "train.parallel", plan.layout)
     seq_length = resolved.config.data.seq_length
     if seq_length is not None and seq_length > shape.max_position_embeddings:
         yield resolved.mistake(
@@ -268,7 +264,7 @@ def check_grpo_batches(resolved: Resolved) -> Iterator[str]:
     yield from _check_batch(resolved, "train.updates.samples_per_update", update)
 
 
-def check_grpo_lengths(resolved: Resolved) -> Iterator[str]:
+def check_grpo_lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     config, rollout = resolved.config, resolved.config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     both = (
@@ -286,7 +282,7 @@ def check_grpo_lengths(resolved: Resolved) -> Iterator[str]:
             "train.max_tokens_per_micro_batch",
             f"must be at least one sequence: rollout.{both} tokens",
         )
-    shape = _shape_or_none(resolved)
+    shape = plan.shape_or_none
     if shape is not None and longest > shape.max_position_embeddings:
         message = (
             f"rollout.{both} exceeds the {shape.max_position_embeddings} tokens that the model "
@@ -295,8 +291,8 @@ def check_grpo_lengths(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("rollout.max_response_tokens", message)
 
 
-def check_engines(resolved: Resolved) -> Iterator[str]:
-    engine, world = resolved.config.rollout.engine, derived.world_size(resolved.config)
+def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    engine, world = resolved.config.rollout.engine, plan.world_size
     if engine.tp * engine.dp > world:
         needs = (
             f"{engine.dp} engines with {engine.tp} devices each need {engine.tp * engine.dp} "
@@ -306,17 +302,9 @@ def check_engines(resolved: Resolved) -> Iterator[str]:
             "rollout.engine.tp" if engine.tp > world else "rollout.engine.dp",
             f"{needs}. Set cluster.devices_per_node.",
         )
-    shape = _shape_or_none(resolved)
+    shape = plan.shape_or_none
     if shape is not None and shape.num_attention_heads % engine.tp:
         yield resolved.mistake(
             "rollout.engine.tp",
             f"must divide the model's {shape.num_attention_heads} attention heads",
         )
-
-
-def _shape_or_none(resolved: Resolved) -> Shape | None:
-    """Return the shape of the model; None if it is unreadable, which `check_model` reports."""
-    try:
-        return derived.model_shape(resolved.config)
-    except MsrlError:
-        return None

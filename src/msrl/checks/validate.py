@@ -38,19 +38,31 @@ from msrl.checks.training import (
 )
 from msrl.config.loader import Resolved
 from msrl.errors import ManyErrors
+from msrl.plan.run_plan import RunPlan, resolve
 
 Check = Callable[[Resolved], Iterator[str]]
+PlanCheck = Callable[[Resolved, RunPlan], Iterator[str]]
 
 
-def check(resolved: Resolved, command: str) -> None:
-    """Check a configuration for a command.
+def check(resolved: Resolved, command: str) -> RunPlan:
+    """Check a configuration for a command, and return the plan of its run.
 
     Raises:
         ManyErrors: with one line for each error.
     """
-    lines = [line for run_check in CHECKS.get(command, ()) for line in run_check(resolved)]
-    if lines:
-        raise ManyErrors(list(dict.fromkeys(lines)))
+    plan = resolve(resolved.config, command)
+    errors = find_errors(resolved, plan)
+    if errors:
+        raise ManyErrors(errors)
+    return plan
+
+
+def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
+    """Return one line for each error in the configuration of a planned run."""
+    lines = [line for run_check in CHECKS.get(plan.command, ()) for line in run_check(resolved)]
+    for plan_check in PLAN_CHECKS.get(plan.command, ()):
+        lines += plan_check(resolved, plan)
+    return list(dict.fromkeys(lines))
 
 
 def guess(resolved: Resolved) -> str | None:
@@ -77,17 +89,11 @@ _TRAINING: tuple[Check, ...] = (
     check_training_length,
     check_evaluation,
     check_devices,
-    check_model,
-    check_freeze,
-    check_recompute,
-    check_router,
-    check_lora,
 )
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "train-sft": (
         *_TRAINING,
-        check_examples,
         check_sft_batches,
         check_offload,
         check_grpo_only_keys,
@@ -95,21 +101,36 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "train-grpo": (
         *_TRAINING,
-        check_prompts,
         check_sft_only_keys,
-        check_rewards,
         check_algorithm,
-        check_critic,
         check_rollout_filter,
         check_grpo_temperatures,
         check_grpo_batches,
-        check_grpo_lengths,
-        check_grpo_evaluation,
-        check_engines,
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
     "generate": (check_generate,),
     "chat": (check_chat,),
     "cluster": (),
+}
+
+_MODEL: tuple[PlanCheck, ...] = (
+    check_model,
+    check_freeze,
+    check_recompute,
+    check_router,
+    check_lora,
+)
+
+PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
+    "train-sft": (*_MODEL, check_examples),
+    "train-grpo": (
+        *_MODEL,
+        check_prompts,
+        check_rewards,
+        check_critic,
+        check_grpo_lengths,
+        check_grpo_evaluation,
+        check_engines,
+    ),
 }

@@ -13,12 +13,6 @@ from typing import Any
 Candidate = tuple[str, str]  # the value and its explanation, which zsh, fish and PowerShell show
 Completer = Callable[[str], list[Candidate]]
 
-_PLUGINS = {
-    "algo.advantage.estimator": "msrl.algorithms.advantages",
-    "algo.policy_loss": "msrl.algorithms.losses",
-    "preprocess.handler": "msrl.data.handlers",
-    "reward.sources.0.verifier": "msrl.rewards.verifiers",
-}
 _YAML = (".yaml", ".yml")
 
 
@@ -85,20 +79,14 @@ def _starting(candidates: Iterable[Candidate], incomplete: str) -> list[Candidat
 
 
 def _values(key: str) -> list[Candidate]:
-    """Return the values to suggest for a key: its choices, plugins or default."""
+    """Return the values to suggest for a key: its choices, examples or default."""
     from msrl.config.facts import key_facts
 
     facts = key_facts(key)
     if facts is None:
         return []
-    if key.rpartition(".")[2] == "template":
-        return _template_values()
-    if key in _PLUGINS:
-        from msrl import registry
-
-        return [(name, "") for name in registry.names(_PLUGINS[key])]
-    if facts.choices:
-        return [(choice, "") for choice in facts.choices]
+    if facts.choices or facts.examples:
+        return [(choice, "") for choice in facts.choices or facts.examples]
     is_plain = isinstance(facts.default, (str, int, float))
     return [(str(facts.default), "Default")] if is_plain else []
 

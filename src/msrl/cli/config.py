@@ -48,13 +48,14 @@ def show(
     from msrl.config.show import to_yaml
     from msrl.memory.estimate import memory_rows
     from msrl.plan.derived import derived
+    from msrl.plan.run_plan import resolve as plan_run
 
     resolved = resolve(ctx)
     target = command.value if command else guess(resolved) or ""
     warn(resolved, target)
     memory = {
         f"bytes of the fullest device, {name}": size
-        for name, size in memory_rows(resolved.config, target).items()
+        for name, size in memory_rows(plan_run(resolved.config, target)).items()
     }
     rows = {**derived(resolved.config, target), **memory}
     if json:

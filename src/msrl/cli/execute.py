@@ -17,6 +17,7 @@ from msrl.limits import printable, require_open_files
 
 if TYPE_CHECKING:
     from msrl.config.loader import Flag, Resolved
+    from msrl.plan.run_plan import RunPlan
 
 WORKFLOWS = {
     "cluster": "msrl.workflows.cluster",
@@ -49,8 +50,11 @@ def execute(
         plan: module of `msrl.workflows` whose `show` adds details to the plan.
     """
     set_verbosity(ctx.params.get("verbose", False))
+    from msrl.checks.validate import check
+
     require_open_files()
     resolved = resolve(ctx, fixed or {}, command)
+    run_plan = check(resolved, command)
     show_translations(
         resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
     )
@@ -58,13 +62,14 @@ def execute(
     if ctx.params.get("dry_run"):
         from msrl.workflows import preflight
 
-        summary = preflight.check(resolved.config, command)
-        show_plan(resolved, command)
+        summary = preflight.check(run_plan)
+        show_plan(resolved, command, run_plan)
         typer.echo(f"inputs: {summary}")
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
-    importlib.import_module(WORKFLOWS[command]).run(resolved.config)
+    workflow = importlib.import_module(WORKFLOWS[command])
+    workflow.run(run_plan if run_plan.is_training else resolved.config)
 
 
 def resolve(
@@ -160,24 +165,31 @@ def show_translations(resolved: Resolved, *, every_key: bool) -> None:
         typer.echo("\n".join(lines), err=True)
 
 
-def show_plan(resolved: Resolved, command: str) -> None:
-    """Print all set keys with their origins, derived values and the memory estimate."""
+def show_plan(resolved: Resolved, command: str, plan: RunPlan | None = None) -> None:
+    """Print all set keys with their origins, and derived values and memory of a planned run."""
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
-    from msrl.memory.estimate import memory_rows, table
-    from msrl.plan.derived import derived
 
     typer.echo(f"{command}: the configuration and its inputs are valid, nothing was started")
     for key, origin in resolved.origins.items():
         is_list_item = any(name.isdigit() for name in key.split("."))
         if origin != DEFAULT and not is_list_item:
             typer.echo(printable(f"  {key}: {flow(resolved.shown(key))}  # {origin}"))
-    rows = derived(resolved.config, command)
+    if plan is not None:
+        _show_derived(plan)
+
+
+def _show_derived(plan: RunPlan) -> None:
+    """Print derived values and the memory estimate."""
+    from msrl.memory.estimate import memory_rows, table
+    from msrl.plan.derived import derived
+
+    rows = derived(plan.config, plan.command)
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():
         typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
-    memory = memory_rows(resolved.config, command)
+    memory = memory_rows(plan)
     if memory:
         has_lengths = "activations" in memory
         typer.echo("peak memory of the fullest device" if has_lengths else _UNKNOWN_LENGTHS)

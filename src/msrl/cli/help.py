@@ -201,8 +201,9 @@ def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
     facts = key_facts(key)
     if facts is None:
         return
-    if facts.choices and not parameter.is_flag:
-        yield "|".join(facts.choices)
+    choices = facts.choices or facts.examples
+    if choices and not parameter.is_flag:
+        yield "|".join(choices)
     if facts.limits:
         yield facts.limits
     default = _default_text(facts.default)

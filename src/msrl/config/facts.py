@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from msrl.config.messages import keys, model_at
+from msrl.config.sections.base import OneOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class KeyFacts:
     description: str
     default: object  # None if the key is unset by default
     choices: tuple[str, ...]
+    examples: tuple[str, ...]  # names that the key accepts besides other values
     limits: str  # such as "at least 1"; empty where any value of the type is allowed
 
 
@@ -30,9 +32,9 @@ def key_facts(key: str) -> KeyFacts | None:
         return None
     default = None if field.default is PydanticUndefined else field.default
     constraints = (*field.metadata, *_constraints(field.annotation))
-    return KeyFacts(
-        field.description or "", default, _choices(field.annotation), _limits(constraints)
-    )
+    examples = tuple(name for name in field.examples or () if isinstance(name, str))
+    choices = _names(constraints) or _choices(field.annotation)
+    return KeyFacts(field.description or "", default, choices, examples, _limits(constraints))
 
 
 def settable_keys() -> tuple[str, ...]:
@@ -50,10 +52,22 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     """Return the values of all Literals in an annotation, or true and false for a boolean."""
     if annotation is bool:
         return ("true", "false")
+    if names := _names(getattr(annotation, "__metadata__", ())):
+        return names
     if get_origin(annotation) is Literal:
         return tuple(str(value) for value in get_args(annotation))
     inner = (_choices(argument) for argument in get_args(annotation) if argument is not Ellipsis)
     return tuple(dict.fromkeys(choice for choices in inner for choice in choices))
+
+
+def _names(constraints: Iterable[object]) -> tuple[str, ...]:
+    """Return the choices of a `OneOf`."""
+    return tuple(
+        name
+        for constraint in constraints
+        if isinstance(constraint, OneOf)
+        for name in constraint.names
+    )
 
 
 def _constraints(annotation: Any) -> Iterator[object]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import error_lines, node_at, written
-from msrl.config.presets import PRESETS
+from msrl.config.presets import preset_names, preset_values
 from msrl.config.schema import Config
 from msrl.config.secrets import shown, written_references
 from msrl.config.sources import (
@@ -187,9 +187,9 @@ def _preset(tree: Node) -> Node | None:
     """
     node = node_at(tree, ("algo", "preset"))
     name = node.value if node is not None else None
-    if not isinstance(name, str) or name not in PRESETS:
+    if not isinstance(name, str) or name not in preset_names():
         return None
-    return at("algo", wrap(PRESETS[name], Origin(f"preset {name}", is_given=False)))
+    return at("algo", wrap(preset_values(name), Origin(f"preset {name}", is_given=False)))
 
 
 def _file(path: str, importers: Importers, translations: list[ImportedFile]) -> list[Node]:

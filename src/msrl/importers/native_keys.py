@@ -12,9 +12,9 @@ from msrl.config.sections.general import LogConfig
 from msrl.config.unsupported import NOT_YET, not_yet
 
 _PLUGINS = {
-    "algo.advantage.estimator": "msrl.algorithms.advantages",
-    "algo.policy_loss": "msrl.algorithms.losses",
-    "reward.sources.verifier": "msrl.rewards.verifiers",
+    "algo.advantage.estimator": registry.ADVANTAGES,
+    "algo.policy_loss": registry.LOSSES,
+    "reward.sources.verifier": registry.VERIFIERS,
 }
 _CHOICES = {
     "log.trackers": get_args(get_args(LogConfig.model_fields["trackers"].annotation)[0]),

@@ -7,8 +7,9 @@ Megatron's linear layers and experts). Tests compare the sums with the live tens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from msrl.config.sections.train import RecomputeConfig
 from msrl.models.shape import Mla, Moe, Shape
 
 _FP32_BYTES = 4
@@ -52,16 +53,6 @@ class Spread:
     etp: int = 1
     cp: int = 1
     sp: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """Recomputation in the backward pass; `modules` apply to the granularity `selective`."""
-
-    granularity: Literal["none", "full", "selective"] = "none"
-    method: Literal["uniform", "block"] = "uniform"
-    layers: int = 1
-    modules: tuple[str, ...] = ()
 
 
 class LayerBytes(NamedTuple):
@@ -214,7 +205,7 @@ def moe_is_clamped(shape: Shape) -> bool:
 
 
 def saved_bytes(
-    layers: list[LayerBytes], recomputed: Recomputed, mixtures: tuple[bool, ...]
+    layers: list[LayerBytes], recomputed: RecomputeConfig, mixtures: tuple[bool, ...]
 ) -> tuple[int, int]:
     """Return (bytes that a stage with these layers saves, peak bytes of recomputation)."""
     if recomputed.granularity == "full":
@@ -232,7 +223,9 @@ def saved_bytes(
     return total, peak
 
 
-def _saved_with_full_recompute(layers: list[LayerBytes], recomputed: Recomputed) -> tuple[int, int]:
+def _saved_with_full_recompute(
+    layers: list[LayerBytes], recomputed: RecomputeConfig
+) -> tuple[int, int]:
     size = recomputed.layers
     if recomputed.method == "block":
         block = layers[:size]

@@ -10,13 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from msrl.config.schema import Config
+from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.errors import MsrlError
 from msrl.memory.activations import (
     LINEARS,
     LayerBytes,
     Pass,
-    Recomputed,
     Spread,
     head_bytes,
     layer_bytes,
@@ -38,15 +37,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
-from msrl.plan.derived import (
-    accumulation,
-    dp_size,
-    layout_from,
-    max_model_len,
-    model_shape,
-    replica_size,
-    world_size,
-)
+from msrl.plan.run_plan import RunPlan
 
 GB = 10**9
 
@@ -136,35 +127,34 @@ class Memory:
         return {name: size for name, size in sizes.items() if size}
 
 
-def full_pass(config: Config, command: str, longest: int | None = None) -> Pass | None:
+def full_pass(plan: RunPlan, longest: int | None = None) -> Pass | None:
     """Return the largest micro-batch that is possible; None if row lengths are unknown.
 
     `longest` is the length of the longest row in tokens, if it is known from the data.
     """
-    train, is_grpo = config.train, command == "train-grpo"
-    longest = longest or (max_model_len(config) if is_grpo else config.data.seq_length)
+    train, is_grpo = plan.train, plan.is_grpo
+    longest = longest or (plan.max_model_len if is_grpo else plan.data.seq_length)
     tokens = train.max_tokens_per_micro_batch
     if tokens is None and longest is not None:
         tokens = train.micro_batch * longest
     if not tokens:
         return None
-    trained_share = config.rollout.max_response_tokens / max_model_len(config) if is_grpo else 1.0
+    trained_share = plan.rollout.max_response_tokens / plan.max_model_len if is_grpo else 1.0
     has_token_budget = train.max_tokens_per_micro_batch is not None
     return Pass(
         num_tokens=tokens,
         num_trained=min(tokens, math.ceil(tokens * trained_share)),
         longest=min(longest or tokens, tokens),
-        is_packed=has_token_budget or train.micro_batch > 1 or config.data.pack,
-        element_bytes=element_bytes(config),
+        is_packed=has_token_budget or train.micro_batch > 1 or plan.data.pack,
+        element_bytes=element_bytes(plan),
     )
 
 
-def _forward_bytes(config: Config, shape: Shape, batch: Pass, spread: Spread) -> int:
+def _forward_bytes(train: TrainConfig, shape: Shape, batch: Pass, spread: Spread) -> int:
     """Return the bytes of a train-grpo pass without gradients: one layer and the logits.
 
     0 unless `train.forward_micro_batch` makes it larger than a pass with gradients.
     """
-    train = config.train
     forward_size = train.forward_micro_batch or 0
     if train.max_tokens_per_micro_batch is not None or forward_size <= train.micro_batch:
         return 0
@@ -179,29 +169,27 @@ def _forward_bytes(config: Config, shape: Shape, batch: Pass, spread: Spread) ->
     return layer + rows * -(-shape.vocab_size // spread.tp) * batch.element_bytes
 
 
-def passes_in_flight(config: Config, shape: Shape, command: str, stage: int) -> tuple[int, int]:
+def passes_in_flight(plan: RunPlan, shape: Shape, stage: int) -> tuple[int, int]:
     """Return (micro-batches whose activations a stage holds, virtual stages that divide them).
 
     The schedule is Megatron's: one forward, one backward (arXiv:2104.04473, section 2.2).
     """
-    pp = config.train.parallel.pp
-    num_virtual = layout_from(config.train.parallel).num_chunks(shape.num_layers)
-    batches = accumulation(config, command) or pp * 2
+    pp, num_virtual = plan.layout.pp, plan.layout.num_chunks(shape.num_layers)
+    batches = plan.accumulation or pp * 2
     if num_virtual == 1:
         return min(pp - stage, batches), 1
     in_flight = (pp - stage - 1) * 2 + (num_virtual - 1) * pp + 1
     return min(in_flight, batches * num_virtual), num_virtual
 
 
-def _spread(config: Config, shape: Shape) -> Spread:
+def _spread(plan: RunPlan, shape: Shape) -> Spread:
     """Return the parallel sizes; mixtures of experts always use sequence parallelism with TP."""
-    parallel, layout = config.train.parallel, layout_from(config.train.parallel)
-    return Spread(parallel.tp, layout.etp_size, parallel.cp, parallel.sp or shape.moe is not None)
+    parallel, etp = plan.train.parallel, plan.layout.etp_size
+    return Spread(parallel.tp, etp, parallel.cp, parallel.sp or shape.moe is not None)
 
 
-def _saved_inputs(config: Config, shape: Shape) -> frozenset[str]:
+def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
     """Return the linear layers that save inputs: those that are trained or have an adapter."""
-    lora = config.train.lora
     if lora.rank is None:
         return frozenset(LINEARS)
     layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
@@ -213,9 +201,9 @@ def _saved_inputs(config: Config, shape: Shape) -> frozenset[str]:
     )
 
 
-def _trains_head(config: Config, shape: Shape) -> bool:
+def _trains_head(train: TrainConfig, shape: Shape) -> bool:
     """Return True if the weights of the output layer, or of a tied embedding, are trained."""
-    train, rules = config.train, rules_for(shape)
+    rules = rules_for(shape)
     if train.lora.rank is not None or not train.freeze:
         return train.lora.rank is None
     head_rules = rules.first if shape.tie_word_embeddings else rules.last
@@ -223,62 +211,50 @@ def _trains_head(config: Config, shape: Shape) -> bool:
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
-def _recomputed(config: Config) -> Recomputed:
-    section = config.train.recompute
-    return Recomputed(section.granularity, section.method, section.layers, section.modules)
-
-
 def _stage_memory(
-    config: Config,
-    shape: Shape,
-    command: str,
-    stage: int,
-    batch: Pass | None,
-    temporary_elements: int,
+    plan: RunPlan, shape: Shape, stage: int, batch: Pass | None, temporary_elements: int
 ) -> Memory:
     """Return the memory of a rank of a pipeline stage, without activations if `batch` is None."""
-    is_grpo = command == "train-grpo"
-    state = state_bytes(config, shape, stage)
-    offload = config.train.offload.model_dump()
+    train, is_grpo, state = plan.train, plan.is_grpo, state_bytes(plan, shape, stage)
+    offload = train.offload.model_dump()
     memory = Memory(
         weights=state["weights"],
-        reference=reference_bytes(config, shape) if is_grpo else 0,
+        reference=reference_bytes(plan) if is_grpo else 0,
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         resting=frozenset(kind for kind, is_on in offload.items() if is_on),
-        critic=critic_state(config, stage) if is_grpo else NO_STATE,
-        reward_models=reward_model_bytes(config, stage) if is_grpo else 0,
+        critic=critic_state(plan, stage) if is_grpo else NO_STATE,
+        reward_models=reward_model_bytes(plan, stage) if is_grpo else 0,
     )
     if batch is None:
         return memory
-    activations, working = _activations(config, shape, command, stage, batch)
+    activations, working = _activations(plan, shape, stage, batch)
     memory = replace(memory, activations=activations, working=working)
-    if stage < config.train.parallel.pp - 1:
+    if stage < plan.layout.pp - 1:
         return memory
-    spread, is_trained = _spread(config, shape), _trains_head(config, shape)
-    chunk = config.train.chunk
-    logits = head_bytes(shape, batch, spread, chunk, temporary_elements, is_trained=is_trained)
-    forward = _forward_bytes(config, shape, batch, spread) if is_grpo else 0
+    spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
+    logits = head_bytes(
+        shape, batch, spread, train.chunk, temporary_elements, is_trained=is_trained
+    )
+    forward = _forward_bytes(train, shape, batch, spread) if is_grpo else 0
     return replace(memory, logits=logits, forward=forward)
 
 
-def _activations(
-    config: Config, shape: Shape, command: str, stage: int, batch: Pass
-) -> tuple[int, int]:
+def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
-    spread, saved_inputs = _spread(config, shape), _saved_inputs(config, shape)
+    spread, saved_inputs = _spread(plan, shape), _saved_inputs(plan.train.lora, shape)
     saved, working = 0, 0
-    for chunk in layout_from(config.train.parallel).chunks(shape.num_layers, stage):
+    for chunk in plan.layout.chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
         layers = [layer_bytes(shape, layer, batch, spread, saved_inputs) for layer in numbers]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
-        size, recomputed = saved_bytes(layers, _recomputed(config), mixtures)
+        size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
         saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
     tokens = batch.num_tokens // spread.cp
     rotary_tables = 2 * tokens * shape.rotated_channels * batch.element_bytes
-    count, num_virtual = passes_in_flight(config, shape, command, stage)
+    count, num_virtual = passes_in_flight(plan, shape, stage)
     in_flight = -(-(saved + rotary_tables) * count // num_virtual)
-    if stage == config.train.parallel.pp - 1:  # the input of the final norm
+    if stage == plan.layout.pp - 1:  # the input of the final norm
         norm_tokens = tokens // (spread.tp if spread.sp else 1)
         in_flight += norm_tokens * shape.hidden_size * batch.element_bytes
     return in_flight, working
@@ -290,9 +266,7 @@ def _gradient_bytes(layers: list[LayerBytes]) -> int:
 
 
 def training_memory(
-    config: Config,
-    shape: Shape,
-    command: str,
+    plan: RunPlan,
     *,
     longest: int | None = None,
     temporary_elements: int = 0,
@@ -302,19 +276,18 @@ def training_memory(
 
     Activations are 0 if row lengths are unknown.
     """
-    batch = full_pass(config, command, longest)
+    batch = full_pass(plan, longest)
     batch = None if batch is None else replace(batch, attention_bytes=attention_bytes)
-    stages = range(config.train.parallel.pp)
     memories = (
-        _stage_memory(config, shape, command, stage, batch, temporary_elements) for stage in stages
+        _stage_memory(plan, plan.shape, stage, batch, temporary_elements)
+        for stage in range(plan.layout.pp)
     )
     return max(memories, key=lambda memory: memory.training)
 
 
 def with_engine(
     memory: Memory,
-    config: Config,
-    shape: Shape,
+    plan: RunPlan,
     *,
     total: int | None = None,
     is_shared: bool = False,
@@ -326,11 +299,11 @@ def with_engine(
     a device with `total` bytes, minus the weights. In host memory (`is_shared`) or on an unknown
     device, it is limited to the cache of `max_num_seqs` sequences of maximum length.
     """
-    engine, element = config.rollout.engine, element_bytes(config)
+    engine, element, shape = plan.rollout.engine, element_bytes(plan), plan.shape
     weights = parameters_per_rank(shape, ParallelLayout(tp=engine.tp)) * element
     cache = engine.kv_cache_bytes
     if cache is None:
-        sequence = kv_bytes_per_token(shape, element, engine.tp) * max_model_len(config)
+        sequence = kv_bytes_per_token(shape, element, engine.tp) * plan.max_model_len
         all_sequences = sequence * engine.max_num_seqs
         if total is None:
             cache = all_sequences
@@ -341,25 +314,19 @@ def with_engine(
     return replace(memory, engine_weights=weights, kv_cache=cache, engine_sleeps=sleeps)
 
 
-def memory_rows(config: Config, command: str) -> dict[str, int]:
+def memory_rows(plan: RunPlan) -> dict[str, int]:
     """Return the memory table of a training on an unknown device.
 
     Empty if the model is unreadable, which the checks report.
     """
-    if (
-        command not in ("train-sft", "train-grpo")
-        or dp_size(config) < 1
-        or world_size(config) % replica_size(config)
-    ):
+    is_divisible = plan.dp_size > 0 and plan.world_size % plan.replica_size == 0
+    if not plan.is_training or plan.shape_or_none is None or not is_divisible:
         return {}
     try:
-        shape = model_shape(config)
-        if shape is None:
-            return {}
-        memory = training_memory(config, shape, command)
+        memory = training_memory(plan)
     except MsrlError:
         return {}
-    return (with_engine(memory, config, shape) if command == "train-grpo" else memory).rows()
+    return (with_engine(memory, plan) if plan.is_grpo else memory).rows()
 
 
 def bytes_text(count: int) -> str:

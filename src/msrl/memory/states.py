@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from msrl.config.schema import Config, LoraConfig
+from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.rules import Replicated, Sharded, Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
-from msrl.plan.derived import (
-    critic_shape,
-    layout_from,
-    needs_critic,
-    needs_reference,
-    rank_model_shapes,
-    world_size,
-)
+from msrl.plan.run_plan import RunPlan
 
 
 def _elements(tensor: StageTensor) -> int:
@@ -42,9 +35,9 @@ def parameters_per_rank(shape: Shape, layout: ParallelLayout) -> int:
     return max(_stage_elements(shape, layout, stage) for stage in range(layout.pp))
 
 
-def element_bytes(config: Config) -> int:
+def element_bytes(plan: RunPlan) -> int:
     """Return the bytes of a weight or an activation."""
-    return 2 if config.model.dtype == "bfloat16" else 4
+    return 2 if plan.dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +52,10 @@ class _ParameterCounts:
     trained_experts: int
 
 
-def _parameter_counts(config: Config, shape: Shape, stage: int) -> _ParameterCounts:
-    layout, lora, freeze = (
-        layout_from(config.train.parallel),
-        config.train.lora,
-        config.train.freeze,
-    )
+def _parameter_counts(
+    shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
+) -> _ParameterCounts:
+    lora, freeze = train.lora, train.freeze
     tensors = stage_tensors(shape, layout, Coords(pp=stage))
     total = sum(map(_elements, tensors))
     if lora.rank is not None:
@@ -98,18 +89,21 @@ def _adapter_elements(tensor: StageTensor, rank: int) -> int:
     return rank * (rows // shards + columns)
 
 
-def state_bytes(config: Config, shape: Shape, stage: int) -> dict[str, int]:
+def state_bytes(
+    plan: RunPlan, shape: Shape, stage: int, train: TrainConfig | None = None
+) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer on a rank of a stage.
 
+    `train` selects the trained parameters; by default those of the policy.
     Gradients are float32. The optimizer has float32 moments, and float32 master weights for
     bfloat16; it is sharded over the ranks with equal parameters.
     """
-    parallel, element = config.train.parallel, element_bytes(config)
-    counts, layout = _parameter_counts(config, shape, stage), layout_from(parallel)
-    stage_ranks = world_size(config) // parallel.pp
+    layout, element = plan.layout, element_bytes(plan)
+    counts = _parameter_counts(shape, layout, train or plan.train, stage)
+    stage_ranks = plan.world_size // layout.pp
     expert_copies = max(stage_ranks // (layout.etp_size * layout.num_expert_groups), 1)
     state_size = 12 if element == 2 else 8  # bytes per trained parameter
-    optimizer = counts.trained * state_size // (stage_ranks // parallel.tp)
+    optimizer = counts.trained * state_size // (stage_ranks // layout.tp)
     optimizer += counts.trained_experts * state_size // expert_copies
     return {
         "weights": counts.total * element,
@@ -130,39 +124,38 @@ class State:
 NO_STATE = State()
 
 
-def critic_state(config: Config, stage: int) -> State:
+def critic_state(plan: RunPlan, stage: int) -> State:
     """Return the state of the critic on a rank of a pipeline stage; zeros if there is no critic.
 
     All of its parameters are trained, except for the bias of the head.
     """
-    shape = critic_shape(config) if needs_critic(config) else None
-    if shape is None:
+    if plan.critic is None:
         return NO_STATE
-    train = config.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
-    return State(**state_bytes(config.model_copy(update={"train": train}), shape, stage))
+    train = plan.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
+    return State(**state_bytes(plan, plan.critic.require_shape(), stage, train))
 
 
-def reward_model_bytes(config: Config, stage: int) -> int:
+def reward_model_bytes(plan: RunPlan, stage: int) -> int:
     """Return the bytes of the reward models' weights on a rank of a pipeline stage."""
-    layout = layout_from(config.train.parallel)
-    shapes = rank_model_shapes(config)
-    return element_bytes(config) * sum(_stage_elements(shape, layout, stage) for shape in shapes)
+    shapes = [model.require_shape() for model in plan.rank_models]
+    num_elements = sum(_stage_elements(shape, plan.layout, stage) for shape in shapes)
+    return element_bytes(plan) * num_elements
 
 
-def bytes_per_device(config: Config, shape: Shape) -> dict[str, int]:
+def bytes_per_device(plan: RunPlan) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer on the rank with most of them.
 
     Gradients and optimizer cover trained parameters only: all, those that are not frozen, or
     adapters.
     """
-    states = [state_bytes(config, shape, stage) for stage in range(config.train.parallel.pp)]
+    states = [state_bytes(plan, plan.shape, stage) for stage in range(plan.layout.pp)]
     return max(states, key=lambda state: sum(state.values()))
 
 
-def reference_bytes(config: Config, shape: Shape) -> int:
+def reference_bytes(plan: RunPlan) -> int:
     """Return the bytes of the reference's weights on a device.
 
     0 without a reference, or with LoRA, where the reference is the policy without its adapters.
     """
-    is_held = needs_reference(config) and config.train.lora.rank is None
-    return bytes_per_device(config, shape)["weights"] if is_held else 0
+    is_held = plan.needs_reference and plan.train.lora.rank is None
+    return bytes_per_device(plan)["weights"] if is_held else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -132,6 +132,10 @@ class HfConfig:
         if not isinstance(value, str) or value not in DTYPES:
             self.fail(key, f"is not supported. Supported: {', '.join(DTYPES)}")
         return value
+
+
+ReadConfig = Callable[[Path], HfConfig]
+"""Function that returns the config.json of a folder; it raises MsrlError as `read_hf_config`."""
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:

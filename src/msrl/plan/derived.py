@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from msrl import registry
-from msrl.config.schema import Config, ConvertConfig, OptimizerConfig, ParallelConfig
-from msrl.errors import MsrlError
-from msrl.models.families import load_shape
+from msrl.config.schema import Config
+from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.models.paths import config_dir, runs_on_ranks
-from msrl.models.reward_head import with_score
-from msrl.models.shape import Shape
+from msrl.registry.declarations import declaration
 
 _TRAINING = ("train-sft", "train-grpo")
 
 
-def layout_from(section: ParallelConfig | ConvertConfig) -> ParallelLayout:
+def layout_from(section: LayoutConfig) -> ParallelLayout:
     """Return the parallel layout that a section of the configuration defines."""
     names = [field.name for field in fields(ParallelLayout)]
     keys = [name for name in names if name in type(section).model_fields]
@@ -78,10 +75,8 @@ def needs_reference(config: Config) -> bool:
 
 def needs_critic(config: Config) -> bool:
     """Return True if the run trains a value model."""
-    package, name = "msrl.algorithms.advantages", config.algo.advantage.estimator
-    return name in registry.names(package) and bool(
-        registry.declaration(package, name, key="").constant("NEEDS_VALUES")
-    )
+    estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
+    return bool(estimator.constant("NEEDS_VALUES"))
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:
@@ -90,29 +85,6 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
     return config.train.optimizer.model_copy(
         update={name: value for name, value in overrides if value is not None}
     )
-
-
-def critic_shape(config: Config) -> Shape | None:
-    """Return the shape of the critic; None if no model is set.
-
-    Raises:
-        MsrlError: if the model config is unreadable.
-    """
-    load = config.cluster.roles.critic.load
-    shape = model_shape(config) if load is None else load_shape(config_dir(load))
-    return shape if shape is None or shape.reward_head else with_score(shape, shape.architecture)
-
-
-def rank_model_shapes(config: Config) -> list[Shape]:
-    """Return the shapes of the reward models on the training ranks.
-
-    Raises:
-        MsrlError: if a model config is unreadable.
-    """
-    sources = [
-        source for source in config.reward.sources if runs_on_ranks(source.model, source.engine)
-    ]
-    return [load_shape(config_dir(str(source.model))) for source in sources]
 
 
 def accumulation(config: Config, command: str) -> int | None:
@@ -172,24 +144,6 @@ def ranks(config: Config, command: str) -> tuple[Rank, ...]:
         )
         for rank in range(world_size(config))
     )
-
-
-def model_shape(config: Config) -> Shape | None:
-    """Return the shape of the trained model; None if no model is set.
-
-    Raises:
-        MsrlError: if the model config is unreadable, or if it is a reward model.
-    """
-    load, path = config.checkpoint.load, config.model.path
-    if load is not None and (path is None or (config_dir(load) / "config.json").is_file()):
-        path = load
-    shape = None if path is None else load_shape(config_dir(path))
-    if shape is not None and shape.reward_head:
-        raise MsrlError(
-            f"{path}: {shape.architecture} generates scores instead of text. "
-            "Use it in reward.sources or convert it."
-        )
-    return shape
 
 
 def derived(config: Config, command: str) -> dict[str, str | int]:

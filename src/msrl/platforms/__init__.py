@@ -1,21 +1,23 @@
-"""Platforms (kinds of devices).
+"""Platforms (kinds of devices), one module each, selected by `cluster.platform: NAME`.
 
-`resolve("auto")` selects the first of npu, cuda and cpu that this machine supports.
+A module defines PLATFORM, an instance of `base.Platform`, and optionally AUTO_ORDER:
+`resolve("auto")` tries the platforms in this order and selects the first that this machine
+supports. It does not try a platform without AUTO_ORDER.
 """
 
 from __future__ import annotations
 
-import importlib
-
+from msrl import registry
 from msrl.errors import MsrlError
 from msrl.platforms.base import Platform
+from msrl.registry.declarations import declaration
 
-NAMES = ("npu", "cuda", "cpu")
+NAMES = registry.names(registry.PLATFORMS)
 
 
 def get(name: str) -> Platform:
     """Return the platform `name`. This machine need not support it."""
-    return importlib.import_module(f"msrl.platforms.{name}").PLATFORM
+    return registry.load(registry.PLATFORMS, name, key="cluster.platform").PLATFORM
 
 
 def resolve(name: str = "auto") -> Platform:
@@ -33,9 +35,17 @@ def resolve(name: str = "auto") -> Platform:
     return platform
 
 
+def auto_names() -> tuple[str, ...]:
+    """Return the platforms that `auto` tries, in this order."""
+    order = {
+        name: declaration(registry.PLATFORMS, name, key="").constant("AUTO_ORDER") for name in NAMES
+    }
+    return tuple(sorted((name for name in NAMES if order[name] is not None), key=order.__getitem__))
+
+
 def _first_supported() -> Platform:
     problems: list[str] = []
-    for platform in map(get, NAMES):
+    for platform in map(get, auto_names()):
         missing = platform.missing()
         if missing is None:
             return platform

@@ -376,3 +376,4 @@ def _redirect_megatron_dispatch() -> None:
 
 
 PLATFORM = CpuPlatform()
+AUTO_ORDER = 2

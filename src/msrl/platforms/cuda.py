@@ -216,3 +216,4 @@ class CudaPlatform(Platform):
 
 
 PLATFORM = CudaPlatform()
+AUTO_ORDER = 1

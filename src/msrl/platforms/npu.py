@@ -201,3 +201,4 @@ class NpuPlatform(Platform):
 
 
 PLATFORM = NpuPlatform()
+AUTO_ORDER = 0

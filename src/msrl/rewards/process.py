@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.config.schema import RewardConfig
+from msrl.config.sections.reward import RewardConfig
 from msrl.rewards.normalize import Moments, Reals, normalize
 from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
 from msrl.types import ScoredGroup

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
+from msrl.models.hf_config import ReadConfig, read_hf_config
 from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_scores
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
@@ -100,6 +101,7 @@ class Scorer:
         num_workers: Number of processes for verifiers and functions.
         memory_bytes: Limit of the address space of each process; 0 disables the limit.
         prompt_text: Function that decodes prompts for servers and models.
+        read_config: Function that returns the config.json of a reward model's folder.
 
     Raises:
         ManyErrors: `sources.mistakes` finds mistakes. No process is started.
@@ -112,11 +114,14 @@ class Scorer:
         *,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prompt_text: Callable[[Ints], str] | None = None,
+        read_config: ReadConfig = read_hf_config,
     ) -> None:
-        self._sources = checked(sources)
+        self._sources = checked(sources, read_config)
         numbers = range(len(self._sources))
         self._in_pool = [s for s in numbers if self._sources[s].in_pool]
-        self._clients = {s: self._sources[s].client() for s in numbers if s not in self._in_pool}
+        self._clients = {
+            s: self._sources[s].client(read_config) for s in numbers if s not in self._in_pool
+        }
         self._rows = RowSources(self._sources)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[s].worker_function(s) for s in self._in_pool]

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from msrl import registry
+from msrl.config.sections.reward import OnFailure, RewardSource
 from msrl.errors import ManyErrors, MsrlError
-from msrl.models.paths import runs_on_ranks
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import ReadConfig, read_hf_config
+from msrl.models.paths import config_dir, runs_on_ranks
 from msrl.rewards import functions
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
-VERIFIERS = "msrl.rewards.verifiers"
 KINDS = ("verifier", "function", "url", "model")
 TAG = "tag"
-OnFailure = Literal["wrong", "undecided", "fail"]
 Client = Remote | RewardModel | RankModel
 Mistake = tuple[int | None, str, str]  # entry (None: all entries), field, message
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Entry of `reward.sources`.
-
-    Exactly one of `verifier`, `function`, `url` (a server) and `model` (a folder) is set.
-
-    Attributes:
-        engine: Engine of a model: transformers (`hf`) or the training ranks (`megatron`). None
-            selects it by the format of the folder.
-        tags: Score only rows whose column `tag` (`Prompt.extra`) is one of these; empty: all rows.
-        wrong: Score of a failed call under `on_failure: wrong`. None uses the verifier's score of
-            wrong responses, and 0.0 for other kinds of sources.
-        on_failure: Effect of a failed call, see `score.py`.
-    """
-
-    verifier: str | None = None
-    weight: float = 1.0
-    timeout_s: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    function: str | None = None
-    url: str | None = None
-    model: str | None = None
-    name: str | None = None
-    tags: tuple[str, ...] = ()
-    wrong: float | None = None
-    on_failure: OnFailure | None = None
-    engine: Literal["hf", "megatron"] | None = None
+class Source(RewardSource):
+    """Entry of `reward.sources`: its keys, and what they mean."""
 
     @classmethod
-    def of(cls, section: object) -> Source:
+    def of(cls, section: RewardSource) -> Source:
         """Return the source that a section of the configuration describes."""
-        names = [field.name for field in fields(cls) if hasattr(section, field.name)]
-        return cls(**{name: getattr(section, name) for name in names})
+        return cls.model_construct(section.model_fields_set, **dict(section))
 
     @property
     def kind(self) -> str:
@@ -133,13 +107,15 @@ class Source:
             return Remote
         return RankModel if self.on_ranks else RewardModel
 
-    def client(self) -> Client:
+    def client(self, read_config: ReadConfig = read_hf_config) -> Client:
         """Return the client of a server or a model, without starting it."""
         if self.url is not None:
             return Remote(self.url, self.limit_s, **self.options)
         assert self.model is not None
         if self.on_ranks:
-            return RankModel(self.model, **self.options)
+            config = read_config(config_dir(self.model))
+            limit = shape_from_config(config).max_position_embeddings
+            return RankModel(self.model, limit, **self.options)
         return RewardModel(self.model, self.limit_s, **self.options)
 
     def worker_function(self, number: int) -> Function:
@@ -153,12 +129,14 @@ class Source:
 
 @cache
 def _verifier(name: str) -> ModuleType:
-    return registry.load(VERIFIERS, name, key="verifier")
+    return registry.load(registry.VERIFIERS, name, key="verifier")
 
 
-def checked(sources: Sequence[Source]) -> tuple[Source, ...]:
+def checked(
+    sources: Sequence[Source], read_config: ReadConfig = read_hf_config
+) -> tuple[Source, ...]:
     """Return the sources. Raises ManyErrors with one line per mistake."""
-    lines = [_mistake_line(mistake, sources) for mistake in mistakes(sources)]
+    lines = [_mistake_line(mistake, sources) for mistake in mistakes(sources, read_config)]
     if lines:
         raise ManyErrors(lines)
     return tuple(sources)
@@ -175,21 +153,28 @@ def _mistake_line(mistake: Mistake, sources: Sequence[Source]) -> str:
     return f"{setting}: {message}"
 
 
-def mistakes(sources: Sequence[Source]) -> Iterator[Mistake]:
-    """Yield the mistakes of the sources that are detectable before a process starts."""
+def mistakes(
+    sources: Sequence[Source], read_config: ReadConfig = read_hf_config
+) -> Iterator[Mistake]:
+    """Yield the mistakes of the sources that are detectable before a process starts.
+
+    `read_config` returns the config.json of a folder; a run passes that of its plan, which has read
+    each file once.
+    """
     if not sources:
         yield None, "", "is missing; set at least one, as in reward: {sources: [{verifier: acc}]}"
     elif not any(source.weight for source in sources):
         yield None, "", "all weights are 0, so every completion scores the same; set one"
     labels = [source.label for source in sources]
     for number, source in enumerate(sources):
-        yield from ((number, key, message) for key, message in _source_mistakes(source))
+        for key, message in _source_mistakes(source, read_config):
+            yield number, key, message
         if source.label in labels[:number]:
             key = "name" if source.name is not None else source.kind
             yield number, key, "is a duplicate; add up the weights, or set different names"
 
 
-def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+def _source_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[str, str]]:
     kinds = [kind for kind in KINDS if getattr(source, kind) is not None]
     if len(kinds) != 1:
         message = f"set exactly one of {', '.join(KINDS)}, not {len(kinds)}"
@@ -197,8 +182,6 @@ def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
         return
     if source.engine is not None and source.model is None:
         yield "engine", "applies only to a model"
-    if source.limit_s <= 0:
-        yield "timeout_s", f"the limit of {source.label} must be positive"
     if source.function is not None:
         message = functions.mistake(source.function, source.options)
         if message:
@@ -206,17 +189,19 @@ def _source_mistakes(source: Source) -> Iterator[tuple[str, str]]:
     elif source.verifier is not None:
         yield from _verifier_mistakes(source)
     else:
-        yield from _client_mistakes(source)
+        yield from _client_mistakes(source, read_config)
 
 
-def _client_mistakes(source: Source) -> Iterator[tuple[str, str]]:
+def _client_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[str, str]]:
     client, address = source.client_class, getattr(source, source.kind)
     if source.on_ranks and source.timeout_s is not None:
         message = "does not apply to a model on the training ranks; set cluster.rpc_timeout_s"
         yield "timeout_s", message
 
     def refusal(**options: Any) -> str | None:
-        return client.refusal(address, **options)
+        if client is Remote:
+            return Remote.refusal(address, **options)
+        return client.refusal(address, read_config=read_config, **options)
 
     yield from _plugin_mistakes(source, client.__init__, refusal)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
@@ -31,7 +32,7 @@ _SEED_BITS = 62
 class EngineSettings:
     """Settings for starting an engine.
 
-    If unset, `max_model_len` is the model's own limit and the other numbers depend on the machine.
+    Without `engine.max_model_len`, the limit is the model's own.
     With `random_weights`, the folder needs only a config and a tokenizer: weights are loaded with
     `load_weights` before anything is generated.
     """
@@ -39,14 +40,7 @@ class EngineSettings:
     model_dir: Path
     tokenizer_dir: Path | None = None
     dtype: str | None = None  # float32, bfloat16 or float16; None: that of the config
-    tp: int = 1
-    max_model_len: int | None = None  # tokens of prompt and response
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    memory_fraction: float = 0.5  # of the device's memory
-    eager: bool = False
-    prefix_cache: bool = True
+    engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     random_weights: bool = False
     verbose: bool = False
@@ -240,16 +234,17 @@ def kv_cache_bytes(
     Raises:
         MsrlError: A single sequence of maximum length does not fit into that fraction.
     """
-    per_block = kv_bytes_per_token(shape, BYTES_PER_ELEMENT[dtype], settings.tp) * block_tokens
+    engine = settings.engine
+    per_block = kv_bytes_per_token(shape, BYTES_PER_ELEMENT[dtype], engine.tp) * block_tokens
     blocks_per_sequence = -(-max_model_len // block_tokens)
     minimum = (blocks_per_sequence + 1) * per_block  # the engine reserves one block
-    requested = (blocks_per_sequence * settings.max_num_seqs + 1) * per_block
-    limit = int(available_bytes * settings.memory_fraction)
+    requested = (blocks_per_sequence * engine.max_num_seqs + 1) * per_block
+    limit = int(available_bytes * engine.memory_fraction)
     if minimum > limit:
         raise MsrlError(
             f"{settings.model_dir}: the KV cache of one sequence of {max_model_len} tokens "
             f"takes {minimum >> 20} MiB, but only "
-            f"{limit >> 20} MiB may be used ({settings.memory_fraction:g} of the free memory). "
+            f"{limit >> 20} MiB may be used ({engine.memory_fraction:g} of the free memory). "
             "Lower max_model_len or raise memory_fraction."
         )
     return min(requested, limit)

@@ -146,7 +146,7 @@ class VllmEngine:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         expected = expected_weights(self._shape)
-        if self._settings.tp == 1:
+        if self._settings.engine.tp == 1:
             self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
         else:
             with temporary.owned_folder(
@@ -190,7 +190,7 @@ class VllmEngine:
 
         The memory of this process is not released.
         """
-        if self._settings.tp > 1:
+        if self._settings.engine.tp > 1:
             self._llm.llm_engine.engine_core.shutdown()
         temporary.remove(self._folder)
 
@@ -248,7 +248,7 @@ def _finish_reason(reason: str) -> Literal["stop", "length"]:
 
 def _model_length(settings: EngineSettings, shape: Shape) -> int:
     """Return the maximum number of tokens of prompt and response together."""
-    length = settings.max_model_len or shape.max_position_embeddings
+    length = settings.engine.max_model_len or shape.max_position_embeddings
     if length > shape.max_position_embeddings:
         limit = shape.max_position_embeddings
         raise MsrlError(
@@ -276,9 +276,9 @@ def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: P
             "hidden_size / num_attention_heads."
             " The model can be trained, but not used for generation."
         )
-    if shape.num_attention_heads % settings.tp:
+    if shape.num_attention_heads % settings.engine.tp:
         raise MsrlError(
-            f"rollout.engine.tp={settings.tp}: must divide the {shape.num_attention_heads} "
+            f"rollout.engine.tp={settings.engine.tp}: must divide the {shape.num_attention_heads} "
             "attention heads. Choose another value."
         )
 
@@ -294,7 +294,7 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    for name, value in {**common, **platform.engine_environment(settings.tp)}.items():
+    for name, value in {**common, **platform.engine_environment(settings.engine.tp)}.items():
         os.environ.setdefault(name, value)
 
 
@@ -307,24 +307,24 @@ def _arguments(
         "tokenizer": str(settings.tokenizer_dir or settings.model_dir),
         "dtype": dtype,
         "seed": settings.seed,
-        "tensor_parallel_size": settings.tp,
+        "tensor_parallel_size": settings.engine.tp,
         "max_model_len": max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "enforce_eager": settings.eager,
-        "enable_prefix_caching": settings.prefix_cache,
-        "gpu_memory_utilization": settings.memory_fraction,
+        "max_num_seqs": settings.engine.max_num_seqs,
+        "enforce_eager": settings.engine.eager,
+        "enable_prefix_caching": settings.engine.prefix_cache,
+        "gpu_memory_utilization": settings.engine.memory_fraction,
         "load_format": "dummy" if settings.random_weights else "auto",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
-    if settings.tp > 1:
+    if settings.engine.tp > 1:
         # Inside a Ray actor, vLLM's default is Ray.
         arguments["distributed_executor_backend"] = "mp"
-    if settings.max_num_batched_tokens:
-        arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
-    kv_bytes = settings.kv_cache_bytes
+    if settings.engine.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = settings.engine.max_num_batched_tokens
+    kv_bytes = settings.engine.kv_cache_bytes
     if kv_bytes is None and platform.shares_main_memory:
         kv_bytes = kv_cache_bytes(
             shape, settings, dtype, max_model_len, _BLOCK_TOKENS, _available_memory()

@@ -14,8 +14,6 @@ from typing import Protocol
 from msrl import registry
 from msrl.types import StepReport
 
-PACKAGE = "msrl.tracking.trackers"
-
 
 class Tracker(Protocol):
     """Receiver of one report per step, in order."""
@@ -32,7 +30,7 @@ def check_trackers(names: Sequence[str]) -> None:
         MsrlError: a name is unknown, or a package or login is missing.
     """
     for name in names:
-        registry.load(PACKAGE, name, key="log.trackers").check()
+        registry.load(registry.TRACKERS, name, key="log.trackers").check()
 
 
 def open_trackers(
@@ -48,7 +46,7 @@ def open_trackers(
     Raises:
         MsrlError: a name is unknown, or a tracker cannot start.
     """
-    modules = [registry.load(PACKAGE, name, key="log.trackers") for name in names]
+    modules = [registry.load(registry.TRACKERS, name, key="log.trackers") for name in names]
     return tuple(module.open_tracker(run_dir, resumed_step=resumed_step) for module in modules)
 
 

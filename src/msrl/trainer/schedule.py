@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+
+from msrl.config.sections.base import Schedule as ScheduleKind
+from msrl.config.sections.train import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +18,24 @@ class Schedule:
     or `decay` below 1 is a fraction of all updates, otherwise a number of updates.
     """
 
-    kind: Literal["constant", "linear", "cosine", "wsd"]
+    kind: ScheduleKind
     lr: float
     min_lr: float
     warmup: float
     num_updates: int
     decay: float = 0.1
+
+    @staticmethod
+    def of(optimizer: OptimizerConfig, num_updates: int) -> Schedule:
+        """Return the schedule of an optimizer over `num_updates` updates."""
+        return Schedule(
+            optimizer.schedule,
+            optimizer.lr,
+            optimizer.min_lr,
+            optimizer.warmup,
+            num_updates,
+            optimizer.decay,
+        )
 
     @property
     def warmup_updates(self) -> int:

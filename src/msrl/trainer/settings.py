@@ -15,11 +15,15 @@ from msrl.config.sections.train import (
     OptimizerConfig,
     RecomputeConfig,
     RouterConfig,
+    TrainConfig,
 )
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat
+
+# Consecutive updates with a gradient that is not finite; the last one ends the run.
+MAX_SKIPPED = TrainConfig().max_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,7 @@ class ReplicaSettings:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     # Positions whose logits exist at once; None: all positions of a micro-batch.
     logit_chunk: int | None = None
-    # Consecutive updates with a gradient that is not finite; the last one ends the run.
-    max_skipped: int = 3
+    max_skipped: int = MAX_SKIPPED
     bad_batch_dir: Path | None = None  # folder for the batch of that last update
 
 
@@ -78,7 +81,7 @@ def critic_settings(
     hf_dir: Path | None = None,
     recompute: RecomputeConfig | None = None,
     offload: OffloadConfig | None = None,
-    max_skipped: int = 3,
+    max_skipped: int = MAX_SKIPPED,
     bad_batch_dir: Path | None = None,
 ) -> ReplicaSettings:
     """Return the settings of a critic, which trains all parameters except the bias of its head.

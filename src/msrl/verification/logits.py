@@ -19,7 +19,6 @@ from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.mcore.files import SIDECAR
 from msrl.checkpoint.mcore.locate import saved_layout
 from msrl.checkpoint.source import WeightSource
-from msrl.config.schema import Config
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import read_hf_config
@@ -34,10 +33,11 @@ from msrl.verification import layerwise
 class LogitSource:
     """Computation of the logits of `token_ids`, each sequence [T, vocabulary].
 
-    With `in_memory`, the complete model is in memory; otherwise one layer at a time.
+    Megatron runs on `platform`, a choice of `cluster.platform`. With `in_memory`, the complete
+    model is in memory; otherwise one layer at a time.
     """
 
-    config: Config
+    platform: str
     token_ids: list[list[int]]
     in_memory: bool
 
@@ -69,7 +69,7 @@ class LogitSource:
         from msrl.trainer.probe import megatron_logits
 
         layout = saved_layout(checkpoint) if self.in_memory else SINGLE_RANK
-        platform = platforms.resolve(self.config.cluster.platform)
+        platform = platforms.resolve(self.platform)
         has_devices = self.in_memory and (
             platform.name == "cpu" or platform.device_count() >= layout.ranks_per_model
         )

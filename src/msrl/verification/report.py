@@ -18,7 +18,7 @@ from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
-from msrl.config.schema import Config
+from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.shape import Shape
@@ -78,9 +78,11 @@ def require_memory(shape: Shape) -> None:
         )
 
 
-def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list[Check]:
+def checks(
+    convert: ConvertConfig, platform: str, source: WeightSource, load: Path, save: Path
+) -> list[Check]:
     """Run all comparisons of the result in `save` with the `source` in `load`."""
-    convert, dtype = config.convert, CHOICES[config.convert.dtype]
+    dtype = CHOICES[convert.dtype]
     to_hf = convert.command in ("mcore2hf", "hf2hf")
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
     bit_checks = [
@@ -94,7 +96,7 @@ def checks(config: Config, source: WeightSource, load: Path, save: Path) -> list
     samples, in_memory = sample_tokens(source.shape, source.hf_dir), fits_in_memory(source.shape)
     if not in_memory:
         print("The model does not fit into memory: computing its logits layer by layer")
-    logits = LogitSource(config, samples.token_ids, in_memory)
+    logits = LogitSource(platform, samples.token_ids, in_memory)
     description = "transformers, Megatron"
     if to_hf and (isinstance(source, MergedSource) or convert.command == "hf2hf"):
         left, right = logits.from_folder(result, save), logits.from_weights(source, dtype)

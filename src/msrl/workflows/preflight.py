@@ -10,10 +10,11 @@ from pathlib import Path
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import RunPlan
 
 
-def check(config: Config, command: str) -> str:
-    """Check the inputs of a command as the command does.
+def check(plan: RunPlan) -> str:
+    """Check the inputs of a planned command as the command does.
 
     Returns:
         A summary of the inputs.
@@ -22,28 +23,30 @@ def check(config: Config, command: str) -> str:
         MsrlError: the command would refuse them.
     """
     try:
-        return _CHECKS[command](config)
+        if plan.is_training:
+            return _train_grpo(plan) if plan.is_grpo else _train_sft(plan)
+        return _CHECKS[plan.command](plan.config)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise MsrlError(f"{name}cannot be read or written: {error.strerror or error}") from error
 
 
-def _train_sft(config: Config) -> str:
+def _train_sft(plan: RunPlan) -> str:
     from msrl.workflows.sft.run import prepare
     from msrl.workflows.training.preflight import check_start, planned_platform
 
-    job = prepare(config, planned_platform(config))
+    job = prepare(plan, planned_platform(plan.config))
     longest = job.train.longest
-    check_start(config, "train-sft", job.platform, job.resume, longest=longest)
+    check_start(plan, job.platform, job.resume, longest=longest)
     return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
 
 
-def _train_grpo(config: Config) -> str:
+def _train_grpo(plan: RunPlan) -> str:
     from msrl.workflows.rl.setup import prepare
     from msrl.workflows.training.preflight import check_start, planned_platform
 
-    job = prepare(config, planned_platform(config))
-    check_start(config, "train-grpo", job.platform, job.resume)
+    job = prepare(plan, planned_platform(plan.config))
+    check_start(plan, job.platform, job.resume)
     return (
         f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
         f"{job.placement.num_devices} devices placed"
@@ -81,8 +84,6 @@ def _convert(config: Config) -> str:
 
 
 _CHECKS = {
-    "train-sft": _train_sft,
-    "train-grpo": _train_grpo,
     "preprocess": _preprocess,
     "generate": _generate,
     "chat": _chat,

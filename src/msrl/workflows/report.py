@@ -8,13 +8,14 @@ from pathlib import Path
 from msrl.config.loader import Flag, load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
 from msrl.tracking.run import ATTEMPTS, CONFIG
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.completed import final_results
-from msrl.workflows.training.run_log import checkpoint_root, next_command, write_results
+from msrl.workflows.training.run_log import next_command, write_results
 
 
 def run(folder: Path) -> None:
@@ -35,7 +36,8 @@ def run(folder: Path) -> None:
     saved = _last_checkpoint(config)
     is_completed = saved is not None and _is_completed(folder, saved)
     if saved is not None and is_completed:
-        results = final_results(config, saved, folder)
+        training = "train-grpo" if config.reward.sources else "train-sft"
+        results = final_results(resolve(config, training), saved, folder)
     else:
         results = checkpoint_results(saved, is_done=True)
     command = next_command(config, folder, results, is_completed)
@@ -53,7 +55,7 @@ def _config(folder: Path) -> Config:
 
 def _last_checkpoint(config: Config) -> SavedTraining | None:
     """Return the newest complete checkpoint of the run, or None."""
-    root = checkpoint_root(config)
+    root = checkpoint_folder(config)
     for step in reversed(saved_steps(root)):
         saved = SavedTraining(root, step)
         if saved.damage() is None:

@@ -6,18 +6,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, create_model
 
+from msrl import registry
+from msrl.config.presets import preset_names
 from msrl.config.sections.base import (
     Bool,
     Count,
     Float,
     Fraction,
     NonNegative,
+    OneOf,
     Positive,
     Section,
     Size,
-    Text,
     UpToOne,
 )
+from msrl.config.unsupported import not_yet
+
+
+def _supported(key: str, package: str) -> OneOf:
+    """Return the plugins of a package except those that this version refuses."""
+    return OneOf(tuple(name for name in registry.names(package) if not not_yet(key, name)))
+
+
+Estimator = Annotated[str, _supported("algo.advantage.estimator", registry.ADVANTAGES)]
+PolicyLossName = Annotated[str, _supported("algo.policy_loss", registry.LOSSES)]
 
 _LAMBDA = Field(
     default=0.95,
@@ -32,11 +44,7 @@ _WithLambda: type[Section] = create_model("_WithLambda", __base__=Section, **_KE
 class AdvantageConfig(_WithLambda):
     """Computation of advantages from rewards."""
 
-    estimator: Text = Field(
-        default="group_norm",
-        description="Advantage estimator: group_norm, dr_grpo, rloo, cpgd, reinforce, "
-        "reinforce_baseline, reinforce_pp or gae.",
-    )
+    estimator: Estimator = Field(default="group_norm", description="Advantage estimator.")
     gamma: Fraction = Field(
         default=1.0,
         description="Discount factor per token of reinforce, reinforce_pp and gae. "
@@ -240,23 +248,7 @@ class MismatchConfig(Section):
 class AlgoConfig(Section):
     """Advantages and loss of train-grpo."""
 
-    preset: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "gmpo",
-            "cpgd",
-            "rloo",
-            "reinforce",
-            "reinforce_pp",
-            "ppo",
-            "topr",
-            "cispo",
-        ]
-        | None
-    ) = Field(
+    preset: Annotated[str, OneOf(preset_names())] | None = Field(
         default=None,
         description="Published algorithm that provides the values of keys in this section that "
         "are not set. Default: none.",
@@ -270,9 +262,7 @@ class AlgoConfig(Section):
         "its tokens' ratios (GSPO). With sequence, each token keeps its own advantage and weight "
         "(GSPO-token).",
     )
-    policy_loss: Text = Field(
-        default="ppo", description="Policy loss: ppo, gmpo, cpgd, topr, tis, cispo or vanilla."
-    )
+    policy_loss: PolicyLossName = Field(default="ppo", description="Policy loss.")
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Additional options of the advantage estimator and the policy loss, by name.",

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic_core import CoreSchema, core_schema
+
+from msrl import registry
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Choices of a text value that are known only at run time, such as names of plugins."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.literal_schema(list(self.names))
+
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
@@ -34,7 +49,7 @@ def _split(value: object) -> object:
 
 LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
 
-Platform = Literal["auto", "cpu", "cuda", "npu"]
+Platform = Annotated[str, OneOf(("auto", *registry.names(registry.PLATFORMS)))]
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "hf2hf", "lora2hf", "inspect"]

@@ -6,23 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from msrl import registry
 from msrl.config.sections.base import (
     Bool,
     ConvertCommand,
     Count,
     Dtype,
-    Fraction,
-    LayerNumbers,
     NonNegative,
     Section,
-    Size,
     Text,
-    TopK,
-    UpToOne,
 )
+from msrl.config.sections.rollout import SamplingConfig
+from msrl.config.sections.train import LayoutConfig
+from msrl.config.templates import template_names
 
 
-class ConvertConfig(Section):
+class ConvertConfig(LayoutConfig):
     """Settings of `msrl convert-ckpt`."""
 
     command: ConvertCommand | None = Field(
@@ -38,28 +37,6 @@ class ConvertConfig(Section):
         default=None,
         description="Hugging Face folder with config.json and tokenizer. "
         "Default: those of the checkpoint.",
-    )
-    tp: Count = Field(default=1, description="Tensor-parallel size of the written checkpoint.")
-    pp: Count = Field(default=1, description="Pipeline-parallel size of the written checkpoint.")
-    vpp: Count | None = Field(
-        default=None,
-        description="Number of layers per virtual pipeline stage. Default: no virtual stages.",
-    )
-    num_layer_list: LayerNumbers | None = Field(
-        default=None,
-        description="Number of layers of each pipeline stage, as in 11,13,19,21. "
-        "Default: equal stages.",
-    )
-    noop_layers: LayerNumbers = Field(
-        default=(),
-        description="Pipeline positions that hold no layer, counted from 0, as in 0,47. "
-        "Default: none.",
-    )
-    ep: Count = Field(default=1, description="Expert-parallel size of the written checkpoint.")
-    etp: Count | None = Field(
-        default=None,
-        description="Tensor-parallel size of each expert in the written checkpoint. "
-        "Default: convert.tp.",
     )
     moe_grouped_gemm: Bool = Field(
         default=False,
@@ -117,11 +94,14 @@ class PreprocessConfig(Section):
         "or prompts with ground truths (prompts). Default: the kind of the handler.",
     )
     handler: Text | None = Field(
-        default=None, description="Dataset handler, which reads a row as a conversation."
+        default=None,
+        description="Dataset handler, which reads a row as a conversation.",
+        examples=[*registry.names(registry.HANDLERS)],
     )
     template: Text | None = Field(
         default=None,
         description="Prompt template, by name or by path of a YAML file. pretrain needs none.",
+        examples=[*template_names()],
     )
     output_prefix: Text | None = Field(
         default=None, description="Path that all written file names start with, as in data/sft."
@@ -163,12 +143,34 @@ class PreprocessConfig(Section):
     )
 
 
-class GenerateConfig(Section):
-    """Settings of `msrl generate`."""
+class ResponseConfig(SamplingConfig):
+    """Model, prompt format and sampling of `msrl generate` and `msrl chat`."""
 
     model: Text | None = Field(
         default=None, description="Hugging Face folder or mcore checkpoint folder."
     )
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of weights and activations. Default: the type of the checkpoint.",
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template, if it has one.",
+        examples=[*template_names()],
+    )
+    system: Annotated[str, Strict()] | None = Field(
+        default=None, description="System message. Default: the message of the template."
+    )
+    max_tokens: Count = Field(default=256, description="Maximum response length in tokens.")
+    temperature: NonNegative = Field(
+        default=0.0, description="Sampling temperature. 0 decodes greedily."
+    )
+
+
+class GenerateConfig(ResponseConfig):
+    """Settings of `msrl generate`."""
+
     prompt: Annotated[str, Strict()] | None = Field(
         default=None, description="A single prompt. Set this key or generate.input."
     )
@@ -179,81 +181,14 @@ class GenerateConfig(Section):
         default=None, description="JSONL file to write. Default: standard output."
     )
     engine: Literal["vllm"] = Field(default="vllm", description="Inference engine.")
-    dtype: Dtype | None = Field(
-        default=None,
-        description="Data type of weights and activations. Default: the type of the checkpoint.",
-    )
-    template: Text | None = Field(
-        default=None,
-        description="Prompt template, by name or by path of a YAML file. "
-        "Default: the tokenizer's chat template, if it has one.",
-    )
-    system: Annotated[str, Strict()] | None = Field(
-        default=None, description="System message. Default: the message of the template."
-    )
-    max_tokens: Count = Field(default=256, description="Maximum response length in tokens.")
-    temperature: NonNegative = Field(
-        default=0.0, description="Sampling temperature. 0 decodes greedily."
-    )
-    top_p: Fraction = Field(
-        default=1.0,
-        description="Sample from the smallest set of tokens with this total probability. "
-        "1 disables it.",
-    )
-    top_k: TopK = Field(
-        default=-1, description="Sample from this many of the likeliest tokens. -1 disables it."
-    )
-    min_p: UpToOne = Field(
-        default=0.0,
-        description="Drop tokens below this fraction of the likeliest token's probability. "
-        "0 disables it.",
-    )
     num_samples: Count = Field(default=1, description="Number of responses per prompt.")
-    seed: Size | None = Field(default=None, description="Seed of sampling. Default: run.seed.")
-    stop: tuple[Text, ...] = Field(
-        default=(),
-        description="Texts that end a response, in addition to the template's end of turn.",
-    )
     raw: Bool = Field(default=False, description="Use prompts as they are, without a template.")
 
 
-class ChatConfig(Section):
+class ChatConfig(ResponseConfig):
     """Settings of `msrl chat`."""
 
-    model: Text | None = Field(
-        default=None, description="Hugging Face folder or mcore checkpoint folder."
-    )
-    dtype: Dtype | None = Field(
-        default=None,
-        description="Data type of weights and activations. Default: the type of the checkpoint.",
-    )
-    template: Text | None = Field(
-        default=None,
-        description="Prompt template, by name or by path of a YAML file. "
-        "Default: the tokenizer's chat template, if it has one.",
-    )
-    system: Annotated[str, Strict()] | None = Field(
-        default=None, description="System message. Default: the message of the template."
-    )
     max_tokens: Count = Field(default=512, description="Maximum response length in tokens.")
     temperature: NonNegative = Field(
         default=0.7, description="Sampling temperature. 0 decodes greedily."
-    )
-    top_p: Fraction = Field(
-        default=1.0,
-        description="Sample from the smallest set of tokens with this total probability. "
-        "1 disables it.",
-    )
-    top_k: TopK = Field(
-        default=-1, description="Sample from this many of the likeliest tokens. -1 disables it."
-    )
-    min_p: UpToOne = Field(
-        default=0.0,
-        description="Drop tokens below this fraction of the likeliest token's probability. "
-        "0 disables it.",
-    )
-    seed: Size | None = Field(default=None, description="Seed of sampling. Default: run.seed.")
-    stop: tuple[Text, ...] = Field(
-        default=(),
-        description="Texts that end a response, in addition to the template's end of turn.",
     )

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, create_model
 
+from msrl import registry
 from msrl.config.sections.base import (
     BelowOne,
     Bool,
     Count,
     Dtype,
     NonNegative,
+    OneOf,
     Platform,
     Positive,
     Schedule,
@@ -21,6 +23,9 @@ from msrl.config.sections.base import (
     Size,
     Text,
 )
+from msrl.config.templates import template_names
+
+Tracker = Annotated[str, OneOf(registry.names(registry.TRACKERS))]
 
 
 class RunConfig(Section):
@@ -60,6 +65,7 @@ class ModelConfig(Section):
         default=None,
         description="Prompt template that the data must have been rendered with. "
         "Default: any template.",
+        examples=[*template_names()],
     )
 
 
@@ -255,7 +261,7 @@ class LogConfig(Section):
         description="Number of steps between two lines on the terminal. "
         "metrics.jsonl has every step.",
     )
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    trackers: tuple[Tracker, ...] = Field(
         default=("tensorboard",),
         description="Trackers that receive the metrics in addition to metrics.jsonl. The variables "
         "WANDB_PROJECT, WANDB_MODE etc. configure wandb.",

@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from msrl import registry
 from msrl.config.sections.base import Float, NonNegative, Positive, Seconds, Section, Size, Text
+
+OnFailure = Literal["wrong", "undecided", "fail"]
 
 
 class RewardSource(Section):
@@ -15,7 +18,11 @@ class RewardSource(Section):
     Exactly one of verifier, function, url and model is set.
     """
 
-    verifier: Text | None = Field(default=None, description="Name of a verifier.")
+    verifier: Text | None = Field(
+        default=None,
+        description="Name of a verifier.",
+        examples=[*registry.names(registry.VERIFIERS)],
+    )
     function: Text | None = Field(
         default=None,
         description="User function as path/file.py:function, called with "
@@ -55,7 +62,7 @@ class RewardSource(Section):
         description="Score of a failed call that counts as wrong. "
         "Default: the verifier's score of wrong responses, else 0.",
     )
-    on_failure: Literal["wrong", "undecided", "fail"] | None = Field(
+    on_failure: OnFailure | None = Field(
         default=None,
         description="Effect of a failed call: score as wrong (wrong), use the mean of the other "
         "scores in the group (undecided), or end the run (fail). "

@@ -71,10 +71,10 @@ class OptimizerConfig(Section):
     )
 
 
-class ParallelConfig(Section):
-    """Parallel layout of the model. The remaining factor of the world size is data parallel."""
+class LayoutConfig(Section):
+    """Parallel layout of a model: the ranks that share its tensors and layers."""
 
-    tp: Count = Field(default=1, description="Tensor-parallel size, in devices.")
+    tp: Count = Field(default=1, description="Tensor-parallel size, in ranks.")
     pp: Count = Field(default=1, description="Pipeline-parallel size, in stages.")
     ep: Count = Field(
         default=1,
@@ -82,16 +82,7 @@ class ParallelConfig(Section):
     )
     etp: Count | None = Field(
         default=None,
-        description="Tensor-parallel size of each expert, in devices. Default: train.parallel.tp.",
-    )
-    cp: Count = Field(
-        default=1,
-        description="Context-parallel size: number of ranks that share the tokens of each "
-        "sequence.",
-    )
-    cp_algo: Literal["allgather"] = Field(
-        default="allgather",
-        description="Exchange of keys and values between context-parallel ranks.",
+        description="Tensor-parallel size of each expert, in ranks. Default: tp.",
     )
     vpp: Count | None = Field(
         default=None,
@@ -106,6 +97,20 @@ class ParallelConfig(Section):
         default=(),
         description="Pipeline positions that hold no layer, counted from 0, as in 0,47. "
         "Default: none.",
+    )
+
+
+class ParallelConfig(LayoutConfig):
+    """Parallel layout of training. The remaining factor of the world size is data parallel."""
+
+    cp: Count = Field(
+        default=1,
+        description="Context-parallel size: number of ranks that share the tokens of each "
+        "sequence.",
+    )
+    cp_algo: Literal["allgather"] = Field(
+        default="allgather",
+        description="Exchange of keys and values between context-parallel ranks.",
     )
     sp: Bool = Field(
         default=False,

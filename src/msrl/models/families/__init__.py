@@ -7,7 +7,6 @@ and `rules(shape: Shape) -> Rules`. A new family needs one new file and no other
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +24,13 @@ from msrl.models.reward_head import (
 from msrl.models.rules import Rule, Rules
 from msrl.models.shape import Shape
 
-_PACKAGE = "msrl.models.families"
-
 
 @functools.cache
 def families() -> dict[str, ModuleType]:
     """Return the family modules by architecture name."""
-    modules = [importlib.import_module(f"{_PACKAGE}.{name}") for name in registry.names(_PACKAGE)]
+    modules = [
+        registry.load(registry.FAMILIES, name, key="") for name in registry.names(registry.FAMILIES)
+    ]
     return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
 
 

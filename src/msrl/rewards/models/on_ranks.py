@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from msrl.errors import MsrlError, hub_hint
-from msrl.models.families import load_shape
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import ReadConfig, read_hf_config
 from msrl.models.paths import config_dir
 from msrl.models.shape import Shape
 from msrl.rewards.models.server import option_refusal
@@ -33,11 +34,15 @@ It returns the score at the last token of each sequence.
 
 
 class RankModel:
-    """Reward model on the training ranks, with the options of `RewardModel` except the device."""
+    """Reward model on the training ranks, with the options of `RewardModel` except the device.
+
+    The model supports sequences of up to `max_length` tokens.
+    """
 
     def __init__(
         self,
         path: str,
+        max_length: int,
         *,
         template: Literal["plain", "chat"] = "plain",
         prompt_column: str = "",
@@ -46,7 +51,7 @@ class RankModel:
     ) -> None:
         self.path = path
         self._template, self._prompt_column = template, prompt_column
-        self._batch, self._max_tokens = batch, max_tokens
+        self._batch, self._limit = batch, max_tokens or max_length
         self._rank_score: RankScore | None = None
         self._tokenizer: Any = None
 
@@ -58,6 +63,7 @@ class RankModel:
         prompt_column: str = "",
         batch: int = 8,
         max_tokens: int = 0,
+        read_config: ReadConfig = read_hf_config,
         **_: Any,
     ) -> str | None:
         """Return the reason why the folder or these options cannot be used, or None."""
@@ -66,7 +72,7 @@ class RankModel:
             remedy = "use an mcore checkpoint written by msrl, or a Hugging Face folder"
             return f"has no config.json, directly or in {folder.name}; {remedy}{hub_hint(path)}"
         try:
-            shape = load_shape(folder)
+            shape = shape_from_config(read_config(folder))
         except MsrlError as error:
             return str(error)
         reason = _folder_refusal(folder, shape)
@@ -75,10 +81,6 @@ class RankModel:
         if reason is None and max_tokens > limit:
             return f"options.max_tokens={max_tokens}: the model takes at most {limit} tokens"
         return reason
-
-    @property
-    def shape(self) -> Shape:
-        return load_shape(config_dir(self.path))
 
     def connect(self, score: RankScore) -> None:
         """Load the tokenizer and use `score` of the started ranks from now on."""
@@ -92,7 +94,7 @@ class RankModel:
     def score(self, items: Sequence[Item]) -> list[CallResult]:
         """Return the score of every item, or the reason why it has none."""
         assert self._rank_score is not None, "the ranks have not been started"
-        limit = self._max_tokens or self.shape.max_position_embeddings
+        limit = self._limit
         sequences = [self._token_ids(item.use_prompt_column(self._prompt_column)) for item in items]
         fitting = [number for number, ids in enumerate(sequences) if 0 < len(ids) <= limit]
         results: list[CallResult] = []

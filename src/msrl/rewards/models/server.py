@@ -7,7 +7,6 @@ model is a Hugging Face folder of a sequence classifier with one label.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import selectors
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msrl.errors import MsrlError, hub_hint
+from msrl.models.hf_config import ReadConfig, read_hf_config
 from msrl.rewards.models.worker import LENGTH, Settings
 from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
@@ -67,6 +67,7 @@ class RewardModel:
         prompt_column: str = "",
         batch: int = 8,
         max_tokens: int = 0,
+        read_config: ReadConfig = read_hf_config,
         **_: Any,
     ) -> str | None:
         """Return the reason why the folder or these options cannot be used, or None."""
@@ -74,8 +75,11 @@ class RewardModel:
         if not file.is_file():
             remedy = "use a Hugging Face folder or, with engine: megatron, an mcore checkpoint"
             return f"has no config.json; {remedy}{hub_hint(path)}"
-        config = json.loads(file.read_text(encoding="utf-8"))
-        architectures = config.get("architectures") or ["none"]
+        try:
+            config = read_config(Path(path))
+        except MsrlError as error:
+            return str(error)
+        architectures = config.values.get("architectures") or ["none"]
         if not any("SequenceClassification" in name for name in architectures):
             remedy = "use a ...ForSequenceClassification model"
             return f"is {architectures[0]}, which has no scalar head; {remedy}"

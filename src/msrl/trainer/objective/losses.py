@@ -142,7 +142,7 @@ class PolicyLoss:
         return loss, {**sums, "loss": loss.detach() * num_tokens}
 
     def _policy(self, tokens: PolicyTokens) -> TokenLosses:
-        plugin = registry.load("msrl.algorithms.losses", self.policy_loss, key="algo.policy_loss")
+        plugin = registry.load(registry.LOSSES, self.policy_loss, key="algo.policy_loss")
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual": self.dual}
         return plugin.policy_loss(
             tokens, **required_arguments(plugin.policy_loss, clip), **self.options

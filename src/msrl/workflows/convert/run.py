@@ -245,7 +245,7 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
     """
     start = time.perf_counter()
     try:
-        checks = report.checks(config, source, load, save)
+        checks = report.checks(config.convert, config.cluster.platform, source, load, save)
     except BaseException:
         print(f"Wrote {save}, but did not verify it: the verification was interrupted")
         raise

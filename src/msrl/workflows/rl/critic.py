@@ -31,14 +31,7 @@ class CriticUpdater:
     def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int) -> None:
         optimizer, num_updates = critic_optimizer(config), num_steps * updates_per_step(config)
         self._trainers, self._loss = trainers, ValueLoss(config.algo.value.clip)
-        self._schedule = Schedule(
-            optimizer.schedule,
-            optimizer.lr,
-            optimizer.min_lr,
-            optimizer.warmup,
-            num_updates,
-            optimizer.decay,
-        )
+        self._schedule = Schedule.of(optimizer, num_updates)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> Reals:  # [N]
         """Return the value of the state before each response token.

@@ -14,21 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
-from msrl.config.schema import Config
-from msrl.models.paths import config_dir
-from msrl.models.reward_head import has_classifier
-from msrl.plan.derived import (
-    critic_shape,
-    max_model_len,
-    model_shape,
-    needs_critic,
-    needs_reference,
-    world_size,
-)
+from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
-from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
@@ -41,16 +30,12 @@ from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
-from msrl.workflows.training.export import export_critic
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
-    hf_files,
     rank_settings,
-    tokenizer_path,
-    weights_path,
 )
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
@@ -68,26 +53,26 @@ CURVES = (
 )
 
 
-def run(config: Config) -> None:
+def run(plan: RunPlan) -> None:
     """Train a model as configured.
 
     Raises:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
-    job = prepare(config)
+    config, job = plan.config, prepare(plan)
     if job.resume is not None and job.resume.step == job.num_steps:
-        finish_completed(config, job.resume, CURVES)
+        finish_completed(plan, job.resume, CURVES)
         return
-    check_start(config, "train-grpo", job.platform, job.resume)
+    check_start(plan, job.platform, job.resume)
     with open_session(
-        config,
+        plan,
         start_step=job.start_step,
         num_steps=job.num_steps,
         resume=job.resume,
         curves=CURVES,
     ) as session:
         start_time = time.perf_counter()
-        ranks = counted(world_size(config), "training rank")
+        ranks = counted(plan.world_size, "training rank")
         engines = counted(config.rollout.engine.dp, "engine")
         session.note(
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
@@ -98,7 +83,7 @@ def run(config: Config) -> None:
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
             _train(job, workers, session)
-        session.finish(partial(_export_critic, config))
+        session.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +150,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
     Generation is excluded because memory bandwidth limits it, not arithmetic.
     """
-    shape, seconds = model_shape(job.config), clock.seconds.get("update", 0.0)
-    assert shape is not None, "the ranks have loaded the model"
+    shape, seconds = job.plan.shape, clock.seconds.get("update", 0.0)
     if not seconds:
         return {}
     sequences, epochs = prepared.sequences, job.config.train.updates.epochs
@@ -198,7 +182,7 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 placed,
                 "rollout",
                 RolloutActor,
-                [(_engine_settings(job.config, job.hf_dir), platform.name)] * len(engine_env),
+                [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
             )
@@ -219,10 +203,10 @@ def _trainer_group(
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
     settings = rank_settings(
-        config,
+        job.plan,
         platform.name,
         resume=job.resume,
-        reference=weights_path(config) if needs_reference(config) else None,
+        reference=job.plan.model.weights if job.plan.needs_reference else None,
         reward_models=reward_models,
     )
     timeout_s = config.cluster.rpc_timeout_s
@@ -236,7 +220,7 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     they start after the ranks.
     """
     pending = engines.begin_start() if job.platform.shares_main_memory else None
-    trainers.start(job.resume, save_plan(job.config))
+    trainers.start(job.resume, save_plan(job.plan))
     engines.finish_start(engines.begin_start() if pending is None else pending)
     weights = trainers.weights()
     trainers.offload()
@@ -266,28 +250,23 @@ def _scorer(job: RLSetup) -> Scorer:
 
     sources = [Source.of(section) for section in job.config.reward.sources]
     return Scorer(
-        sources, num_workers=max(1, min(8, job.platform.device_count())), prompt_text=prompt_text
+        sources,
+        num_workers=max(1, min(8, job.platform.device_count())),
+        prompt_text=prompt_text,
+        read_config=job.plan.hf_config,
     )
 
 
-def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
+def _engine_settings(plan: RunPlan) -> EngineSettings:
     """Return the settings of an engine.
 
     It starts with random weights, which the ranks replace before the first prompt.
     """
-    max_length = max_model_len(config)
     settings = engine_settings(
-        config, hf_dir, dtype=config.model.dtype, max_model_len=max_length, random_weights=True
+        plan.config,
+        plan.model.hf_dir,
+        dtype=plan.dtype,
+        max_model_len=plan.max_model_len,
+        random_weights=True,
     )
-    return replace(settings, tokenizer_dir=tokenizer_path(config))
-
-
-def _export_critic(config: Config, checkpoint: SavedTraining, run_dir: Path) -> dict[str, Path]:
-    """Export the critic of a checkpoint, if it can be a Hugging Face model."""
-    shape = critic_shape(config) if needs_critic(config) else None
-    if shape is None or not has_classifier(shape.architecture):
-        return {}
-    load = config.cluster.roles.critic.load
-    config_folder = hf_files(config) if load is None else config_dir(load)
-    folder = export_critic(checkpoint, run_dir / "hf_critic", shape, config_folder)
-    return {"Hugging Face critic": folder}
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir)

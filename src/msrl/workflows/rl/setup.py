@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msrl.cluster.placement import Placement, Role, plan
+from msrl.cluster.placement import Placement
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset
 from msrl.data.order import RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
-from msrl.plan.derived import updates_per_step, world_size
+from msrl.plan.derived import updates_per_step
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
@@ -25,14 +26,11 @@ from msrl.types import Prompt, SamplingParams
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.preflight import check_run_folder
-from msrl.workflows.training.run_log import checkpoint_root
 from msrl.workflows.training.settings import (
     check_order,
     checkpoint_to_resume,
-    hf_files,
     order_state,
     policy_schedule,
-    tokenizer_path,
 )
 
 
@@ -40,6 +38,7 @@ from msrl.workflows.training.settings import (
 class RLSetup:
     """Setup of a run, which does not depend on the cluster."""
 
+    plan: RunPlan
     config: Config
     platform: Platform
     placement: Placement
@@ -71,7 +70,7 @@ class Prompts:
         return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
-def prepare(config: Config, platform: Platform | None = None) -> RLSetup:
+def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     """Check everything that can be checked before Ray starts and return the setup of the run.
 
     `platform` is that of the configuration by default, which this machine must support then.
@@ -79,55 +78,54 @@ def prepare(config: Config, platform: Platform | None = None) -> RLSetup:
     Raises:
         MsrlError: The configuration, the data or the checkpoint is invalid.
     """
-    if config.data.train is None:
+    config, prefix = plan.config, plan.data.train
+    if prefix is None:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
     platform = platform or resolve(config.cluster.platform)
     check_run_folder(config)
-    hf_dir = hf_files(config)
-    tokenizer = open_tokenizer(tokenizer_path(config))
-    prompts = _checked_prompts(config, config.data.train, tokenizer, hf_dir)
+    tokenizer = open_tokenizer(plan.tokenizer_dir)
+    prompts = _checked_prompts(plan, prefix, tokenizer)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
-    eval_prompts = _eval_prompts(config, tokenizer, hf_dir)
+    eval_prompts = _eval_prompts(plan, tokenizer)
     _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
     num_steps = count_steps(config, len(prompts.rows))
-    resume, state = _checkpoint_and_state(config, prompts.order, num_steps)
+    resume, state = _checkpoint_and_state(plan, prompts.order, num_steps)
     return RLSetup(
+        plan=plan,
         config=config,
         platform=platform,
-        placement=_placement(config, platform),
+        placement=plan.place(platform.ray_resource),
         prompts=prompts,
         state=state,
         eval_prompts=eval_prompts,
-        sampling=_sampling(config, prompts.dataset),
+        sampling=plan.sampling,
         num_steps=num_steps,
         resume=resume,
-        hf_dir=hf_dir,
+        hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
     )
 
 
-def _checked_prompts(
-    config: Config, prefix: str, tokenizer: TextTokenizer, hf_dir: Path
-) -> Prompts:
+def _checked_prompts(plan: RunPlan, prefix: str, tokenizer: TextTokenizer) -> Prompts:
     """Return the prompts of a dataset that fits the model. Raises MsrlError."""
-    prompts = _prompts(config, prefix, tokenizer)
-    check_data(prompts.dataset.manifest, config, hf_dir, prefix)
-    verify_data(prompts.dataset, hf_dir)
+    prompts = _prompts(plan.config, prefix, tokenizer)
+    check_data(prompts.dataset.manifest, plan, prefix)
+    verify_data(prompts.dataset, plan)
     return prompts
 
 
-def _eval_prompts(config: Config, tokenizer: TextTokenizer, hf_dir: Path) -> tuple[Prompt, ...]:
+def _eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
     """Return the first `eval.prompts` prompts of `data.eval`; all if it is not set."""
-    if not config.data.eval:
+    if not plan.data.eval:
         return ()
-    held_out = _checked_prompts(config, config.data.eval, tokenizer, hf_dir)
-    return tuple(held_out.dataset[row] for row in held_out.rows[: config.eval.prompts or None])
+    held_out, count = _checked_prompts(plan, plan.data.eval, tokenizer), plan.config.eval.prompts
+    return tuple(held_out.dataset[row] for row in held_out.rows[: count or None])
 
 
 def _checkpoint_and_state(
-    config: Config, order: RowOrder, num_steps: int
+    plan: RunPlan, order: RowOrder, num_steps: int
 ) -> tuple[SavedTraining | None, dict[str, Any]]:
     """Return the checkpoint to resume from and the state for the resume checks of later runs.
 
@@ -135,7 +133,7 @@ def _checkpoint_and_state(
         MsrlError: The run cannot resume from the checkpoint, or the disk lacks space for the next
         one.
     """
-    root = checkpoint_root(config)
+    config, root = plan.config, plan.checkpoint_dir
     resume = checkpoint_to_resume(config, root)
     if resume and resume.step > num_steps:
         raise MsrlError(
@@ -145,7 +143,7 @@ def _checkpoint_and_state(
     if resume:
         check_order(resume, order, rows_per_step="rollout.prompts_per_step")
     rates = policy_schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-grpo")}
+    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
     if resume:
         resume_checks.check(resume, state)
     check_room(root, resume)
@@ -227,34 +225,3 @@ def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
         len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
     )
     return Prompts(dataset, tuple(rows), order)
-
-
-def _placement(config: Config, platform: Platform) -> Placement:
-    num_ranks, engine = world_size(config), config.rollout.engine
-    roles = [Role("actor", num_ranks), Role("rollout", engine.dp, engine.tp)]
-    return plan(
-        roles,
-        num_ranks // config.cluster.nodes,
-        config.cluster.nodes,
-        resource=platform.ray_resource,
-    )
-
-
-def _sampling(config: Config, dataset: PromptDataset) -> SamplingParams:
-    sampling, manifest = config.rollout.sampling, dataset.manifest
-    stop_token_ids = set[int]()
-    if manifest:
-        stop_token_ids.update(manifest.stop_token_ids)
-        if manifest.eos_token_id is not None:
-            stop_token_ids.add(manifest.eos_token_id)
-    return SamplingParams(
-        max_tokens=config.rollout.max_response_tokens,
-        num_samples=config.rollout.samples_per_prompt,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=sampling.stop,
-        stop_token_ids=tuple(sorted(stop_token_ids)),
-        seed=config.run.seed if sampling.seed is None else sampling.seed,
-    )

@@ -237,9 +237,7 @@ class Updater:
 def policy_loss(config: Config) -> PolicyLoss:
     """Return the configured loss."""
     algo, mismatch = config.algo, config.algo.mismatch
-    plugin = registry.load(
-        "msrl.algorithms.losses", algo.policy_loss, key="algo.policy_loss"
-    ).policy_loss
+    plugin = registry.load(registry.LOSSES, algo.policy_loss, key="algo.policy_loss").policy_loss
     return PolicyLoss(
         temperature=config.rollout.sampling.temperature,
         policy_loss=algo.policy_loss,
@@ -284,7 +282,7 @@ def estimate_advantages(
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
     estimate = registry.load(
-        "msrl.algorithms.advantages", advantage.estimator, key="algo.advantage.estimator"
+        registry.ADVANTAGES, advantage.estimator, key="algo.advantage.estimator"
     ).advantages
     if advantage.whiten_rewards:
         rewards = rewards.whitened(advantage.eps)

@@ -79,7 +79,7 @@ def run(config: Config) -> None:
     )
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
-        with children_ignore_interrupts() if settings.tp > 1 else contextlib.nullcontext():
+        with children_ignore_interrupts() if settings.engine.tp > 1 else contextlib.nullcontext():
             engine = stack.enter_context(running_engine(config, source, settings))
         _print_note(
             "ready: /clear starts a new conversation, /quit leaves, /help lists all commands, "

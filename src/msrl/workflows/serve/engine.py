@@ -44,17 +44,14 @@ def engine_settings(
     checkpoint.
     """
     engine = config.rollout.engine
+    lengths = {
+        "max_model_len": engine.max_model_len or max_model_len,
+        "max_num_seqs": min(engine.max_num_seqs, max_num_seqs or engine.max_num_seqs),
+    }
     return EngineSettings(
         model_dir=model_dir,
         dtype=dtype,
-        tp=engine.tp,
-        max_model_len=engine.max_model_len or max_model_len,
-        max_num_seqs=min(engine.max_num_seqs, max_num_seqs or engine.max_num_seqs),
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        memory_fraction=engine.memory_fraction,
-        eager=engine.eager,
-        prefix_cache=engine.prefix_cache,
+        engine=engine.model_copy(update=lengths),
         seed=config.run.seed,
         random_weights=random_weights,
         verbose=bool(os.environ.get("MSRL_VERBOSE")),

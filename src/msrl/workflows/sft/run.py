@@ -6,13 +6,12 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
 from msrl.models.shape import Shape
-from msrl.plan.derived import model_shape, world_size
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import check_room
@@ -25,12 +24,11 @@ from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_run_folder, check_start
-from msrl.workflows.training.run_log import checkpoint_root, counted
+from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     check_order,
     checkpoint_to_resume,
-    hf_files,
     order_state,
     rank_settings,
     schedule,
@@ -41,38 +39,37 @@ from msrl.workflows.training.trainers import open_trainers, save_plan
 CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
 
-def run(config: Config) -> None:
+def run(plan: RunPlan) -> None:
     """Train a model as configured.
 
     Raises:
         MsrlError: The configuration is invalid. It is checked before any rank starts.
     """
-    job = prepare(config, resolve(config.cluster.platform))
+    job = prepare(plan, resolve(plan.config.cluster.platform))
     if job.resume is not None and job.resume.step == job.num_steps:
-        finish_completed(config, job.resume, CURVES)
+        finish_completed(plan, job.resume, CURVES)
         return
-    check_start(config, "train-sft", job.platform, job.resume, longest=job.train.longest)
+    check_start(plan, job.platform, job.resume, longest=job.train.longest)
     with open_session(
-        config,
+        plan,
         start_step=job.start_step,
         num_steps=job.num_steps,
         resume=job.resume,
         curves=CURVES,
     ) as session:
-        count, platform = counted(world_size(config), "training rank"), job.platform
+        count, platform = counted(plan.world_size, "training rank"), job.platform
         session.note(
             f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
         )
-        with open_trainers(config, job.settings, platform) as trainers:
-            trainers.start(job.resume, save_plan(config))
+        with open_trainers(plan.config, job.settings, platform) as trainers:
+            trainers.start(job.resume, save_plan(plan))
             _train(job, trainers, session)
         session.finish()
 
 
 def _train(job: SftSetup, trainers: TrainerGroup, session: TrainingSession) -> None:
     """Run the remaining steps. The ranks hold the devices' memory all the time."""
-    config, shape = job.config, model_shape(job.config)
-    assert shape is not None, "the ranks have loaded the model"
+    config, shape = job.config, job.shape
     evaluator = None
     if job.held_out is not None:
         evaluator = HeldOutEvaluator(config, job.held_out, trainers, job.num_steps)
@@ -112,37 +109,39 @@ def _step_report(
     return StepReport(step, reported, {"step": seconds}, notes)
 
 
-def prepare(config: Config, platform: Platform) -> SftSetup:
+def prepare(plan: RunPlan, platform: Platform) -> SftSetup:
     """Check everything that can be checked before ranks start and return the setup of the run.
 
     Raises:
         MsrlError: The configuration, the data or the checkpoint is invalid.
     """
+    config = plan.config
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
     check_run_folder(config)
-    train, held_out = _checked_rows(config, hf_files(config))
+    train, held_out = _checked_rows(plan)
     num_rows = (config.train.epochs or 1) * len(train)
     num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
-    resume = checkpoint_to_resume(config, checkpoint_root(config))
+    resume = checkpoint_to_resume(config, plan.checkpoint_dir)
     start_step = resume.step if resume else 0
     if start_step > num_steps:
         raise MsrlError(
-            f"train.steps={num_steps}: the checkpoint in {checkpoint_root(config)} is at step "
+            f"train.steps={num_steps}: the checkpoint in {plan.checkpoint_dir} is at step "
             f"{start_step} already. Raise train.steps to"
             " resume."
         )
     order, rates = row_order(config, train), schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
+    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
         resume_checks.check(resume, state)
-    check_room(checkpoint_root(config), resume)
+    check_room(plan.checkpoint_dir, resume)
     resume_checks.report_schedule(resume, rates, start_step)
     return SftSetup(
         config=config,
+        shape=plan.shape,
         platform=platform,
-        settings=rank_settings(config, platform.name, resume=resume),
+        settings=rank_settings(plan, platform.name, resume=resume),
         train=train,
         held_out=held_out,
         schedule=rates,
@@ -154,18 +153,19 @@ def prepare(config: Config, platform: Platform) -> SftSetup:
     )
 
 
-def _checked_rows(config: Config, hf_dir: Path) -> tuple[SftRows, SftRows | None]:
+def _checked_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
     """Return the rows to train on and the held-out rows, if any; print notes on them.
 
     Raises:
         MsrlError: They or the held-out rows do not fit the model or the configuration.
     """
+    config = plan.config
     dataset_type = TextDataset if config.data.handler == "pretrain" else SftDataset
     for prefix in dict.fromkeys((*weights_by_prefix(config), config.data.eval)):
         if prefix is not None:
             dataset = dataset_type(prefix)
-            check_data(dataset.manifest, config, hf_dir, prefix)
-            verify_data(dataset, hf_dir)
+            check_data(dataset.manifest, plan, prefix)
+            verify_data(dataset, plan)
     train, held_out = training_rows(config)
     prefixes = ", ".join(weights_by_prefix(config))
     check_lengths(config, prefixes, train)

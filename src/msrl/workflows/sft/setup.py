@@ -10,6 +10,7 @@ from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
@@ -25,6 +26,7 @@ class SftSetup:
     """Setup of a run."""
 
     config: Config
+    shape: Shape
     platform: Platform
     settings: RankSettings
     train: SftRows

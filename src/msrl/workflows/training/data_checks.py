@@ -8,19 +8,17 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.integrity import recorded_bytes, refuse_damaged
 from msrl.data.tokenizer import open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape
+from msrl.plan.run_plan import RunPlan
 from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
 from msrl.workflows.training.integrity import SHOWN_BYTES
-from msrl.workflows.training.settings import tokenizer_path
 
 
-def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, prefix: str) -> None:
+def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> None:
     """Check that tokenizer, template and row lengths of the data fit the model.
 
     Data of other systems has no manifest; `verify_data` checks its tokens.
@@ -30,7 +28,7 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
     """
     if manifest is None:
         return
-    shape = load_shape(hf_dir)
+    config, shape, hf_dir = plan.config, plan.shape, plan.model.hf_dir
     if manifest.num_examples == 0:
         raise MsrlError(
             f"data prefix {prefix}: the dataset is empty. Preprocess rows that pass the handler."
@@ -41,7 +39,7 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
             f"in {hf_dir} has {shape.vocab_size}."
             " Preprocess with the tokenizer of the model."
         )
-    _refuse_other_tokenizer(manifest, config, prefix)
+    _refuse_other_tokenizer(manifest, plan, prefix)
     if config.model.template is not None and manifest.template != config.model.template:
         raise MsrlError(
             f"model.template={config.model.template}: {prefix} was preprocessed with template "
@@ -62,7 +60,7 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
         )
 
 
-def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path) -> None:
+def verify_data(dataset: SftDataset | TextDataset | PromptDataset, plan: RunPlan) -> None:
     """Verify the checksums that a dataset has, and that its token ids are in the vocabulary of the
     model. Reads all data.
 
@@ -78,7 +76,7 @@ def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path)
     else:
         with progress(f"verifying checksums of {prefix}", total=num_bytes, unit="B") as bar:
             refuse_damaged(prefix, dataset.manifest, bar.advance)
-    vocab_size = load_shape(hf_dir).vocab_size
+    vocab_size, hf_dir = plan.shape.vocab_size, plan.model.hf_dir
     stray = dataset.stray_token(vocab_size)
     if stray is not None:
         unit = "document" if isinstance(dataset, TextDataset) else "row"
@@ -90,16 +88,16 @@ def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path)
         )
 
 
-def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: str) -> None:
+def _refuse_other_tokenizer(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None:
     """Raise MsrlError if the data was made with another tokenizer.
 
     A model without a tokenizer cannot be checked.
     """
-    folder = tokenizer_path(config)
+    folder = plan.tokenizer_dir
     try:
         model_hash = _tokenizer_hash(folder)
     except MsrlError:
-        if config.model.tokenizer is not None:
+        if plan.config.model.tokenizer is not None:
             raise
         print(
             f"warning: {folder} has no tokenizer, so {prefix} could not be compared with it, and "

@@ -6,11 +6,10 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from msrl.config.schema import Config
+from msrl.config.sections.train import TrainConfig
 from msrl.errors import MsrlError
 from msrl.memory.estimate import Memory, bytes_text, table, training_memory, with_engine
-from msrl.models.shape import Shape
-from msrl.plan.derived import model_shape, world_size
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 
 
@@ -51,78 +50,63 @@ class Fit:
         return f"the run needs at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
 
 
-def fit(
-    config: Config, command: str, platform: Platform, *, longest: int | None = None
-) -> Fit | None:
+def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit | None:
     """Return the memory of a training on this machine's devices; None if the model or the device's
     memory is unknown.
 
     `longest` is the length in tokens of the longest row that is certainly trained on.
     """
-    shape, total = model_shape(config), platform.memory_bytes()
-    if shape is None or total is None:
+    total = platform.memory_bytes()
+    if plan.policy is None or total is None:
         return None
     memory = training_memory(
-        config,
-        shape,
-        command,
+        plan,
         longest=longest,
         temporary_elements=platform.elements_at_once,
         attention_bytes=4 if platform.upcast_attention else None,
     )
-    memory = _with_engine(memory, config, shape, command, platform)
-    least = _least(memory, config, shape, command, longest)
-    return Fit(
-        memory,
-        least,
-        _on_machine(memory, config, platform),
-        _on_machine(least, config, platform),
-        total,
-    )
+    memory = _with_engine(memory, plan, platform)
+    least = _least(memory, plan, longest)
+    needed, certain = _on_machine(memory, plan, platform), _on_machine(least, plan, platform)
+    return Fit(memory, least, needed, certain, total)
 
 
-def _least(
-    memory: Memory, config: Config, shape: Shape, command: str, longest: int | None
-) -> Memory:
+def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
     """Return the memory with a micro-batch of the longest row alone, or without activations if no
     row length is certain.
     """
-    if longest is None or command == "train-grpo":
+    if longest is None or plan.is_grpo:
         return replace(memory, activations=0, working=0, logits=0, forward=0)
-    alone = config.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
-    return training_memory(
-        config.model_copy(update={"train": alone}), shape, command, longest=longest
-    )
+    alone = plan.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
+    config = plan.config.model_copy(update={"train": alone})
+    return training_memory(replace(plan, config=config), longest=longest)
 
 
-def _with_engine(
-    memory: Memory, config: Config, shape: Shape, command: str, platform: Platform
-) -> Memory:
-    if command != "train-grpo":
+def _with_engine(memory: Memory, plan: RunPlan, platform: Platform) -> Memory:
+    if not plan.is_grpo:
         return memory
     sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
     return with_engine(
         memory,
-        config,
-        shape,
+        plan,
         total=platform.memory_bytes(),
         is_shared=platform.shares_main_memory,
         sleeps=sleeps,
     )
 
 
-def _on_machine(memory: Memory, config: Config, platform: Platform) -> int:
+def _on_machine(memory: Memory, plan: RunPlan, platform: Platform) -> int:
     """Return the bytes that count against `Platform.memory_bytes`."""
     if not platform.shares_main_memory:
         return memory.peak
-    ranks, engine = world_size(config) // config.cluster.nodes, config.rollout.engine
+    ranks, engine = plan.world_size // plan.config.cluster.nodes, plan.rollout.engine
     alone = replace(memory, engine_weights=0, kv_cache=0, resting=frozenset())
     return alone.training * ranks + memory.engine * engine.tp * engine.dp
 
 
-def remedies(config: Config, memory_fit: Fit) -> str:
+def remedies(train: TrainConfig, memory_fit: Fit) -> str:
     """Return the settings that would reduce the largest parts and are not used yet."""
-    train, memory = config.train, memory_fit.shown
+    memory = memory_fit.shown
     savings = {
         "raise train.parallel.tp or pp": memory.weights + memory.gradients + memory.optimizer
     }
@@ -150,29 +134,26 @@ def remedies(config: Config, memory_fit: Fit) -> str:
     return ", or ".join(best[:3])
 
 
-def check_memory(
-    config: Config, command: str, platform: Platform, *, longest: int | None = None
-) -> None:
+def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> None:
     """Raise MsrlError for a training that cannot fit.
 
     On CPU, or if only full micro-batches would not fit, print a warning.
     """
-    memory_fit = fit(config, command, platform, longest=longest)
+    memory_fit = fit(plan, platform, longest=longest)
     if memory_fit is None or memory_fit.level == "ok":
         return
     parts = ", ".join(
         f"{name} {bytes_text(size)}" for name, size in memory_fit.shown.rows().items()
     )
-    message = (
-        f"memory: {memory_fit.head}; {remedies(config, memory_fit)} (the fullest device: {parts})"
-    )
+    remedy = remedies(plan.train, memory_fit)
+    message = f"memory: {memory_fit.head}; {remedy} (the fullest device: {parts})"
     if memory_fit.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
     print(f"warning: {message}", file=sys.stderr)
 
 
-def finding(memory_fit: Fit, config: Config) -> tuple[Literal["ok", "note", "wrong"], str, str]:
+def finding(memory_fit: Fit, train: TrainConfig) -> tuple[Literal["ok", "note", "wrong"], str, str]:
     """Return level, subject and text of doctor's finding on memory."""
-    remedy = "" if memory_fit.level == "ok" else f"; {remedies(config, memory_fit)}"
+    remedy = "" if memory_fit.level == "ok" else f"; {remedies(train, memory_fit)}"
     lines = "\n".join(f"         {line}" for line in table(memory_fit.memory.rows()))
     return memory_fit.level, "memory", f"{memory_fit.head}{remedy}; on the fullest device:\n{lines}"

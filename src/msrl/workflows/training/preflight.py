@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get, resolve
 from msrl.platforms.base import Platform
+from msrl.rewards.score import check_functions
+from msrl.rewards.sources import Source
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import check_trackers
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.memory_check import check_memory
-from msrl.workflows.training.settings import hf_files, loaded_models, weights_path
+from msrl.workflows.training.settings import loaded_models
 
 
 def check_start(
-    config: Config,
-    command: str,
+    plan: RunPlan,
     platform: Platform,
     resume: SavedTraining | None,
     *,
@@ -25,8 +27,7 @@ def check_start(
     """Check memory, trackers, reward functions and weights of a training.
 
     Args:
-        config: configuration of the run.
-        command: train-sft or train-grpo.
+        plan: plan of the run.
         platform: platform of the run. Its memory is not checked if this machine lacks it.
         resume: checkpoint to resume from.
         longest: length in tokens of the longest row that is certainly trained on.
@@ -35,14 +36,14 @@ def check_start(
         MsrlError: the run cannot start.
     """
     if platform.missing() is None:
-        check_memory(config, command, platform, longest=longest)
-    check_trackers(config.log.trackers)
-    if command == "train-grpo":
-        _check_reward_functions(config)
-    folders = loaded_models(config, command, resume)
+        check_memory(plan, platform, longest=longest)
+    check_trackers(plan.config.log.trackers)
+    if plan.is_grpo:
+        check_functions([Source.of(section) for section in plan.config.reward.sources])
+    folders = loaded_models(plan, resume)
     verify_models(folders)
-    if weights_path(config) in folders:
-        _check_weights(config)
+    if plan.model.weights in folders:
+        _check_weights(plan)
 
 
 def check_run_folder(config: Config) -> None:
@@ -63,15 +64,8 @@ def planned_platform(config: Config) -> Platform:
         return get("cpu" if name == "auto" else name)
 
 
-def _check_weights(config: Config) -> None:
+def _check_weights(plan: RunPlan) -> None:
     """Check that the initial weights are complete and have the shapes of the model."""
     from msrl.checkpoint.source import open_weights
 
-    open_weights(weights_path(config), hf_files(config))
-
-
-def _check_reward_functions(config: Config) -> None:
-    from msrl.rewards.score import check_functions
-    from msrl.rewards.sources import Source
-
-    check_functions([Source.of(section) for section in config.reward.sources])
+    open_weights(plan.model.weights, plan.model.hf_dir)

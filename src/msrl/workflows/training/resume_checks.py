@@ -16,16 +16,13 @@ from typing import Any
 
 from msrl.checkpoint.mcore.files import TRACKER, iteration_dir
 from msrl.checkpoint.mcore.locate import latest_iteration
-from msrl.config.schema import Config
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
-from msrl.models.families import load_shape
 from msrl.models.shape import Shape
-from msrl.plan.derived import needs_reference
+from msrl.plan.run_plan import RunPlan
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.training.settings import hf_files, weights_path
 
 _SFT_KEYS = (
     "handler",
@@ -36,11 +33,12 @@ _SFT_KEYS = (
 )  # keys of `data` that determine the rows
 
 
-def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """Return the values that a checkpoint of `command` stores for later checks.
+def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
+    """Return the values that a checkpoint of this run stores for later checks.
 
     Reads the beginning and end of data and weight files.
     """
+    config = plan.config
     prefixes = (
         {"data.train": config.data.train}
         if config.data.train
@@ -48,7 +46,7 @@ def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str,
     )
     lora = config.train.lora
     keys: dict[str, Any] = {
-        "model.path": _described(load_shape(hf_files(config))),
+        "model.path": _described(plan.shape),
         "model.dtype": config.model.dtype,
         "train.lora.rank": lora.rank,
         **(
@@ -58,13 +56,13 @@ def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str,
         ),
         **(
             {f"data.{name}": getattr(config.data, name) for name in _SFT_KEYS}
-            if command == "train-sft"
+            if not plan.is_grpo
             else {}
         ),
     }
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
-    if lora.rank is not None or (command == "train-grpo" and needs_reference(config)):
-        contents["model.path"] = digest_of_ends(_weight_files(weights_path(config)))
+    if lora.rank is not None or plan.needs_reference:
+        contents["model.path"] = digest_of_ends(_weight_files(plan.model.weights))
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 

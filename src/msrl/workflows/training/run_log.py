@@ -14,6 +14,7 @@ from types import TracebackType
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
+from msrl.plan.run_plan import checkpoint_folder
 from msrl.tracking.console import StepConsole
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
@@ -24,17 +25,6 @@ from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
-from msrl.workflows.training.settings import run_path
-
-
-def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints.
-
-    It is absolute, because workers may have another working directory.
-    """
-    return (
-        Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
-    ).absolute()
 
 
 def counted(number: int, noun: str) -> str:
@@ -193,7 +183,7 @@ class RunLog:
 
     def _failure_text(self, error: ProcessFailedError) -> str:
         """Return the message on a failed process: cause, checkpoint, command that resumes, log."""
-        root = checkpoint_root(self._config)
+        root = checkpoint_folder(self._config)
         steps, command = saved_steps(root), resume_command(self.path)
         lines = [redacted(error.summary, self._config)]
         if steps and command is not None:

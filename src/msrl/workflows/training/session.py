@@ -7,18 +7,18 @@ and writes the report. SFT and GRPO run their steps in it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from msrl.config.schema import Config
+from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.guard import GradientError
 from msrl.types import StepReport
 from msrl.workflows.training.best import Best, best_state, checkpoint_results
-from msrl.workflows.training.export import export_hf, final_checkpoint
+from msrl.workflows.training.completed import final_results
 from msrl.workflows.training.interrupts import (
     EndAtOnce,
     Interrupts,
@@ -26,11 +26,8 @@ from msrl.workflows.training.interrupts import (
     was_stopped_early,
 )
 from msrl.workflows.training.run_log import RunLog
-from msrl.workflows.training.settings import adapted_base, hf_files, retention
+from msrl.workflows.training.settings import retention
 from msrl.workflows.training.trainer_group import TrainerGroup
-
-Export = Callable[[SavedTraining, Path], Mapping[str, Path]]
-"""Exports more of a checkpoint into the folder of the run; returns the new folders by name."""
 
 
 class Evaluator(Protocol):
@@ -57,14 +54,14 @@ class TrainingSession:
 
     def __init__(
         self,
-        config: Config,
+        plan: RunPlan,
         log: RunLog,
         *,
         start_step: int,
         num_steps: int,
         resume: SavedTraining | None,
     ) -> None:
-        self._config, self._log = config, log
+        self._plan, self._config, self._log = plan, plan.config, log
         self._start_step, self._num_steps, self._step = start_step, num_steps, start_step
         self._saved = resume
         self._best = Best.of(resume.state()["extra"]) if resume is not None else None
@@ -142,11 +139,12 @@ class TrainingSession:
         self._add_saved(self._trainers.save(self._step, extra, retained))
         self._is_saving = self._config.checkpoint.in_background
 
-    def finish(self, export_more: Export | None = None) -> None:
+    def finish(self) -> None:
         """Export the final checkpoint of a completed run and write the report."""
-        results = checkpoint_results(self._saved, is_done=not self.was_stopped)
-        if self._saved is not None and not self.was_stopped and self._config.checkpoint.export_hf:
-            results |= self._export(self._saved, export_more)
+        if self._saved is not None and not self.was_stopped:
+            results = final_results(self._plan, self._saved, self.run_dir)
+        else:
+            results = checkpoint_results(self._saved, is_done=not self.was_stopped)
         if self._early_stop is not None:
             results["end"] = self._early_stop
         self._log.finish(results)
@@ -174,20 +172,10 @@ class TrainingSession:
             print(f"Saved checkpoint of step {saved.step} to {saved.root}", file=sys.stderr)
             self._saved = saved
 
-    def _export(self, saved: SavedTraining, export_more: Export | None) -> dict[str, str]:
-        config, run_dir = self._config, self.run_dir
-        checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
-        base, hf_dir = adapted_base(config), hf_files(config)
-        folder = export_hf(checkpoint, run_dir / "hf", base=base, hf_dir=hf_dir)
-        folders = {"Hugging Face model": folder}
-        if export_more is not None:
-            folders.update(export_more(checkpoint, run_dir))
-        return {name: f"{folder}{note}" for name, folder in folders.items()}
-
 
 @contextmanager
 def open_session(
-    config: Config,
+    plan: RunPlan,
     *,
     start_step: int,
     num_steps: int,
@@ -201,10 +189,10 @@ def open_session(
     Raises:
         KeyboardInterrupt: A signal ended the run.
     """
-    run_log = RunLog(config, num_steps=num_steps, start_step=start_step, curves=curves)
+    run_log = RunLog(plan.config, num_steps=num_steps, start_step=start_step, curves=curves)
     with lasting_output(), run_log as log, EndAtOnce():
         session = TrainingSession(
-            config, log, start_step=start_step, num_steps=num_steps, resume=resume
+            plan, log, start_step=start_step, num_steps=num_steps, resume=resume
         )
         yield session
     if session.was_stopped:

@@ -12,17 +12,10 @@ from typing import Any
 
 from msrl.config.messages import written
 from msrl.config.schema import Config
-from msrl.data.manifest import read_manifest
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.plan.derived import (
-    critic_optimizer,
-    layout_from,
-    model_shape,
-    needs_critic,
-    needs_reference,
-    updates_per_step,
-)
+from msrl.plan.derived import critic_optimizer, updates_per_step
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
 from msrl.trainer.schedule import Schedule
@@ -31,57 +24,16 @@ from msrl.types import ChatFormat
 from msrl.workflows.training.best import Best
 
 
-def weights_path(config: Config) -> Path:
-    """Return the folder of the initial weights.
-
-    It is absolute, because workers may have another working directory.
-    """
-    path = config.checkpoint.load or config.model.path
-    if path is None:
-        raise MsrlError("model.path: not set. Name a Hugging Face folder or an mcore checkpoint.")
-    return Path(path).absolute()
-
-
-def loaded_models(config: Config, command: str, resume: SavedTraining | None) -> list[Path]:
+def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     """Return the folders that a training loads weights from, except the checkpoint to resume from,
     which is verified elsewhere.
     """
-    is_grpo = command == "train-grpo"
     folders = list[Path]()
-    if (
-        resume is None
-        or config.train.lora.rank is not None
-        or (is_grpo and needs_reference(config))
-    ):
-        folders.append(weights_path(config))
-    if is_grpo and needs_critic(config) and resume is None:
-        folders.append(Path(config.cluster.roles.critic.load or weights_path(config)))
-    if is_grpo:
-        folders += [
-            Path(source.model) for source in config.reward.sources if source.model is not None
-        ]
-    return folders
-
-
-def hf_files(config: Config) -> Path:
-    """Return the folder with the config.json and tokenizer of the weights: their own, or the copy
-    that a conversion made.
-
-    For a checkpoint of another system, which has neither, it is `model.path`.
-    """
-    weights = weights_path(config)
-    folders = [
-        weights,
-        weights / "hf",
-        *([Path(config.model.path).absolute()] if config.model.path else []),
-    ]
-    return next(
-        (folder for folder in folders if (folder / "config.json").is_file()), weights / "hf"
-    )
-
-
-def tokenizer_path(config: Config) -> Path:
-    return Path(config.model.tokenizer).absolute() if config.model.tokenizer else hf_files(config)
+    if resume is None or plan.train.lora.rank is not None or plan.needs_reference:
+        folders.append(plan.model.weights)
+    if plan.critic is not None and resume is None:
+        folders.append(plan.critic.weights)
+    return [*folders, *(model.weights for model in plan.reward_models.values())]
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
@@ -144,16 +96,8 @@ def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
     return saved
 
 
-def _is_mixture(config: Config) -> bool:
-    """Return True if the model has experts, which need sequence parallelism with tensor
-    parallelism.
-    """
-    shape = model_shape(config)
-    return shape is not None and shape.moe is not None
-
-
 def rank_settings(
-    config: Config,
+    plan: RunPlan,
     platform: str,
     *,
     resume: SavedTraining | None,
@@ -164,24 +108,24 @@ def rank_settings(
 
     `reward_models` are those that the ranks hold, by the names of their sources.
     """
-    parallel, has_adapters = config.train.parallel, config.train.lora.rank is not None
+    config, parallel = plan.config, plan.train.parallel
+    has_adapters, shape = plan.train.lora.rank is not None, plan.shape_or_none
+    is_mixture = shape is not None and shape.moe is not None
     return RankSettings(
         platform=platform,
-        layout=Layout(
-            **layout_from(parallel).as_json(), sp=parallel.sp or _is_mixture(config), cp=parallel.cp
-        ),
+        layout=Layout(**plan.layout.as_json(), sp=parallel.sp or is_mixture, cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
         deterministic=config.run.deterministic,
-        chat=_chat_format(config),
+        chat=_chat_format(plan),
         policy=_policy_settings(
-            config, None if has_adapters else resume
+            plan, None if has_adapters else resume
         ),  # a checkpoint of adapters has no other weights
         reference=None
         if reference is None or has_adapters
-        else _reference_settings(config, reference),
-        critic=_critic_settings(config),
+        else _reference_settings(plan, reference),
+        critic=_critic_settings(plan),
         reward_models={
             name: ReplicaSettings(path, offload=config.train.offload)
             for name, path in (reward_models or {}).items()
@@ -189,13 +133,13 @@ def rank_settings(
     )
 
 
-def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSettings:
+def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
     """Return the settings of the policy, which starts from `weights` or the configured model."""
-    train = config.train
+    train = plan.train
     return ReplicaSettings(
-        model=weights.root.absolute() if weights else weights_path(config),
+        model=weights.root.absolute() if weights else plan.model.weights,
         iteration=weights.step if weights else None,
-        hf_dir=hf_files(config),
+        hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
         freeze=train.freeze,
         lora=train.lora,
@@ -204,44 +148,44 @@ def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSe
         offload=train.offload,
         logit_chunk=train.chunk,
         max_skipped=train.max_skipped,
-        bad_batch_dir=_bad_batch_dir(config),
+        bad_batch_dir=_bad_batch_dir(plan),
     )
 
 
-def _reference_settings(config: Config, model: Path) -> ReplicaSettings:
+def _reference_settings(plan: RunPlan, model: Path) -> ReplicaSettings:
     return ReplicaSettings(
-        model, hf_dir=hf_files(config), offload=config.train.offload, logit_chunk=config.train.chunk
-    )
-
-
-def _critic_settings(config: Config) -> ReplicaSettings | None:
-    if not needs_critic(config):
-        return None
-    load = config.cluster.roles.critic.load
-    model, hf_dir = (
-        (weights_path(config), hf_files(config)) if load is None else (Path(load).absolute(), None)
-    )
-    return critic_settings(
         model,
-        critic_optimizer(config),
-        hf_dir=hf_dir,
-        recompute=config.train.recompute,
-        offload=config.train.offload,
-        max_skipped=config.train.max_skipped,
-        bad_batch_dir=_bad_batch_dir(config) / "critic",
+        hf_dir=plan.model.hf_dir,
+        offload=plan.train.offload,
+        logit_chunk=plan.train.chunk,
     )
 
 
-def _bad_batch_dir(config: Config) -> Path:
+def _critic_settings(plan: RunPlan) -> ReplicaSettings | None:
+    if plan.critic is None:
+        return None
+    return critic_settings(
+        plan.critic.weights,
+        critic_optimizer(plan.config),
+        hf_dir=plan.critic.hf_dir,
+        recompute=plan.train.recompute,
+        offload=plan.train.offload,
+        max_skipped=plan.train.max_skipped,
+        bad_batch_dir=_bad_batch_dir(plan) / "critic",
+    )
+
+
+def _bad_batch_dir(plan: RunPlan) -> Path:
     """Return the folder for the batch of an update that ended the run."""
-    return run_path(config).absolute() / "bad_batch"
+    return plan.run_dir / "bad_batch"
 
 
-def _chat_format(config: Config) -> ChatFormat | None:
+def _chat_format(plan: RunPlan) -> ChatFormat | None:
     """Return the chat format of data that was preprocessed with a packaged template; None for the
     tokenizer's own.
     """
-    manifest = read_manifest(config.data.train) if config.data.train is not None else None
+    prefix = plan.data.train
+    manifest = None if prefix is None else plan.datasets[prefix].manifest
     return (
         ChatFormat(manifest.chat_template, manifest.stop_token_ids)
         if manifest is not None and manifest.chat_template
@@ -249,11 +193,11 @@ def _chat_format(config: Config) -> ChatFormat | None:
     )
 
 
-def adapted_base(config: Config) -> Path | None:
+def adapted_base(plan: RunPlan) -> Path | None:
     """Return the weights that a checkpoint's adapters belong to; None if the model itself is
     trained.
     """
-    return None if config.train.lora.rank is None else weights_path(config)
+    return None if plan.train.lora.rank is None else plan.model.weights
 
 
 def retention(config: Config, best: Best | None) -> Retention:
@@ -267,11 +211,6 @@ def retention(config: Config, best: Best | None) -> Retention:
     )
 
 
-def run_path(config: Config) -> Path:
-    """Return the folder of the run."""
-    return Path(config.run.dir) / config.run.name
-
-
 def policy_schedule(config: Config, num_steps: int) -> Schedule:
     """Return the schedule of the policy's updates in `num_steps` steps; the critic's warm-up steps
     have none.
@@ -280,12 +219,4 @@ def policy_schedule(config: Config, num_steps: int) -> Schedule:
 
 
 def schedule(config: Config, num_updates: int) -> Schedule:
-    optimizer = config.train.optimizer
-    return Schedule(
-        optimizer.schedule,
-        optimizer.lr,
-        optimizer.min_lr,
-        optimizer.warmup,
-        num_updates,
-        optimizer.decay,
-    )
+    return Schedule.of(config.train.optimizer, num_updates)

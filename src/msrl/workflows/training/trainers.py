@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from msrl.config.schema import Config
 from msrl.plan.derived import world_size
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.settings import RankSettings
-from msrl.workflows.training.run_log import checkpoint_root
-from msrl.workflows.training.settings import hf_files, worker_variables
+from msrl.workflows.training.settings import worker_variables
 from msrl.workflows.training.train_worker import SavePlan, TrainActor, TrainWorker
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.local import local_workers
@@ -98,6 +98,7 @@ def ray_trainers(
     )
 
 
-def save_plan(config: Config) -> SavePlan:
+def save_plan(plan: RunPlan) -> SavePlan:
     """Return the settings for saving checkpoints."""
-    return SavePlan(checkpoint_root(config), hf_files(config), config.checkpoint.in_background)
+    in_background = plan.config.checkpoint.in_background
+    return SavePlan(plan.checkpoint_dir, plan.model.hf_dir, in_background)

@@ -1,0 +1,355 @@
+"""The plan of a run: everything that a training resolves once from its configuration.
+
+`resolve` reads the config.json of every model and the manifest of every dataset once. Checks,
+memory estimates and workflows take them from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.cluster.placement import Placement, Role
+from msrl.cluster.placement import plan as place
+from msrl.config.schema import Config
+from msrl.config.sections.general import DataConfig
+from msrl.config.sections.rollout import RolloutConfig
+from msrl.config.sections.train import TrainConfig
+from msrl.data.manifest import read_manifest
+from msrl.errors import MsrlError
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import HfConfig, read_hf_config
+from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.paths import config_dir, is_hf, runs_on_ranks
+from msrl.models.reward_head import with_score
+from msrl.models.shape import Shape
+from msrl.plan.derived import (
+    accumulation,
+    dp_size,
+    layout_from,
+    max_model_len,
+    needs_critic,
+    needs_reference,
+    replica_size,
+    world_size,
+)
+from msrl.types import DatasetManifest, SamplingParams
+
+TRAININGS = ("train-sft", "train-grpo")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model of a run.
+
+    Attributes:
+        weights: Absolute path of the weights.
+        hf_dir: Absolute path of the folder with config.json.
+        config: Content of config.json; None if it is unreadable.
+        shape: Shape of the model; None if it is unreadable or not supported.
+        error: Reason why `shape` is None; empty otherwise.
+    """
+
+    weights: Path
+    hf_dir: Path
+    config: HfConfig | None
+    shape: Shape | None
+    error: str = ""
+
+    def require_shape(self) -> Shape:
+        """Return the shape.
+
+        Raises:
+            MsrlError: config.json is unreadable or the model is not supported.
+        """
+        if self.shape is None:
+            raise MsrlError(self.error)
+        return self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetPlan:
+    """A preprocessed dataset. Data of other systems has no manifest.
+
+    `error` is the reason why the manifest is unreadable; empty otherwise.
+    """
+
+    prefix: str
+    manifest: DatasetManifest | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Values that a training resolves once. Paths are absolute.
+
+    Attributes:
+        command: `train-sft` or `train-grpo`.
+        config: Configuration of the run.
+        policy: Trained model; None if no model is set.
+        critic: Value model; None for a run without one.
+        reward_models: Models of the reward sources, by `model` of the source.
+        datasets: Training and evaluation data, by prefix.
+        run_dir: Folder of the run.
+        checkpoint_dir: Folder of the run's checkpoints.
+        layout: Parallel layout of the policy.
+        world_size: Number of training ranks.
+        dp_size: Data-parallel size; 0 if the devices do not hold one model replica.
+        replica_size: Number of ranks of one model replica.
+        roles: Workers to place on devices.
+        sampling: Sampling of the rollouts, which train-sft does not have.
+    """
+
+    command: str
+    config: Config
+    policy: ModelPlan | None
+    critic: ModelPlan | None
+    reward_models: Mapping[str, ModelPlan]
+    datasets: Mapping[str, DatasetPlan]
+    run_dir: Path
+    checkpoint_dir: Path
+    layout: ParallelLayout
+    world_size: int
+    dp_size: int
+    replica_size: int
+    roles: tuple[Role, ...]
+    sampling: SamplingParams
+
+    @property
+    def is_training(self) -> bool:
+        return self.command in TRAININGS
+
+    @property
+    def is_grpo(self) -> bool:
+        return self.command == "train-grpo"
+
+    @property
+    def dtype(self) -> str:
+        return self.config.model.dtype
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.is_grpo and needs_reference(self.config)
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of prompt plus response in tokens."""
+        return max_model_len(self.config)
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-batches of an optimizer update on a rank; None if tokens define them."""
+        return accumulation(self.config, self.command)
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.config.rollout
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
+
+    @property
+    def model(self) -> ModelPlan:
+        """The trained model.
+
+        Raises:
+            MsrlError: No model is set.
+        """
+        if self.policy is None:
+            raise MsrlError(
+                "model.path: not set. Name a Hugging Face folder or an mcore checkpoint."
+            )
+        return self.policy
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the trained model.
+
+        Raises:
+            MsrlError: No model is set, or it is not supported.
+        """
+        return self.model.require_shape()
+
+    @property
+    def shape_or_none(self) -> Shape | None:
+        return None if self.policy is None else self.policy.shape
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Folder of the tokenizer.
+
+        Raises:
+            MsrlError: Neither a tokenizer nor a model is set.
+        """
+        path = self.config.model.tokenizer
+        return Path(path).absolute() if path else self.model.hf_dir
+
+    @property
+    def rank_models(self) -> tuple[ModelPlan, ...]:
+        """Models of the reward sources that the training ranks run."""
+        sources = self.config.reward.sources
+        names = [source.model for source in sources if runs_on_ranks(source.model, source.engine)]
+        return tuple(self.reward_models[str(name)] for name in names)
+
+    def hf_config(self, folder: Path) -> HfConfig:
+        """Return the config.json of a model of this run, which is not read again.
+
+        Raises:
+            MsrlError: The file is absent or not a JSON object.
+        """
+        models = (self.policy, self.critic, *self.reward_models.values())
+        for model in models:
+            if model is not None and model.hf_dir == folder.absolute():
+                if model.config is None:
+                    raise MsrlError(model.error)
+                return model.config
+        return read_hf_config(folder)
+
+    def place(self, resource: str) -> Placement:
+        """Return the placement of all workers on devices of Ray's logical `resource`."""
+        nodes = self.config.cluster.nodes
+        return place(self.roles, self.world_size // nodes, nodes, resource=resource)
+
+
+def resolve(config: Config, command: str) -> RunPlan:
+    """Return the plan of a training.
+
+    Invalid models and manifests are recorded in the plan, because the checks report all errors of
+    a configuration together.
+    """
+    models = _ModelReader()
+    policy, is_grpo = _policy(config, models), command == "train-grpo"
+    sources = config.reward.sources if is_grpo else ()
+    names = [source.model for source in sources if source.model is not None]
+    datasets = _datasets(config)
+    return RunPlan(
+        command=command,
+        config=config,
+        policy=policy,
+        critic=_critic(config, policy, models) if is_grpo and needs_critic(config) else None,
+        reward_models={name: models.read(name, config_dir(name)) for name in names},
+        datasets=datasets,
+        run_dir=run_folder(config),
+        checkpoint_dir=checkpoint_folder(config),
+        layout=layout_from(config.train.parallel),
+        world_size=world_size(config),
+        dp_size=dp_size(config),
+        replica_size=replica_size(config),
+        roles=_roles(config, command),
+        sampling=_sampling(config, datasets),
+    )
+
+
+def run_folder(config: Config) -> Path:
+    """Return the absolute path of the folder of a run."""
+    return (Path(config.run.dir) / config.run.name).absolute()
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Return the absolute path of the folder of a run's checkpoints."""
+    save = config.checkpoint.save
+    return Path(save).absolute() if save else run_folder(config) / "checkpoints"
+
+
+class _ModelReader:
+    """Reader of models, which reads each config.json once."""
+
+    def __init__(self) -> None:
+        self._models: dict[Path, ModelPlan] = {}
+
+    def read(self, weights: str, hf_dir: Path) -> ModelPlan:
+        """Return the model with these weights and the config.json in `hf_dir`."""
+        folder = hf_dir.absolute()
+        known = self._models.get(folder)
+        if known is None:
+            known = self._models[folder] = _read_model(hf_dir)
+        path = Path(weights).absolute()
+        return ModelPlan(path, folder, known.config, known.shape, known.error)
+
+
+def _read_model(hf_dir: Path) -> ModelPlan:
+    config, folder = None, hf_dir.absolute()
+    try:
+        config = read_hf_config(hf_dir)
+        return ModelPlan(folder, folder, config, shape_from_config(config))
+    except (MsrlError, OSError) as error:
+        return ModelPlan(folder, folder, config, None, str(error))
+
+
+def _policy(config: Config, models: _ModelReader) -> ModelPlan | None:
+    """Return the trained model: the weights of `checkpoint.load`, or else of `model.path`.
+
+    The config.json of a checkpoint without one is that of `model.path`.
+    """
+    load, path = config.checkpoint.load, config.model.path
+    weights = load or path
+    if weights is None:
+        return None
+    owner = weights
+    if path is not None and not is_hf(str(config_dir(weights))):
+        owner = path
+    model = models.read(weights, config_dir(owner))
+    if model.shape is not None and model.shape.reward_head:
+        error = (
+            f"{owner}: {model.shape.architecture} generates scores instead of text. "
+            "Use it in reward.sources or convert it."
+        )
+        return ModelPlan(model.weights, model.hf_dir, model.config, None, error)
+    return model
+
+
+def _critic(config: Config, policy: ModelPlan | None, models: _ModelReader) -> ModelPlan | None:
+    """Return the critic: its own model, or the policy's with a score head."""
+    load = config.cluster.roles.critic.load
+    model = policy if load is None else models.read(load, config_dir(load))
+    if model is None or model.shape is None or model.shape.reward_head:
+        return model
+    shape = with_score(model.shape, model.shape.architecture)
+    return ModelPlan(model.weights, model.hf_dir, model.config, shape)
+
+
+def _datasets(config: Config) -> dict[str, DatasetPlan]:
+    prefixes = (config.data.train, *config.data.blend, config.data.eval)
+    return {prefix: _dataset(prefix) for prefix in prefixes if prefix is not None}
+
+
+def _dataset(prefix: str) -> DatasetPlan:
+    try:
+        return DatasetPlan(prefix, read_manifest(prefix))
+    except (MsrlError, OSError) as error:
+        return DatasetPlan(prefix, None, str(error))
+
+
+def _roles(config: Config, command: str) -> tuple[Role, ...]:
+    engine, ranks = config.rollout.engine, Role("actor", world_size(config))
+    return (ranks, Role("rollout", engine.dp, engine.tp)) if command == "train-grpo" else (ranks,)
+
+
+def _sampling(config: Config, datasets: Mapping[str, DatasetPlan]) -> SamplingParams:
+    """Return the sampling of the rollouts. Responses end with the tokens that end the data's."""
+    sampling, prefix = config.rollout.sampling, config.data.train
+    manifest = None if prefix is None else datasets[prefix].manifest
+    return SamplingParams(
+        max_tokens=config.rollout.max_response_tokens,
+        num_samples=config.rollout.samples_per_prompt,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=sampling.stop,
+        stop_token_ids=tuple(sorted(_end_tokens(manifest))),
+        seed=config.run.seed if sampling.seed is None else sampling.seed,
+    )
+
+
+def _end_tokens(manifest: DatasetManifest | None) -> Iterable[int]:
+    if manifest is None:
+        return ()
+    eos = () if manifest.eos_token_id is None else (manifest.eos_token_id,)
+    return {*manifest.stop_token_ids, *eos}

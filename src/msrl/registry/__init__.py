@@ -1,0 +1,116 @@
+"""Plugins by file name: `algorithms/advantages/rloo.py` provides `estimator: rloo`.
+
+A plugin is a module of a plugin package; it is imported when it is used. Its main function has the
+name that the package documents, and the keyword-only parameters of that function are the plugin's
+options (`options:` in the configuration). `declarations.py` reads them without an import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import msrl
+from msrl.errors import MsrlError, nearest
+
+# Packages of plugins. `names` lists their files without an import, so that the schema of the
+# configuration can offer the plugins of packages above it as choices.
+ADVANTAGES = "msrl.algorithms.advantages"
+FAMILIES = "msrl.models.families"
+HANDLERS = "msrl.data.handlers"
+LOSSES = "msrl.algorithms.losses"
+PLATFORMS = "msrl.platforms"
+TRACKERS = "msrl.tracking.trackers"
+VERIFIERS = "msrl.rewards.verifiers"
+_INTERFACE = "base"  # module of a plugin package that defines what its plugins implement
+
+
+def names(package: str) -> tuple[str, ...]:
+    """Return the sorted plugin names of a package such as `msrl.rewards.verifiers`.
+
+    Neither the package nor its plugins are imported. Files with a leading underscore are helpers.
+    """
+    files = (file.stem for file in folder(package).glob("*.py"))
+    return tuple(sorted(name for name in files if name[0] != "_" and name != _INTERFACE))
+
+
+def folder(package: str) -> Path:
+    """Return the folder of a package of msrl."""
+    return Path(msrl.__file__).parent.joinpath(*package.split(".")[1:])
+
+
+def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
+    """Return the error message about an unknown plugin, with similar names.
+
+    A package may define `SENSES`, synonyms that users try.
+    """
+    senses: Mapping[str, Sequence[str]] = getattr(importlib.import_module(package), "SENSES", {})
+    hint = nearest(name, [*names(package), *aliases], senses)
+    return f"there is no such plugin in {package.removeprefix('msrl.')}; {hint}"
+
+
+def load(package: str, name: str, *, key: str) -> ModuleType:
+    """Return the module of plugin `name`.
+
+    Raises:
+        MsrlError: the plugin does not exist. The message names the configuration `key`.
+    """
+    require(package, name, key=key)
+    return importlib.import_module(f"{package}.{name}")
+
+
+def require(package: str, name: str, *, key: str) -> None:
+    """Raise MsrlError, with the configuration `key`, if the package has no plugin of this name."""
+    if name not in names(package):
+        raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
+
+
+def plugin_options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the options of a plugin.
+
+    They are the keyword-only parameters of its main function that have a default.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
+def check_options(
+    function: Callable[..., Any], options: Mapping[str, object], *, key: str
+) -> dict[str, Any]:
+    """Return `options` as keyword arguments of `function`.
+
+    Raises:
+        MsrlError: an option is unknown or has a value of another type.
+    """
+    known = plugin_options(function)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        hint = nearest(unknown[0], known) if known else "the plugin has no options"
+        raise MsrlError(f"{key}.{unknown[0]}: unknown option; {hint}")
+    errors = wrong_values(function, options)
+    if errors:
+        lines = (f"{key}.{name}={options[name]}: {message}" for name, message in errors.items())
+        raise MsrlError("; ".join(lines))
+    return dict(options)
+
+
+def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) -> dict[str, str]:
+    """Return error messages by option name for values of the wrong type."""
+    return type_errors(get_type_hints(function), options) if options else {}
+
+
+def type_errors(types: Mapping[str, Any], options: Mapping[str, object]) -> dict[str, str]:
+    """Return error messages by name for values that do not have the type of that name."""
+    from pydantic import TypeAdapter, ValidationError
+
+    errors = dict[str, str]()
+    for name, value in options.items():
+        try:
+            TypeAdapter(types.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            errors[name] = error.errors(include_url=False)[0]["msg"]
+    return errors

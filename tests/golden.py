@@ -1,0 +1,326 @@
+r"""Golden rows of plugins: one row per plugin, from a hand calculation or a specification.
+
+A new plugin needs its file and one row in the table of its kind. `test_extension_points.py` asks
+for missing rows. Model families have their rows in `families.py` and `mixture_families.py`,
+verifiers in `test_rewards_verifiers.py`; platforms need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# --- advantage estimators: algorithms/advantages/ ---
+
+# Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5.
+# By hand: mean 0.5, unbiased deviation sqrt(4 * 0.25 / 3) = 0.57735.
+TOKENS = np.array([1.0, -1.0, -1.0, -1.0, 1.0])
+OVER_TOKENS = TOKENS * 0.5 + 0.1  # distance from the mean 0.4 of the returns 1 0 0 0 1
+ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
+    "group_norm": TOKENS * 0.5 / math.sqrt(1 / 3),
+    "dr_grpo": TOKENS * 0.5,
+    "cpgd": TOKENS * 0.5,
+    "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
+    "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
+    # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
+    # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
+    "reinforce_baseline": (TOKENS * 0.5 + 0.1) / math.sqrt(0.3),
+    "reinforce_pp": OVER_TOKENS / math.sqrt(0.3),
+    # lambda 0.5, values 0.1 to 0.5: deltas 1 - 0.1, 0.5 * 0.3 - 0.2, 0 - 0.3, 0 - 0.4, 1 - 0.5.
+    # The second advantage adds a quarter of the third delta.
+    "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
+    # Every response is one turn here and begins in the state of its prompt: gigpo is twice
+    # group_norm, and step_reinforce is the return.
+    "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
+    "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
+}
+
+# --- policy losses: algorithms/losses/ ---
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a sequence, as the formula of its loss reads it."""
+
+    log_ratio: float  # by `algo.ratio`
+    advantage: float
+    logprob: float
+    sequence: Sequence[float]  # log-ratios of all tokens of the sequence
+    low: float
+    high: float
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.log_ratio)
+
+    @property
+    def clipped_ratio(self) -> float:
+        return min(max(self.ratio, 1 - self.low), 1 + self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """Formula of a token's loss.
+
+    `is_linear` is True if the loss is linear in the log-probability, with a constant weight.
+    """
+
+    formula: Callable[[Token], float]
+    is_linear: bool = False
+
+
+def _cpgd(t: Token) -> float:
+    d = t.log_ratio
+    clipped = min(max(d, math.log(1 - t.low)), math.log(1 + t.high))
+    drift = t.ratio - 1 - d
+    if t.ratio - 1 > 0.2:
+        drift = 0.2 - math.log(1.2) + 0.2 * (d - math.log(1.2))
+    return -min(d * t.advantage, clipped * t.advantage) + 0.01 * drift
+
+
+def _gmpo(t: Token) -> float:
+    sign = (t.advantage > 0) - (t.advantage < 0)
+    terms = [sign * min(sign * x, sign * min(max(x, -t.low), t.high)) for x in t.sequence]
+    return -t.advantage * math.exp(sum(terms) / len(terms))
+
+
+def _topr(t: Token) -> float:
+    taper = min(math.exp(sum(t.sequence)), 1.0) if t.advantage < 0 else 1.0
+    return -taper * t.advantage * t.logprob
+
+
+LOSSES: dict[str, LossRow] = {
+    "ppo": LossRow(lambda t: -min(t.ratio * t.advantage, t.clipped_ratio * t.advantage)),
+    "vanilla": LossRow(lambda t: -t.advantage * t.logprob),
+    "tis": LossRow(lambda t: -min(t.ratio, 1.0) * t.advantage * t.logprob, is_linear=True),
+    "cispo": LossRow(lambda t: -t.clipped_ratio * t.advantage * t.logprob, is_linear=True),
+    "topr": LossRow(_topr, is_linear=True),
+    "cpgd": LossRow(_cpgd),
+    "gmpo": LossRow(_gmpo),
+}
+
+# --- prompt templates: templates/ ---
+
+# Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the
+# end-of-text token <|im_end|>. Trained text is in double brackets.
+_R1_QUESTION = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves "
+    "it. The assistant first thinks about the reasoning process in the mind and then provides the "
+    "user with the answer. The reasoning process and answer are enclosed within <think> </think> "
+    "and <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+    "</think><answer> answer here </answer>. Put your final answer within \\boxed{}.\nHi"
+)
+
+
+def _chatml(system: str, question: str = "Hi", answer: str = "Yes") -> str:
+    start = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    question = f"<|im_start|>user\n{question}<|im_end|>\n"
+    return f"{start}{question}<|im_start|>assistant\n[[{answer}<|im_end|>]]\n"
+
+
+TEMPLATES: dict[str, str] = {
+    "deepseek3": "<s><｜User｜>Hi<｜Assistant｜>[[Yes<|im_end|>]]",
+    "default": "Human: Hi\nAssistant:[[Yes<|im_end|>]]\n",
+    "empty": "Hi[[Yes]]",
+    "llama3": (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[Yes<|eot_id|>]]"
+    ),
+    "mistral": "<s>[INST] Hi [/INST][[Yes<|im_end|>]]",
+    "native": _chatml(""),
+    "qwen": _chatml("You are a helpful assistant."),
+    "qwen3": _chatml("", answer="<think>\n\n</think>\n\nYes"),
+    "qwen_math_r1": _chatml(
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    ),
+    "qwen_r1": _chatml("You are a helpful assistant.", _R1_QUESTION),
+}
+
+# --- dataset handlers: data/handlers/ ---
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerRow:
+    """A row of a file, and what the handler reads from it: turns and ground truth, or a text."""
+
+    row: dict[str, Any]
+    turns: tuple[tuple[str, str], ...] = ()
+    answer: str | None = None
+    text: str | None = None
+
+
+_TURNS = (("user", "1 + 1?"), ("assistant", "2"))
+HANDLERS: dict[str, HandlerRow] = {
+    "alpaca": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS),
+    "gsm8k": HandlerRow(
+        {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"},
+        (("user", "1 + 1?"), ("assistant", "1 + 1 = 2\n#### 2")),
+        answer="2",
+    ),
+    "pretrain": HandlerRow({"text": "One document."}, text="One document."),
+    "r1": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS[:1], answer="2"),
+    "sharegpt": HandlerRow(
+        {
+            "conversations": [
+                {"from": "human", "value": "1 + 1?"},
+                {"from": "gpt", "value": "2"},
+            ]
+        },
+        _TURNS,
+    ),
+}
+
+# --- trackers: tracking/trackers/ ---
+
+
+def _tensorboard(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def wandb_records(file: Path) -> list[bytes]:
+    """Return the records of a .wandb file.
+
+    The format is LevelDB's log format (doc/log_format.md) after a header of seven bytes.
+    """
+    data, at, records, record = file.read_bytes(), 7, list[bytes](), b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits into the end of a block
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a complete record, or its last fragment
+            records.append(record)
+            record = b""
+    return records
+
+
+def _wandb(folder: Path) -> list[tuple[int, float]]:
+    import json
+
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    records = [Record.FromString(data) for data in wandb_records(file)]
+    rows = [
+        {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        for record in records
+    ]
+    return [
+        (json.loads(row["_step"]), json.loads(row["train/loss"]))
+        for row in rows
+        if "train/loss" in row
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRow:
+    """Reader of what a tracker wrote to a run folder: steps and values of `train/loss`.
+
+    `package` is skipped where it is not installed, and `env` is set while the tracker runs.
+    """
+
+    read: Callable[[Path], list[tuple[int, float]]]
+    package: str
+    env: tuple[tuple[str, str], ...] = ()
+
+
+TRACKERS: dict[str, TrackerRow] = {
+    "tensorboard": TrackerRow(_tensorboard, "tensorboard"),
+    "wandb": TrackerRow(_wandb, "wandb", (("WANDB_MODE", "offline"),)),
+}
+
+# --- presets: config/presets/ ---
+
+# Keys of `algo` that a preset sets, with the numbers of its paper.
+_TOKEN_CLIP = {"policy_loss": "ppo", "clip.low": 0.2, "clip.high": 0.2}
+PRESETS: dict[str, dict[str, Any]] = {
+    "cispo": {
+        "advantage.estimator": "group_norm",
+        "policy_loss": "cispo",
+        "clip.low": 1.0,
+        "clip.high": 4.0,
+        "aggregate.mode": "token-mean",
+    },
+    "cpgd": {
+        "advantage.estimator": "cpgd",
+        "policy_loss": "cpgd",
+        "clip.low": 0.2,
+        "clip.high": 0.2,
+        "aggregate.mode": "token-mean",
+    },
+    "dapo": {
+        "advantage.estimator": "group_norm",
+        "policy_loss": "ppo",
+        "clip.low": 0.2,
+        "clip.high": 0.28,
+        "aggregate.mode": "token-mean",
+        "mask.equal_groups": True,
+    },
+    "dr_grpo": {
+        **_TOKEN_CLIP,
+        "advantage.estimator": "dr_grpo",
+        "aggregate.mode": "seq-sum-over-constant",
+    },
+    "gmpo": {
+        "advantage.estimator": "group_norm",
+        "policy_loss": "gmpo",
+        "clip.low": 0.4,
+        "clip.high": 0.4,
+        "aggregate.mode": "seq-mean-token-mean",
+    },
+    "grpo": {
+        **_TOKEN_CLIP,
+        "advantage.estimator": "group_norm",
+        "aggregate.mode": "seq-mean-token-mean",
+        "kl.loss.coef": 0.001,
+        "kl.loss.estimator": "k3",
+    },
+    "gspo": {
+        "advantage.estimator": "group_norm",
+        "ratio": "sequence",
+        "policy_loss": "ppo",
+        "clip.low": 3e-4,
+        "clip.high": 4e-4,
+        "aggregate.mode": "seq-mean-token-mean",
+    },
+    "ppo": {
+        **_TOKEN_CLIP,
+        "advantage.estimator": "gae",
+        "advantage.gamma": 1.0,
+        "advantage.lambda": 0.95,
+        "advantage.whiten": True,
+        "aggregate.mode": "token-mean",
+        "value.clip": 0.2,
+    },
+    "reinforce": {
+        "advantage.estimator": "reinforce",
+        "policy_loss": "vanilla",
+        "aggregate.mode": "seq-mean-token-sum",
+    },
+    "reinforce_pp": {
+        **_TOKEN_CLIP,
+        "advantage.estimator": "reinforce_pp",
+        "aggregate.mode": "token-mean",
+        "kl.reward.coef": 0.001,
+        "kl.reward.estimator": "k1",
+    },
+    "rloo": {
+        **_TOKEN_CLIP,
+        "advantage.estimator": "rloo",
+        "aggregate.mode": "seq-mean-token-sum",
+    },
+    "topr": {
+        "advantage.estimator": "dr_grpo",
+        "policy_loss": "topr",
+        "aggregate.mode": "seq-mean-token-sum",
+    },
+}

@@ -1,0 +1,144 @@
+"""Every plugin is one file and one row: each file has a row, and reproduces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import families
+import golden
+import mixture_families
+import test_rewards_verifiers
+from msrl import registry
+from msrl.config.presets import preset_names, preset_values
+from msrl.config.templates import template_names
+from msrl.data.handlers import make_handler
+from msrl.data.render import make_renderer
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.models.families import families as architectures
+from msrl.tracking.tracker import open_trackers
+from msrl.types import Conversation, Message, StepReport
+from support import assert_mentions
+from tiny_qwen2 import make_tokenizer
+
+HANDLERS, TRACKERS = "msrl.data.handlers", "msrl.tracking.trackers"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of plugins: its names, the names with a row, and the table to edit."""
+
+    names: Callable[[], Collection[str]]
+    rows: Collection[str]
+    table: str
+
+
+def plugins(package: str) -> Callable[[], Collection[str]]:
+    return lambda: registry.names(package)
+
+
+VERIFIERS = {*test_rewards_verifiers.CASES, *test_rewards_verifiers.NEEDS_A_SANDBOX}
+FAMILIES = {row.architecture for row in (families.FAMILIES | mixture_families.MIXTURES).values()}
+KINDS = {
+    "advantage estimator": Kind(
+        plugins("msrl.algorithms.advantages"), golden.ESTIMATORS, "ESTIMATORS in tests/golden.py"
+    ),
+    "policy loss": Kind(
+        plugins("msrl.algorithms.losses"), golden.LOSSES, "LOSSES in tests/golden.py"
+    ),
+    "dataset handler": Kind(plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/golden.py"),
+    "tracker": Kind(plugins(TRACKERS), golden.TRACKERS, "TRACKERS in tests/golden.py"),
+    "prompt template": Kind(template_names, golden.TEMPLATES, "TEMPLATES in tests/golden.py"),
+    "preset": Kind(preset_names, golden.PRESETS, "PRESETS in tests/golden.py"),
+    "verifier": Kind(
+        plugins("msrl.rewards.verifiers"), VERIFIERS, "CASES in tests/test_rewards_verifiers.py"
+    ),
+    "architecture": Kind(lambda: list(architectures()), FAMILIES, "FAMILIES in tests/families.py"),
+}
+
+
+def missing_rows(kind: str) -> str:
+    """Return what to add for plugins without a row; empty if each has one."""
+    missing = sorted(set(KINDS[kind].names()) - set(KINDS[kind].rows))
+    return f"add a row for {', '.join(missing)} to {KINDS[kind].table}" if missing else ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_plugin_has_a_row(kind: str) -> None:
+    message = missing_rows(kind)
+    assert not message, message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_has_a_plugin(kind: str) -> None:
+    assert not set(KINDS[kind].rows) - set(KINDS[kind].names())
+
+
+def test_a_missing_row_is_asked_for_with_the_file_to_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(golden.LOSSES, "tis")
+    assert_mentions(missing_rows("policy loss"), "tis", "LOSSES", "tests/golden.py")
+
+
+@pytest.mark.parametrize("name", golden.TEMPLATES)
+def test_a_template_renders_its_golden_tokens_and_mask(name: str, tmp_path: Path) -> None:
+    template, tokenizer = load_template(name), make_tokenizer()
+    tokens = [token for token in template.special if token not in tokenizer.get_vocab()]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": tokens})
+    turns = (Message("user", "Hi"), Message("assistant", "Yes"))
+    tokenizer.save_pretrained(tmp_path)
+    renderer = make_renderer(template, text_tokenizer(load_tokenizer(tmp_path)))
+    (example,) = renderer.examples([Conversation(turns)])
+    before, trained, after = golden.TEMPLATES[name].replace("]]", "[[").split("[[")
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, trained)]
+    assert tokenizer.decode(example.token_ids) == before + trained + after
+    count = len(ids[0]), len(ids[1])
+    assert example.loss_mask.nonzero()[0].tolist() == list(range(count[0], sum(count)))
+
+
+@pytest.mark.parametrize("name", golden.HANDLERS)
+def test_a_handler_reads_its_golden_row(name: str) -> None:
+    row = golden.HANDLERS[name]
+    handler = make_handler(name, kind=None, map_keys={}, options={})
+    if row.text is not None:
+        assert handler.module.text(row.row, handler.columns) == row.text
+        return
+    conversation = handler.module.conversation(row.row, handler.columns)
+    turns = tuple((message.role, message.content) for message in conversation.messages)
+    assert (turns, conversation.answer) == (row.turns, row.answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden.TRACKERS)
+def test_a_tracker_writes_what_its_reader_reads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = golden.TRACKERS[name]
+    pytest.importorskip(row.package)
+    for variable, value in row.env:
+        monkeypatch.setenv(variable, value)
+    (tracker,) = open_trackers((name,), tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(StepReport(step, {"train/loss": 2.0 * step}))
+    tracker.close()
+    assert row.read(tmp_path) == [(1, 2.0), (2, 4.0), (3, 6.0)]
+
+
+@pytest.mark.parametrize("name", golden.PRESETS)
+def test_a_preset_has_the_numbers_of_its_paper(name: str) -> None:
+    assert dict(dotted(preset_values(name))) == golden.PRESETS[name]
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of nested mappings by dotted key."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            leaves += dotted(value, f"{prefix}{name}.")
+        else:
+            leaves.append((f"{prefix}{name}", value))
+    return leaves
