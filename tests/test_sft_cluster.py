@@ -169,15 +169,22 @@ def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwis
     assert metrics(run) == metrics(local_run) and checksums(run) == checksums(local_run)
 
 
+def ranks_in(address: str) -> list[psutil.Process]:
+    """Return the training ranks of this cluster, whose parents are its raylets."""
+    ranks = list[psutil.Process]()
+    for process in psutil.process_iter(["cmdline"]):
+        if "ray::TrainActor" in " ".join(process.info["cmdline"] or ()):
+            raylet = process.parent()
+            if raylet is not None and f"gcs-address={address}" in " ".join(raylet.cmdline()):
+                ranks.append(process)
+    return ranks
+
+
 @pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, cluster: str):
     command = start(folder, "dead", cluster, train={"steps": 10000})
     command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
-    ranks = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "ray::TrainActor" in " ".join(process.info["cmdline"] or ())
-    ]
+    ranks = ranks_in(cluster)
     assert len(ranks) == 2
     ranks[1].kill()
     killed = time.monotonic()

@@ -25,7 +25,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _Call:
     """Call of a method. `number` counts the calls of all workers."""
 
     number: int
@@ -64,7 +64,7 @@ class LocalWorkers(Workers):
         """Send a request to some workers."""
         self._num_calls += 1
         for worker, own_arguments in arguments.items():
-            self._ranks.send(worker, _Request(self._num_calls, method, tuple(own_arguments)))
+            self._ranks.send(worker, _Call(self._num_calls, method, tuple(own_arguments)))
         return Calls(dict.fromkeys(arguments, self._num_calls))
 
     def wait(self, calls: Calls) -> list[Any]:
@@ -133,7 +133,7 @@ def serve(context: RankContext, make_worker: Callable[[int, int], object]) -> No
         context.report(_Answer(context.rank, request.number, result, error))
 
 
-def _run(worker: object, request: _Request) -> Any:
+def _run(worker: object, request: _Call) -> Any:
     arguments = [
         pickle.loads(argument.content) if isinstance(argument, _Shared) else argument
         for argument in request.arguments
