@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.read import is_distributed
+from msrl.checkpoint.dist.read import is_distributed, read_common
 from msrl.checkpoint.dist.source import DistSource
+from msrl.checkpoint.dist.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
-from msrl.checkpoint.mcore.arguments import load_folder
+from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import (
     CheckpointFiles,
@@ -254,7 +255,9 @@ def open_mcore(
     config_dir = hf_dir or save / SIDECAR
     folder = iteration_dir(save, iteration)
     if is_distributed(folder):
-        return DistSource(_shape(config_dir), folder, config_dir)
+        shape, arguments = _shape(config_dir), vars(read_common(folder)["args"])
+        refuse_contradictions(folder / COMMON, arguments, shape, config_dir / "config.json")
+        return DistSource(shape, folder, config_dir)
     return open_sharded(save, config_dir, iteration, beside_adapter=beside_adapter)
 
 
@@ -283,7 +286,7 @@ def open_sharded(
         files, layout=with_empty_layers(files.layout, contents[Coords()]["args"], shape, models)
     )
     for rank, content in contents.items():
-        _check_args(files, rank, vars(content["args"]), shape)
+        _check_args(files, rank, vars(content["args"]), shape, config_dir)
     source = ShardedSource(shape, files.layout, models, config_dir, str(save))
     if source.tied_copy_differs():
         raise MsrlError(
@@ -359,15 +362,13 @@ def _without_output_layer(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_args(
-    files: CheckpointFiles, rank: Coords, args: Mapping[str, object], shape: Shape
+    files: CheckpointFiles, rank: Coords, args: Mapping[str, object], shape: Shape, config_dir: Path
 ) -> None:
     """Check that the arguments in a file agree with the folder names and the config."""
     expected = {
         "tensor_model_parallel_size": files.layout.tp,
         "pipeline_model_parallel_size": files.layout.pp,
         "num_layers": files.layout.num_positions(shape.num_layers),
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
     }
     for name, value in expected.items():
         if args.get(name, value) != value:
@@ -375,6 +376,7 @@ def _check_args(
                 f"{files.files[rank]}: {name}={args[name]} contradicts "
                 f"the folder names and the config ({value})"
             )
+    refuse_contradictions(files.files[rank], args, shape, config_dir / "config.json")
 
 
 def open_weights(path: Path, hf_dir: Path | None = None) -> WeightSource:

@@ -9,8 +9,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from msrl.errors import MsrlError
+from msrl.checkpoint.mcore.argument_table import contradictions
+from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.shape import Shape
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -69,6 +71,24 @@ def _numbers(arguments: Mapping[str, object], name: str) -> tuple[int, ...]:
         return tuple(int(number) for number in numbers)
     except (TypeError, ValueError) as error:
         raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers") from error
+
+
+def refuse_contradictions(
+    path: Path, arguments: Mapping[str, object], shape: Shape, config: Path
+) -> None:
+    """Check that the arguments in file `path` agree with the model in `config`.
+
+    Raises:
+        MsrlError: An argument contradicts the config.
+        ManyErrors: Several arguments do.
+    """
+    messages = [
+        f"{path}: {entry.argument}={entry.recorded} contradicts {entry.key}={entry.expected} in "
+        f"{config}. Name the config of this checkpoint's model (--hf-config) or correct it."
+        for entry in contradictions(arguments, shape)
+    ]
+    if messages:
+        raise ManyErrors(messages) if len(messages) > 1 else MsrlError(messages[0])
 
 
 def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
