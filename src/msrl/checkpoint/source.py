@@ -21,7 +21,11 @@ from msrl.checkpoint.dist.read import is_distributed, read_common
 from msrl.checkpoint.dist.source import DistSource
 from msrl.checkpoint.dist.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
-from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
+from msrl.checkpoint.mcore.arguments import (
+    load_folder,
+    refuse_contradictions,
+    refuse_prediction_layers,
+)
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import (
     CheckpointFiles,
@@ -34,9 +38,10 @@ from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.models.hf_config import MAX_LAYERS
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import OUTPUT_LAYER
-from msrl.models.rules import Replicated, Rule, Zeros
+from msrl.models.rules import Replicated, Rule, Vocab, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tensors
 
@@ -140,18 +145,11 @@ class ShardedSource(WeightSource):
 
     def _check_rank(self, at: Coords, tensors: Mapping[str, Tensor]) -> None:
         """Check that a rank has exactly the tensors of its plan; vocabulary padding may differ."""
-        embedding = self._shards[at._replace(pp=0)].get(self._embedding)
-        rows = (
-            embedding.shape[0] * self.layout.tp
-            if embedding is not None
-            else padded_vocab_size(self.shape, self.layout.tp)
-        )
-        if rows < self.shape.vocab_size:
-            raise MsrlError(
-                f"{self._where}: the embedding has {rows} rows, "
-                f"but vocab_size={self.shape.vocab_size} in the config"
-            )
-        planned = rank_plan(self.shape, self.layout, at, rows).tensors
+        rows = self._vocab_rows()
+        planned = rank_plan(self.shape, self.layout, at, max(rows) * self.layout.tp).tensors
+        for entry in stage_tensors(self.shape, self.layout, at):
+            if isinstance(entry.layout, Vocab):
+                planned[entry.name] = (rows[at.tp], *planned[entry.name][1:])
         rank = f"{self._where}, rank {self._rank_text(at)}"
         for name, size in planned.items():
             if name not in tensors:
@@ -167,6 +165,34 @@ class ShardedSource(WeightSource):
                 f"{rank}: {len(unexpected)} tensors are not part of {self.shape.architecture}: "
                 f"{', '.join(unexpected[:3])}"
             )
+
+    def _vocab_rows(self) -> list[int]:
+        """Return the rows of the vocabulary on each tensor-parallel rank.
+
+        msrl pads them to the same number. MindSpeed-LLM's converter does not pad, so that the last
+        rank may have fewer rows.
+
+        Raises:
+            MsrlError: The rows are not those of the vocabulary, with or without padding.
+        """
+        tp = self.layout.tp
+        stored = {
+            at.tp: tensors[self._embedding].shape[0]
+            for at, tensors in self._shards.items()
+            if at.pp == 0 and self._embedding in tensors and tensors[self._embedding].dim()
+        }
+        rows = [stored.get(rank, padded_vocab_size(self.shape, tp) // tp) for rank in range(tp)]
+        if sum(rows) < self.shape.vocab_size:
+            raise MsrlError(
+                f"{self._where}: the embedding has {sum(rows)} rows, "
+                f"but vocab_size={self.shape.vocab_size} in the config"
+            )
+        if len(set(rows[:-1])) > 1 or rows[-1] > rows[0]:
+            raise MsrlError(
+                f"{self._where}: the tensor-parallel ranks have {rows} rows of the embedding, "
+                "but all ranks before the last must have the same number and the last no more"
+            )
+        return rows
 
     def dtype(self, rule: Rule) -> torch.dtype:
         at, name = self._shards_by_rule[rule.mcore][0]
@@ -188,7 +214,7 @@ class ShardedSource(WeightSource):
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         shards = self._shards_of_rule(rule)
         shape = layouts.shard_shape(rule.layout, rule.shapes, size, padded_vocab)
-        if size == len(shards) and shape == tuple(shards[0].shape):
+        if size == len(shards) and all(tuple(stored.shape) == shape for stored in shards):
             yield shards[rank]
         else:
             yield from layouts.reshard(rule.layout, shards, rank, size, padded_vocab)
@@ -308,7 +334,7 @@ def with_empty_layers(
     if (
         layout.noop_layers
         or not isinstance(num_positions, int)
-        or num_positions <= shape.num_layers
+        or not shape.num_layers < num_positions <= MAX_LAYERS
     ):
         return layout
     noop_layers = empty_positions(layout, num_positions, models)
@@ -321,6 +347,7 @@ def _base_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of a rank's file under their plain names, without a LoRA adapter."""
     model: Mapping[str, Tensor] = content["model"]
+    refuse_prediction_layers(save, model)
     weights = {name: tensor for name, tensor in model.items() if ".lora_" not in name}
     if len(weights) < len(model) and not weights:
         raise MsrlError(

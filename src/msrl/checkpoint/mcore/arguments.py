@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from msrl.checkpoint.mcore.argument_table import contradictions
 from msrl.errors import ManyErrors, MsrlError
+from msrl.models.hf_config import MAX_EXPERTS
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Shape
+
+MAX_RANKS = 1 << 20
+_PREDICTION = re.compile(r"(model\d+\.)?mtp\.")
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -24,7 +29,14 @@ def num_local_experts(path: Path, args: argparse.Namespace) -> int:
     count = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None)
     if not count:
         raise MsrlError(f"{path}: contains grouped experts, but its arguments lack num_experts")
-    return count // layout_from_args(args).num_expert_groups
+    groups = layout_from_args(args).num_expert_groups
+    is_valid = isinstance(count, int) and 0 < count <= MAX_EXPERTS and count % groups == 0
+    if not is_valid:
+        raise MsrlError(
+            f"{path}: num_experts={count!r}: must be a multiple of the {groups} groups of experts, "
+            f"at most {MAX_EXPERTS}"
+        )
+    return count // groups
 
 
 def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
@@ -54,10 +66,14 @@ def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
 
 
 def _count(arguments: Mapping[str, object], name: str) -> int | None:
-    """Return the integer value of an argument, or None if it is not set."""
+    """Return the value of a size, or None if it is not set."""
     value = arguments.get(name)
-    if value is not None and not isinstance(value, int):
-        raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be an integer")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise MsrlError(
+            f"checkpoint arguments: {name}={value!r}: must be an integer from 1 to {MAX_RANKS}"
+        )
     return value
 
 
@@ -103,6 +119,20 @@ def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
             f"{path}: --schedules-method dualpipev: this order of layers over stages is not "
             "supported. "
             "Convert the checkpoint to another schedule with MindSpeed."
+        )
+
+
+def refuse_prediction_layers(where: Path, names: Iterable[str]) -> None:
+    """Raise MsrlError for tensors of Megatron's layers for multi-token prediction.
+
+    With them, the final norm has another name too.
+    """
+    layers = sorted(name for name in names if _PREDICTION.match(name))
+    if layers:
+        raise MsrlError(
+            f"{where}: contains layers for multi-token prediction (--mtp-num-layers), first "
+            f"{layers[0]}, which are not read from Megatron checkpoints. Convert or train it "
+            "without --mtp-num-layers."
         )
 
 

@@ -27,7 +27,7 @@ from msrl.plan.derived import layout_from
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.verification import report
 from msrl.verification.bits import require_equal_copies
-from msrl.workflows.convert.inspection import inspect, print_dropped, print_table
+from msrl.workflows.convert.inspection import inspect, print_table, training_state
 from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import verify_files
 
@@ -64,6 +64,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     source = _open(convert, load)
     if convert.verify:
         report.require_memory(source.shape)
+    # Read before anything is written, because the training state may be damaged too.
+    dropped = [] if convert.command in FROM_HF else training_state(load)
     start = time.perf_counter()
     num_bytes, write = _prepare(convert, source, save)
     require_free_path(save)
@@ -82,8 +84,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
             f"Reward model ({source.shape.architecture}): "
             "score.weight of Hugging Face is rm_head.weight of Megatron"
         )
-    if convert.command not in FROM_HF:
-        print_dropped(load)
+    if dropped:
+        print(f"Not converted (only weights are): {', '.join(dropped)}")
     if convert.verify:
         _verify(config, source, load, save)
     else:
@@ -104,7 +106,7 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
             _compare_copies(base, load)
     if lora is None:
         return base
-    merged = MergedSource(base, read_adapter(lora, base.shape))
+    merged = MergedSource(base, read_adapter(lora, base.shape), dtype=CHOICES[convert.dtype])
     print(f"Merging {lora}: {merged.adapter.summary()}")
     return merged
 
