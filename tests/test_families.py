@@ -22,6 +22,7 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.families import families as registered
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.unsupported import UNSUPPORTED
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
 from support import assert_mentions, mentions
@@ -152,6 +153,27 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
         ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Qwen3NextForCausalLM", "linear attention"),
+        ("DeepseekV32ForCausalLM", "indexer"),
+        ("Mamba2ForCausalLM", "state-space"),
+        ("Qwen3VLMoeForConditionalGeneration", "mixture of experts"),
+        ("GemmaForCausalLM", "Gemma 2"),
+    ],
+)
+def test_a_family_of_mindspeed_without_support_is_refused_with_the_reason(
+    architecture: str, reason: str
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(architecture, "not supported", reason)):
+        families.shape(families.LLAMA, architectures=[architecture])
+
+
+def test_no_refused_architecture_is_registered() -> None:
+    assert UNSUPPORTED.keys().isdisjoint(registered())
+
+
 BAD = [
     ("baichuan 2", {"max_position_embeddings": None}, ("ALiBi", "positions")),
     ("baichuan 2", {"num_key_value_heads": 2}, ("num_key_value_heads=2",)),
@@ -165,6 +187,9 @@ BAD = [
     ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
     ("mrope_section", "head_dim", "8")),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
+    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": ["a", 1, 2]}},
+    ("mrope_section",)),
+    ("seed-oss", {"attention_out_bias": True}, ("attention_out_bias=true",)),
     ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
     ("gemma 2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention=true",)),

@@ -178,7 +178,9 @@ READ_ARGUMENTS: dict[str, Value] = {
     "moe_shared_expert_intermediate_size": _moe_value(
         lambda moe: moe.shared_ffn_hidden_size or None
     ),  # loads
-    "shared_expert_gate": lambda s: False,  # mg2hf set_model_layer_mlp, loads+
+    "shared_expert_gate": lambda s: (
+        s.shape.moe is not None and s.shape.moe.shared_gate
+    ),  # mg2hf set_model_layer_mlp, loads+
     "moe_router_topk": _moe_value(lambda moe: moe.experts_per_token),  # loads
     "moe_router_pre_softmax": _moe_value(lambda moe: not moe.normalise),  # loads
     "moe_grouped_gemm": lambda s: s.naming.grouped,  # loads
