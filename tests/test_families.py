@@ -221,21 +221,32 @@ def _convert(**values: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("qwen2.5-vl", "visual."),
+        ("qwen3-vl", "model.visual."),
+        pytest.param("qwen2-vl", "visual.", marks=pytest.mark.full),
+    ],
+)
 def test_a_vision_tower_is_carried_and_the_language_model_is_proven(
-    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    prefix: str,
 ) -> None:
-    folder = folders["qwen2.5-vl"]
+    folder = folders[name]
     _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
     output = capsys.readouterr().out
-    count = sum(name.startswith("visual.") for name in load_file(folder / "model.safetensors"))
-    assert_mentions(output, f"{count} tensors visual.*", "logits, fp32")
+    count = sum(key.startswith(prefix) for key in load_file(folder / "model.safetensors"))
+    assert_mentions(output, f"{count} tensors {prefix}*", "logits, fp32")
     _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert same_bits(
-            after[name], tensor if name.startswith("visual.") else tensor.bfloat16()
-        ), name
+    for key, tensor in before.items():
+        expected = tensor if key.startswith(prefix) else tensor.bfloat16()
+        assert same_bits(after[key], expected), key
 
 
 @pytest.mark.slow

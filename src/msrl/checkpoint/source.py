@@ -21,11 +21,7 @@ from msrl.checkpoint.dist.read import is_distributed, read_common
 from msrl.checkpoint.dist.source import DistSource
 from msrl.checkpoint.dist.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
-from msrl.checkpoint.mcore.arguments import (
-    load_folder,
-    refuse_contradictions,
-    refuse_prediction_layers,
-)
+from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import (
     CheckpointFiles,
@@ -33,6 +29,7 @@ from msrl.checkpoint.mcore.locate import (
     find_checkpoint,
     latest_iteration,
 )
+from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.rank_shapes import padded_vocab_size, rank_plan
 from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.checkpoint.weights import WeightSource

@@ -60,11 +60,10 @@ def check_sections(text: HfConfig, shape: Shape, default: tuple[int, ...] = ()) 
         MsrlError: They do not.
     """
     table: Any = text.values.get("rope_parameters") or text.values.get("rope_scaling") or {}
-    sections = table.get("mrope_section") or default
-    is_valid = isinstance(sections, list | tuple) and all(
-        type(section) is int for section in cast("list[object]", sections)
-    )
-    if not is_valid or len(sections) != 3 or sum(sections) * 2 != shape.head_dim:
+    value: Any = table.get("mrope_section") or default
+    listed = cast("list[Any]", list(value)) if isinstance(value, list | tuple) else []
+    sections = [section for section in listed if type(section) is int]
+    if len(sections) != 3 or len(listed) != 3 or sum(sections) * 2 != shape.head_dim:
         text.fail(
             "mrope_section",
             f"must be three numbers that add up to head_dim / 2 = {shape.head_dim // 2}",

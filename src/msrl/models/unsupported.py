@@ -10,6 +10,7 @@ _LINEAR = "some of its layers have linear attention (gated delta networks)"
 _SPARSE = "its attention selects tokens with an indexer (DeepSeek sparse attention)"
 _MUP = "its residuals, embeddings and logits are scaled by constants"
 _FUSED = "its query, key and value tensors are packed under names that msrl does not read"
+_MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
 _VISION_EXPERTS = "its language model is a mixture of experts within a vision-language model"
 
 UNSUPPORTED = {
@@ -25,12 +26,11 @@ UNSUPPORTED = {
     "BailingMoeForCausalLM": _FUSED,
     "BailingMoeV2ForCausalLM": _FUSED,
     "Phi3ForCausalLM": _FUSED,
-    "PhimoeForCausalLM": "its norms are LayerNorms with biases and its router draws with noise",
-    "PhiMoEForCausalLM": "its norms are LayerNorms with biases and its router draws with noise",
+    "PhimoeForCausalLM": _MIXER,
+    "PhiMoEForCausalLM": _MIXER,
     "PLMForCausalLM": "its feed-forward block has a squared ReLU without a gate",
     "HYV3ForCausalLM": "its router and attention were not compared with a reference",
     "HunYuanForCausalLM": "its layers share keys and values with each other",
-    "HunYuanMoEV1ForCausalLM": "its layers share keys and values with each other",
     "MiniCPMForCausalLM": _MUP,
     "MiniCPM3ForCausalLM": _MUP,
     "GemmaForCausalLM": "only its successor Gemma 2 is",

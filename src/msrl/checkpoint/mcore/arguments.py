@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from msrl.checkpoint.mcore.argument_table import contradictions
@@ -17,7 +16,6 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Shape
 
 MAX_RANKS = 1 << 20
-_PREDICTION = re.compile(r"(model\d+\.)?mtp\.")
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -119,20 +117,6 @@ def refuse_schedule(path: Path, args: argparse.Namespace) -> None:
             f"{path}: --schedules-method dualpipev: this order of layers over stages is not "
             "supported. "
             "Convert the checkpoint to another schedule with MindSpeed."
-        )
-
-
-def refuse_prediction_layers(where: Path, names: Iterable[str]) -> None:
-    """Raise MsrlError for tensors of Megatron's layers for multi-token prediction.
-
-    With them, the final norm has another name too.
-    """
-    layers = sorted(name for name in names if _PREDICTION.match(name))
-    if layers:
-        raise MsrlError(
-            f"{where}: contains layers for multi-token prediction (--mtp-num-layers), first "
-            f"{layers[0]}, which are not read from Megatron checkpoints. Convert or train it "
-            "without --mtp-num-layers."
         )
 
 
