@@ -66,7 +66,8 @@ def _read(path: Path) -> Template:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Deep nesting is a RecursionError, a number of thousands of digits a ValueError.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):
         raise MsrlError(f"template {path}: must be a mapping of fields. See templates/README.md.")
