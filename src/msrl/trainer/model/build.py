@@ -1,6 +1,4 @@
-"""Construction of Megatron's model from a Shape: its configuration, its layers, and the
-data-parallel wrapper.
-"""
+"""Construction of Megatron's model from a Shape: configuration, layers and wrapper."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
 from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.model.pipeline import Chunks, EmptyLayer, chunks_of
+from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple
 
@@ -82,7 +80,8 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of differing lengths, MoE or not
+        # The default refuses sequences of differing lengths, even without experts.
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         persist_layer_norm=False,
         bias_activation_fusion=False,
@@ -92,7 +91,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
     )
-    # Megatron refuses biases of experts that are split, which it would add once per shard; `ExpertOutput` adds them once.
+    # Megatron refuses biases of split experts, which it would add once per shard. `ExpertOutput`
+    # adds them once.
     config.add_bias_linear = shape.output_bias
     return config
 
@@ -126,13 +126,17 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=_layer_class(shape, is_mixture=is_mixture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
+            self_attention=(
+                _attention_spec(shape, layer)
+                if shape.mla is None
+                else _latent_attention_spec(shape, shape.mla)
+            ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=mixture_spec(shape.moe) if shape.moe is not None and is_mixture else GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
-    )  # fmt: skip
+    )
 
 
 def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
@@ -153,10 +157,13 @@ def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+            linear_qkv=ColumnParallelLinear,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
             core_attention=core_attention,
         ),
-    )  # fmt: skip
+    )
 
 
 def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
@@ -171,11 +178,13 @@ def build_model(
     padded_vocab_size: int,
     recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> torch.nn.Module:
-    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several
-    under virtual pipeline stages.
+    """Return this rank's shard of the model without weights.
 
-    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have
-    changed.
+    It is a PolicyModel, or `VirtualStages` if the rank has several virtual pipeline stages.
+    Parameters have the names of `stage_tensors`.
+
+    Raises:
+        MsrlError: Megatron's internals have changed.
     """
     check_seams_once()
     config = transformer_config(shape, layout, dtype, device, recompute)
@@ -184,11 +193,10 @@ def build_model(
         _build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size)
         for number, layers in enumerate(chunks)
     ]
-    model = models[0] if len(models) == 1 else Chunks(models)
+    model = models[0] if len(models) == 1 else VirtualStages(models)
     _mark_shards(model, shape, layout)
-    return (
-        model if device.type == "cpu" else model.to(device)
-    )  # weights without memory (see `streaming`) could not be moved
+    # Weights without memory (see `streaming`) cannot be moved.
+    return model if device.type == "cpu" else model.to(device)
 
 
 def _build_chunk(
@@ -199,8 +207,9 @@ def _build_chunk(
     layers: Sequence[int | None],
     padded_vocab_size: int,
 ) -> PolicyModel:
-    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model,
-    None an empty position.
+    """Return one virtual stage of this rank.
+
+    `layers` are the numbers of its layers in the model; None is an empty position.
     """
     is_first = parallel_state.is_pipeline_first_stage() and number == 0
     is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
@@ -231,8 +240,9 @@ def _build_chunk(
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and
-    frozen embeddings have none.
+    """Make the embeddings require a gradient.
+
+    Megatron's recomputation needs an input that requires one, and frozen embeddings do not.
     """
     return (
         output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
@@ -240,8 +250,9 @@ def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> T
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers
-    (biases of experts).
+    """Return the tensors of a model that checkpoints contain.
+
+    These are its parameters and the saved buffers (biases of experts).
     """
     return {
         name: value
@@ -251,8 +262,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
-    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it
-    initializes them.
+    """Mark the split parameters for Megatron's gradient norm.
+
+    Megatron marks only the parameters that it initializes.
     """
     weights = named_weights(model)
     at = Coords(
@@ -265,24 +277,23 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
         if not isinstance(form, Replicated):
             mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
         if placed.rule.expert is not None:
-            # Experts are data parallel over other ranks than the rest; Megatron marks them only where they are spread over ranks.
+            # Experts are data parallel over other ranks than other weights. Megatron marks them
+            # only if they are distributed over ranks.
             vars(weights[placed.name]).update(allreduce=False)
             if isinstance(form, Replicated):
                 mark_expert_copy(weights[placed.name])
 
 
 def mark_shard(parameter: Tensor, axis: int) -> None:
-    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an
-    expert.
-    """
+    """Mark a parameter as split along `axis` over tensor-parallel ranks or ranks of an expert."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
 def mark_expert_copy(parameter: Tensor) -> None:
     """Mark a parameter that all shards of one expert hold a copy of.
 
-    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of
-    different experts, and count only those of the first rank in the norm.
+    Otherwise Megatron would treat it as a copy on all tensor-parallel ranks: it would sum the
+    gradients of different experts, and count only those of the first rank in the norm.
     """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
     vars(parameter).update(
@@ -291,8 +302,9 @@ def mark_expert_copy(parameter: Tensor) -> None:
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen`
-    does.
+    """Freeze the parameters that the patterns select.
+
+    Raises MsrlError as `models.select.chosen` does.
     """
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
@@ -307,8 +319,9 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Seque
 
 
 def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
-    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since
-    losses have global denominators.
+    """Return Megatron's data-parallel wrapper of each virtual stage.
+
+    It sums gradients, since losses have global denominators.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -316,7 +329,7 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         overlap_grad_reduce=platform.overlap_communication,
         check_for_nan_in_grad=False,
     )
-    chunks = cast("list[PolicyModel]", chunks_of(model))
+    chunks = cast("list[PolicyModel]", virtual_stages(model))
     config = chunks[0].config
     wrapped = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
@@ -330,14 +343,14 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
 
 
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the
-    garbage collector does not see.
+    """Remove the hooks of `wrap`.
+
+    They keep the model alive through autograd's nodes, which the garbage collector does not see.
     """
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):
-            hooks = node.register_hook(
-                lambda *gradients: None
-            ).hooks_dict_ref()  # all hooks of the node
+            # `hooks_dict_ref` returns all hooks of the node.
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()
             hooks.clear()
         chunk.grad_accs = []
 

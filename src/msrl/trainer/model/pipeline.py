@@ -1,5 +1,4 @@
-"""Pipelines of virtual stages: the module that holds the stages of a rank, and the communication of
-activations and gradients.
+"""Pipelines of virtual stages: module of a rank's stages, and communication between ranks.
 
 Megatron's communicator sends activations and gradients through one process group. With two pipeline
 stages both directions connect the same pair of ranks, and messages are matched by their order
@@ -28,9 +27,10 @@ from msrl.types import MicroBatch
 _NUM_DIMENSIONS = 3  # [tokens, 1, hidden]
 
 
-class Chunks(torch.nn.Module):
-    """Virtual stages of a rank as one module; their parameters' names begin with `model0.`,
-    `model1.`, ...
+class VirtualStages(torch.nn.Module):
+    """Virtual stages of a rank as one module.
+
+    The names of their parameters begin with `model0.`, `model1.`, ...
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -39,9 +39,9 @@ class Chunks(torch.nn.Module):
             self.add_module(f"model{number}", model)
 
 
-def chunks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def virtual_stages(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the virtual stages of a rank's model; a list of the model itself if it has none."""
-    return list(model.children()) if isinstance(model, Chunks) else [model]
+    return list(model.children()) if isinstance(model, VirtualStages) else [model]
 
 
 class EmptyLayer(torch.nn.Module):
@@ -54,15 +54,14 @@ class EmptyLayer(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, context: Tensor | None = None, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        # A copy: the schedule frees the output of a stage once it is sent, and keeps the input for the backward pass.
+        # A copy: the schedule frees the output of a stage once it is sent, and stores the input
+        # for the backward pass.
         return hidden_states.clone(), context
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: the ranks that this rank sends to and receives from, and the process group of
-    the direction.
-    """
+    """Direction of a pipeline: process group, target rank and source rank of this rank."""
 
     group: dist.ProcessGroup
     target: int
@@ -71,6 +70,7 @@ class _Lane:
 
 class Links(P2PCommunicator):
     """Communication of a rank with its neighbors in a pipeline of virtual stages, which is a ring.
+
     All ranks must create it together.
 
     A rank waits for what it receives and never for what it sent: after its last forward pass it
@@ -96,8 +96,9 @@ class Links(P2PCommunicator):
         recv_next: bool,
         **_: object,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Send to and receive from both neighbors; shapes first, since micro-batches differ in
-        length.
+        """Send to and receive from both neighbors.
+
+        Shapes are exchanged first, since micro-batches differ in length.
 
         Overrides P2PCommunicator._communicate of megatron-core 0.16.1.
         """
@@ -109,45 +110,41 @@ class Links(P2PCommunicator):
             for tensor in (tensor_send_next, tensor_send_prev)
         ]
         shapes = [
-            self._shape(torch.empty(_NUM_DIMENSIONS)) if asked else None
-            for asked in (recv_prev, recv_next)
+            self._shape(torch.empty(_NUM_DIMENSIONS)) if must_receive else None
+            for must_receive in (recv_prev, recv_next)
         ]
-        coming = [
-            self._post(
-                lane, None if tensor is None else self._shape(torch.tensor(tensor.shape)), shape
-            )
-            for lane, tensor, shape in zip(self._lanes, sent, shapes, strict=True)
-        ]
+        pending: list[list[Any]] = []
+        for lane, tensor, shape in zip(self._lanes, sent, shapes, strict=True):
+            sent_shape = None if tensor is None else self._shape(torch.tensor(tensor.shape))
+            pending.append(self._post(lane, sent_shape, shape))
         received: list[Tensor | None] = []
-        for i, lane in enumerate(self._lanes):
-            _wait(coming[i])
-            shape = shapes[i]
-            room = (
-                None
-                if shape is None
-                else torch.empty(
+        for i, (lane, shape) in enumerate(zip(self._lanes, shapes, strict=True)):
+            _wait(pending[i])
+            buffer = None
+            if shape is not None:
+                buffer = torch.empty(
                     shape.tolist(), device=self._device, dtype=self.config.pipeline_dtype
                 )
-            )
-            coming[i] = self._post(lane, sent[i], room)
-            received.append(room)
-        for requests in coming:
+            pending[i] = self._post(lane, sent[i], buffer)
+            received.append(buffer)
+        for requests in pending:
             _wait(requests)
-        return _leaf(received[0]), _leaf(received[1]), None
+        return _require_grad(received[0]), _require_grad(received[1]), None
 
     def _shape(self, sizes: Tensor) -> Tensor:
         return sizes.to(self._device, torch.int64)
 
-    def _post(self, lane: _Lane, out: Tensor | None, room: Tensor | None) -> list[Any]:
-        """Begin to send `out` and to fill `room`; return the requests of the latter."""
-        operations = [] if out is None else [dist.P2POp(dist.isend, out, lane.target, lane.group)]
-        operations += (
-            [] if room is None else [dist.P2POp(dist.irecv, room, lane.source, lane.group)]
-        )
+    def _post(self, lane: _Lane, out: Tensor | None, buffer: Tensor | None) -> list[Any]:
+        """Begin to send `out` and to receive into `buffer`; return the requests of the latter."""
+        operations: list[dist.P2POp] = []
+        if out is not None:
+            operations.append(dist.P2POp(dist.isend, out, lane.target, lane.group))
+        if buffer is not None:
+            operations.append(dist.P2POp(dist.irecv, buffer, lane.source, lane.group))
         requests: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         if out is not None:
             self._sent.append((requests[0], out))
-        return requests[-1:] if room is not None else []
+        return requests[-1:] if buffer is not None else []
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -160,7 +157,7 @@ def _wait(requests: Sequence[Any]) -> None:
         request.wait()
 
 
-def _leaf(tensor: Tensor | None) -> Tensor | None:
+def _require_grad(tensor: Tensor | None) -> Tensor | None:
     """Make a received tensor require a gradient, as the schedules expect."""
     return None if tensor is None else tensor.requires_grad_()
 
@@ -169,21 +166,22 @@ def _groups(
     pipeline: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create two more groups of the ranks of each pipeline; return this rank's."""
-    mine = dist.get_process_group_ranks(pipeline)
+    own_ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, mine)
+    dist.all_gather_object(pipelines, own_ranks)
     own: list[dist.ProcessGroup] = []
     for ranks in sorted({tuple(ranks) for ranks in pipelines}):
         for _ in range(2):
             group = dist.new_group(list(ranks), timeout=timeout)
-            if list(ranks) == mine:
+            if list(ranks) == own_ranks:
                 own.append(cast("dist.ProcessGroup", group))
     return own[0], own[1]
 
 
-def _groups_of_schedule() -> ProcessGroupCollection:
-    """Return the process groups that a schedule with its own communicator needs; the same that it
-    would look up.
+def _schedule_groups() -> ProcessGroupCollection:
+    """Return the process groups that a schedule with a custom communicator needs.
+
+    They are those that Megatron looks up by default.
     """
     collection: Any = ProcessGroupCollection()
     collection.tp = parallel_state.get_tensor_model_parallel_group()
@@ -206,11 +204,12 @@ def run(
     links: Links | None,
     forward_only: bool,
 ) -> list[Any]:
-    """Run Megatron's schedule over the numbered micro-batches; return the values of each on the
-    last stage.
+    """Run Megatron's schedule over the numbered micro-batches.
+
+    Returns the values of each on the last stage.
     """
     numbered = list(enumerate(batches))
-    own = {"p2p_communicator": links, "pg_collection": _groups_of_schedule()} if links else {}
+    own = {"p2p_communicator": links, "pg_collection": _schedule_groups()} if links else {}
     schedule: Any = get_forward_backward_func(pp_size, len(models) if len(models) > 1 else None)
     values = schedule(
         forward_step_func=forward_step,

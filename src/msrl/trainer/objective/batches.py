@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank from sequences. S sequences, N tokens of a micro-batch."""
+"""Micro-batches of a data-parallel rank. S sequences, N tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set. N is a multiple of
-    `pad_to_multiple`.
+    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set.
+
+    N is a multiple of `pad_to_multiple`.
     """
 
     max_sequences: int
@@ -23,8 +24,9 @@ class BatchLimits:
     pad_to_multiple: int = 1
 
     def group(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the indices of the sequences of each micro-batch. Raises MsrlError for a sequence
-        longer than `max_tokens`.
+        """Return the indices of the sequences of each micro-batch.
+
+        Raises MsrlError for a sequence longer than `max_tokens`.
         """
         if self.max_tokens is not None:
             return bins(lengths, self.max_tokens)
@@ -55,8 +57,9 @@ def micro_batches(
 
 
 def loss_token_counts(sequences: Sequences) -> list[int]:
-    """Return the number of loss tokens of each sequence; its first token is not predicted and never
-    counts.
+    """Return the number of loss tokens of each sequence.
+
+    The first token is not predicted and never counts.
     """
     return [int(mask[1:].sum()) for mask in sequences.loss_masks]
 
@@ -67,8 +70,9 @@ def num_loss_tokens(sequences: Sequences) -> int:
 
 
 def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None) -> Sequences:
-    """Return the sequences of one update with the field `weights`: the factor of each token's loss
-    for the aggregation over all of them.
+    """Return the sequences of one update with the field `weights`.
+
+    It holds the factor of each token's loss for the aggregation over all sequences.
 
     Raises ValueError if no sequence has a loss token.
     """
@@ -81,8 +85,9 @@ def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None
 
 
 def filler(length: int, token: int = 0) -> MicroBatch:
-    """Return a micro-batch of `length` times a token, which a rank runs only to keep pace with
-    others; its loss is zero.
+    """Return a micro-batch of `length` equal tokens with a loss of zero.
+
+    A rank runs it only to keep pace with others.
     """
     ids = np.full(length, token, np.int64)
     return MicroBatch(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def final_checkpoint(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
-    """Return the checkpoint to export and a note on it: the best evaluation's if `keep_best`,
-    otherwise the last.
+    """Return the checkpoint to export and a note on it.
+
+    It is that of the best evaluation if `keep_best`, otherwise the last.
     """
     best = Best.of(saved.state()["extra"]) if keep_best else None
     if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):
@@ -70,8 +71,9 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
-    """Write the critic of a checkpoint as a sequence classifier with one label. `hf_dir` holds the
-    config that it started from.
+    """Write the critic of a checkpoint as a sequence classifier with one label.
+
+    `hf_dir` holds the config that it started from.
     """
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.hf.folder import copy_sidecars

@@ -56,7 +56,7 @@ class _Handlers:
 
 
 class EndAtOnce:
-    """Context in which the signals raise KeyboardInterrupt, because there is nothing to save yet."""
+    """Context in which signals raise KeyboardInterrupt, because there is nothing to save yet."""
 
     def __init__(self) -> None:
         self._first = _FirstSignal()
@@ -80,15 +80,12 @@ class EndAtOnce:
 
 
 class Interrupts:
-    """Context that records the first signal in `asked` and calls `then`; a second signal raises
-    KeyboardInterrupt.
-    """
+    """Context that records the first signal in `asked`; a second one raises KeyboardInterrupt."""
 
-    def __init__(self, then: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.asked = False
         self._first = _FirstSignal()
         self._handlers = _Handlers(self._note)
-        self._then = then
 
     def __enter__(self) -> Interrupts:
         self._handlers.__enter__()
@@ -113,13 +110,12 @@ class Interrupts:
             file=sys.stderr,
             flush=True,
         )
-        if self._then is not None:
-            self._then()
 
 
 class _LastingStream:
-    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same
-    signal. Later output is dropped.
+    """Text stream that drops output once its reader has ended.
+
+    The reader may be a closed terminal, or a `tee` that received the same signal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -146,8 +142,9 @@ class _LastingStream:
                 raise
 
     def drop_if_unread(self) -> bool:
-        """Send all further output to /dev/null if nothing can read it. Returns True if it is
-        dropped.
+        """Send all further output to /dev/null if nothing can read it.
+
+        Returns True if it is dropped.
         """
         try:
             descriptor = self._stream.fileno()
@@ -179,8 +176,9 @@ def lasting_output() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def children_ignore_interrupts() -> Generator[None, None, None]:
-    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group. Only this
-    process decides what it stops.
+    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group.
+
+    Only this process decides what it stops.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -190,7 +188,8 @@ def children_ignore_interrupts() -> Generator[None, None, None]:
 
 
 def was_stopped_early(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
-    """Return True if a signal ended the training before its last step. A signal during the last
-    step does not.
+    """Return True if a signal ended the training before its last step.
+
+    A signal during the last step does not.
     """
     return asked and (saved is None or saved.step < num_steps)
