@@ -206,10 +206,10 @@ def _up_tensors(source: Any) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]
 
 
 def test_an_unverified_merge_in_fp32_keeps_more_than_bfloat16(tmp_path: Path) -> None:
-    from test_lora import save_peft, whole_adapter
+    from test_lora import full_adapter, save_peft
 
     tiny.save(tmp_path / "hf", dtype=torch.bfloat16)
-    save_peft(tmp_path / "peft", whole_adapter())
+    save_peft(tmp_path / "peft", full_adapter())
     folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"))
     lora = ("--lora", str(tmp_path / "peft"), "--dtype", "fp32", "--no-verify")
     assert msrl("convert-ckpt", "hf2hf", *folders, *lora) == 0

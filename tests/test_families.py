@@ -190,8 +190,11 @@ BAD = [
         ("mrope_section", "head_dim", "8"),
     ),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
-    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": ["a", 1, 2]}},
-    ("mrope_section",)),
+    (
+        "qwen2.5-vl",
+        {"rope_scaling": {"type": "mrope", "mrope_section": ["a", 1, 2]}},
+        ("mrope_section",),
+    ),
     ("seed-oss", {"attention_out_bias": True}, ("attention_out_bias=true",)),
     ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),

@@ -135,8 +135,8 @@ def has_nonfinite(data: memoryview, dtype: torch.dtype) -> bool:
     if not dtype.is_floating_point or dtype.itemsize == 1:
         return False
     numbers = torch.frombuffer(data, dtype=dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return not bool(numbers.sum(dtype=wide).isfinite()) and not bool(numbers.isfinite().all())
+    # In the type of the numbers: the sum of a cast is ten times slower.
+    return not bool(numbers.sum().isfinite()) and not bool(numbers.isfinite().all())
 
 
 def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
