@@ -61,7 +61,7 @@ def check_sections(text: HfConfig, shape: Shape, default: tuple[int, ...] = ()) 
     """
     table: Any = text.values.get("rope_parameters") or text.values.get("rope_scaling") or {}
     value: Any = table.get("mrope_section") or default
-    listed = cast("list[Any]", list(value)) if isinstance(value, list | tuple) else []
+    listed = [*cast("list[Any]", value)] if isinstance(value, list | tuple) else []
     sections = [section for section in listed if type(section) is int]
     if len(sections) != 3 or len(listed) != 3 or sum(sections) * 2 != shape.head_dim:
         text.fail(
