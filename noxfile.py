@@ -91,6 +91,13 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Feed damaged and hostile files to every parser for at most 10 minutes: `-- [TARGET...]`."""
+    install(session, "cpu,dev")
+    python(session, "tests/fuzz.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check rules and formatting with ruff."""
     install(session, "lint")

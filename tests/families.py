@@ -129,6 +129,38 @@ NESTED_VL = {
         "mrope_section": [2, 3, 3]},
     },
 }  # fmt: skip
+QWEN2_VL = {
+    **QWEN2_5_VL, "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",
+    "vision_config": {
+        "depth": 2, "embed_dim": 32, "hidden_size": 64, "hidden_act": "quick_gelu", "mlp_ratio": 2,
+        "num_heads": 2, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+    "tie_word_embeddings": True, "image_token_id": 197, "video_token_id": 198,
+    "vision_start_token_id": 190, "vision_end_token_id": 191,
+    "text_config": {
+        **SIZES, "model_type": "qwen3_vl_text", "hidden_act": "silu", "attention_bias": False,
+        "attention_dropout": 0.0, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 5e6,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [8, 4, 4],
+        "rope_type": "default"}, "dtype": "float32", "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 2, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 32, "intermediate_size": 48,
+        "num_heads": 2, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+GLM4 = {**GLM, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "rms_norm_eps": 1e-5}
+SEED_OSS = {
+    **COMMON, "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 32,
+    "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+    "attention_dropout": 0.1, "residual_dropout": 0.1, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+    "rope_scaling": {"rope_type": "default"},
+}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -195,6 +227,11 @@ FAMILIES = {
     "qwen2.5-vl": Family(QWEN2_5_VL, "Qwen2.5-VL.config.json"),
     "qwen2.5-vl, transformers 5": Family(NESTED_VL,
     "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
+    "qwen2-vl": Family(QWEN2_VL, "the defaults of transformers' Qwen2VLConfig"),
+    "qwen3-vl": Family(QWEN3_VL, "aic/Qwen--Qwen3-VL-4B-Instruct_config.json"),
+    "glm 4 0414": Family(GLM4, "the defaults of transformers' Glm4Config, those of GLM-4-9B-0414"),
+    "seed-oss": Family(SEED_OSS, "the defaults of transformers' SeedOssConfig, those of "
+    "Seed-OSS-36B"),
     "gemma 2": Family(GEMMA2, "the defaults of transformers' Gemma2Config, those of gemma-2-2b"),
 }  # fmt: skip
 
@@ -237,11 +274,12 @@ def save_model(folder: Path, config: dict[str, Any]) -> Path:
 
 def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the vision tower under its published names, as transformers initializes it."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    import transformers
 
-    tower = Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(**copy.deepcopy(config))
-    ).model.visual
+    model_class = getattr(transformers, config["architectures"][0])
+    tower = model_class(model_class.config_class(**copy.deepcopy(config))).model.visual
+    (prefix,) = shape(config).pass_through
     return {
-        f"visual.{name}": parameter.detach().clone() for name, parameter in tower.named_parameters()
+        f"{prefix}{name}": parameter.detach().clone()
+        for name, parameter in tower.named_parameters()
     }

@@ -77,6 +77,38 @@ DEEPSEEK_V3 = {
     "num_nextn_predict_layers": 0,
     "rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+QWEN2_MOE = {
+    **QWEN2,
+    **_EXPERTS,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "norm_topk_prob": False,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 80,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GLM45_AIR = {
+    **COMMON,
+    **_EXPERTS,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 32,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+}
 GPT_OSS = {
     **COMMON,
     "architectures": ["GptOssForCausalLM"],
@@ -104,6 +136,21 @@ MIXTURES = {
     "qwen3 moe, every second layer": Family(
         {**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
         "aic/Qwen--Qwen3-30B-A3B_config.json, with the keys for dense layers set",
+    ),
+    "qwen2 moe": Family(
+        QWEN2_MOE, "the defaults of transformers' Qwen2MoeConfig, those of Qwen1.5-MoE-A2.7B"
+    ),
+    "glm 4.5": Family(
+        {
+            **GLM45_AIR,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        "zai-org/GLM-4.5's config.json",
+    ),
+    "glm 4.5 air": Family(
+        GLM45_AIR, "the defaults of transformers' Glm4MoeConfig, those of GLM-4.5-Air"
     ),
     "mixtral": Family(MIXTRAL, "aic/mistralai--Mixtral-8x22B-v0.1_config.json"),
     "deepseek v2 lite": Family(

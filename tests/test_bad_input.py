@@ -10,7 +10,11 @@ import pytest
 
 import tiny_checkpoints
 from config_inputs import make_model, make_working_folder
-from support import assert_mentions
+from msrl.data.manifest import manifest_path, read_manifest
+from msrl.data.templates import load_template
+from msrl.errors import MsrlError
+from msrl.importers.command import translate_arguments
+from support import assert_mentions, mentions
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer
 
@@ -176,3 +180,30 @@ def test_a_port_in_use_is_reported_at_start(folder: Path, capsys: pytest.Capture
         port = listener.getsockname()[1]
         message_text = refused(capsys, "cluster", "up", "--host", "127.0.0.1", "--port", str(port))
     assert str(port) in message_text and "taken" in message_text
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, "user: " + "{a: " * 5_000, "- " * 20_000, "user: " + "9" * 5_000]
+)
+def test_a_template_nested_without_end_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(MsrlError, match=mentions("mine.yaml", "YAML")):
+        load_template(str(file))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"files": ' + "[" * 50_000, '{"files": {"a": {"bytes": 1e999, "crc32": ""}}}']
+)
+def test_a_data_manifest_with_absurd_values_is_refused(tmp_path: Path, text: str) -> None:
+    manifest_path(str(tmp_path / "data")).write_text(text)
+    with pytest.raises(MsrlError, match=mentions("manifest")):
+        read_manifest(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("system", ["mindspeed-llm", "mindspeed-rl", "lightrft"])
+def test_a_script_that_is_not_utf8_is_refused(tmp_path: Path, system: str) -> None:
+    file = tmp_path / "run.sh"
+    file.write_bytes(b"python pretrain_gpt.py --num-layers \xa3\n")
+    with pytest.raises(MsrlError, match=mentions("run.sh", "UTF-8")):
+        translate_arguments(system, [str(file)])

@@ -20,6 +20,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.unsupported import UNSUPPORTED
 from msrl.trainer.settings import Layout
 from parity_ranks import Case
 from support import assert_mentions, mentions
@@ -143,6 +144,27 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
         ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Qwen3NextForCausalLM", "linear attention"),
+        ("DeepseekV32ForCausalLM", "indexer"),
+        ("Mamba2ForCausalLM", "state-space"),
+        ("Qwen3VLMoeForConditionalGeneration", "mixture of experts"),
+        ("GemmaForCausalLM", "Gemma 2"),
+    ],
+)
+def test_a_family_of_mindspeed_without_support_is_refused_with_the_reason(
+    architecture: str, reason: str
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(architecture, "not supported", reason)):
+        families.shape(families.LLAMA, architectures=[architecture])
+
+
+def test_no_refused_architecture_is_registered() -> None:
+    assert UNSUPPORTED.keys().isdisjoint(registered())
+
+
 BAD = [
     ("baichuan 2", {"max_position_embeddings": None}, ("ALiBi", "positions")),
     ("baichuan 2", {"num_key_value_heads": 2}, ("num_key_value_heads=2",)),
@@ -159,6 +181,12 @@ BAD = [
         ("mrope_section", "head_dim", "8"),
     ),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
+    (
+        "qwen2.5-vl",
+        {"rope_scaling": {"type": "mrope", "mrope_section": ["a", 1, 2]}},
+        ("mrope_section",),
+    ),
+    ("seed-oss", {"attention_out_bias": True}, ("attention_out_bias=true",)),
     ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
     ("gemma 2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention=true",)),
@@ -190,21 +218,32 @@ def _convert(**values: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("qwen2.5-vl", "visual."),
+        ("qwen3-vl", "model.visual."),
+        pytest.param("qwen2-vl", "visual.", marks=pytest.mark.full),
+    ],
+)
 def test_a_vision_tower_passes_through_and_the_language_model_is_verified(
-    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    folders: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    prefix: str,
 ) -> None:
-    folder = folders["qwen2.5-vl"]
+    folder = folders[name]
     _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
     output = capsys.readouterr().out
-    count = sum(name.startswith("visual.") for name in load_file(folder / "model.safetensors"))
-    assert_mentions(output, f"{count} tensors visual.*", "logits, fp32")
+    count = sum(key.startswith(prefix) for key in load_file(folder / "model.safetensors"))
+    assert_mentions(output, f"{count} tensors {prefix}*", "logits, fp32")
     _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert same_bits(
-            after[name], tensor if name.startswith("visual.") else tensor.bfloat16()
-        ), name
+    for key, tensor in before.items():
+        expected = tensor if key.startswith(prefix) else tensor.bfloat16()
+        assert same_bits(after[key], expected), key
 
 
 @pytest.mark.slow

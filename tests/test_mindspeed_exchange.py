@@ -26,9 +26,10 @@ MODEL_TYPES = {
     "qwen2.5": "qwen25", "qwen3": "qwen3", "llama 2": "llama2", "llama 3.2": "llama2",
     "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
     "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2",
-    "deepseek v3": "deepseek3",
+    "deepseek v3": "deepseek3", "qwen2 moe": "qwen2-moe", "glm 4.5": "glm45",
+    "glm 4.5 air": "glm45-air", "seed-oss": "seed-oss",
 }  # fmt: skip
-DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2")
+DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2", "seed-oss")
 # The options of msrl; MindSpeed-LLM's names are made from them.
 LAYOUTS = {
     "one rank": "", "tp2": "--tp 2", "pp2": "--pp 2", "tp2 pp2": "--tp 2 --pp 2",
@@ -438,3 +439,125 @@ def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) ->
         == 0
     )
     assert_same_weights(tmp_path / "back", weights)
+
+
+def read_oracle(
+    tmp_path: Path, name: str, options: str, **changes: Any
+) -> tuple[dict[str, Tensor], int]:
+    """Convert with MindSpeed's converter and `options`, and back with msrl."""
+    config = {**row_config(name), **changes}
+    families.save_model(tmp_path / "hf", config)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    folders = ("--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg"))
+    oracle.convert(
+        oracle.checkout(), "--model-type-hf", MODEL_TYPES[name], *folders, *options.split()
+    )
+    ours = ("--load", str(tmp_path / "mg"), "--hf-config", str(tmp_path / "hf"))
+    save = ("--save", str(tmp_path / "back"), "--no-verify")
+    return weights, msrl("convert-ckpt", "mcore2hf", *ours, *save)
+
+
+def test_a_vocabulary_that_mindspeed_splits_unevenly_is_read(tmp_path: Path) -> None:
+    options = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
+    weights, code = read_oracle(tmp_path, "qwen2.5", options, vocab_size=199)
+    assert code == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+def test_a_checkpoint_of_mla_mm_split_is_read(tmp_path: Path) -> None:
+    options = "--target-tensor-parallel-size 2 --mla-mm-split"
+    weights, code = read_oracle(tmp_path, "deepseek v3", options)
+    assert code == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "deepseek v3", "qwen3 moe"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_names_of_transformer_engine_in_the_converter_are_read_and_written(
+    tmp_path: Path, name: str, grouped: bool
+) -> None:
+    options = "--target-tensor-parallel-size 2 --transformer-impl transformer_engine"
+    words = ["--moe-grouped-gemm"] if grouped and name != "qwen2.5" else []
+    weights, code = read_oracle(tmp_path, name, " ".join([options, *words]))
+    assert code == 0
+    assert_same_weights(tmp_path / "back", weights)
+    ours = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "ours"), "--tp", "2")
+    names = ("--names", "te-converter", *words, "--no-verify")
+    assert msrl("convert-ckpt", "hf2mcore", *ours, *names) == 0
+    for path in (tmp_path / "mg").rglob("*.pt"):
+        theirs = torch.load(path, weights_only=False)["model"]
+        model = torch.load(
+            tmp_path / "ours" / path.relative_to(tmp_path / "mg"), weights_only=False
+        )["model"]
+        assert model.keys() == theirs.keys()
+        assert all(same_bits(model[key], theirs[key]) for key in theirs)
+
+
+def uneven_vocabulary(folder: Path, rows: tuple[int, int]) -> dict[str, Tensor]:
+    """Convert a small model at TP 2 and give each rank other rows of the vocabulary."""
+    weights = save_source(folder / "hf", "qwen2.5")
+    folders = ("--load", str(folder / "hf"), "--save", str(folder / "mg"), "--tp", "2")
+    assert msrl("convert-ckpt", "hf2mcore", *folders, "--no-verify") == 0
+    for rank, path in enumerate(sorted((folder / "mg").rglob("*.pt"))):
+        contents = torch.load(path, weights_only=False)
+        for ours, theirs in (
+            ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+            ("output_layer.weight", "lm_head.weight"),
+        ):
+            contents["model"][ours] = weights[theirs].split(rows)[rank].clone()
+        torch.save(contents, path)
+    (folder / "mg" / "msrl_manifest.json").unlink()
+    return weights
+
+
+@pytest.mark.parametrize("command", ["mcore2hf", "reshard --tp 2", "reshard --tp 4"])
+def test_a_vocabulary_without_padding_is_read_in_any_layout(tmp_path: Path, command: str) -> None:
+    config = {**row_config("qwen2.5"), "num_attention_heads": 4, "num_key_value_heads": 4}
+    families.save_model(tmp_path / "hf", {**config, "vocab_size": 199})
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"), "--tp", "2")
+    assert msrl("convert-ckpt", "hf2mcore", *folders, "--no-verify") == 0
+    for path in (tmp_path / "mg").rglob("mp_rank_01/*.pt"):
+        contents = torch.load(path, weights_only=False)
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            contents["model"][name] = contents["model"][name][:99].clone()
+        torch.save(contents, path)
+    (tmp_path / "mg" / "msrl_manifest.json").unlink()
+    name, *options = command.split()
+    last = tmp_path / "mg"
+    if name == "reshard":
+        target = ("--save", str(tmp_path / "re"), *options, "--no-verify")
+        assert msrl("convert-ckpt", "reshard", "--load", str(last), *target) == 0
+        last = tmp_path / "re"
+    target = ("--save", str(tmp_path / "back"), "--no-verify")
+    assert msrl("convert-ckpt", "mcore2hf", "--load", str(last), *target) == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+def test_ranks_with_more_rows_after_fewer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uneven_vocabulary(tmp_path, (90, 110))
+    folders = ("--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"))
+    assert msrl("convert-ckpt", "mcore2hf", *folders, "--no-verify") == 2
+    assert "[90, 110]" in capsys.readouterr().err
+
+
+def test_layers_for_multi_token_prediction_in_a_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_source(tmp_path / "hf", "deepseek v3")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *folders, "--no-verify") == 0
+    (path,) = (tmp_path / "mg").rglob("*.pt")
+    contents = torch.load(path, weights_only=False)
+    model = contents["model"]
+    # The final norm has another name beside layers for multi-token prediction.
+    model["final_layernorm.weight"] = model.pop("decoder.final_layernorm.weight")
+    model["mtp.layers.0.enorm.weight"] = model["final_layernorm.weight"].clone()
+    torch.save(contents, path)
+    (tmp_path / "mg" / "msrl_manifest.json").unlink()
+    back = ("--load", str(tmp_path / "mg"), "--save", str(tmp_path / "back"))
+    assert msrl("convert-ckpt", "mcore2hf", *back, "--no-verify") == 2
+    message = capsys.readouterr().err
+    assert "multi-token prediction" in message and "--mtp-num-layers" in message

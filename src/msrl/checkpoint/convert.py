@@ -127,6 +127,11 @@ def _refuse_unsupported(target: McoreTarget) -> None:
             "--noop-layers: a distributed checkpoint cannot have empty layers. "
             "Omit it or use --format mindspeed."
         )
+    if target.distributed and target.naming.converter:
+        raise MsrlError(
+            "--names te-converter: MindSpeed-LLM's converter has no distributed checkpoints. "
+            "Use --names te or --format mindspeed."
+        )
     if target.distributed and target.naming.legacy:
         raise MsrlError(
             "--names legacy: a distributed checkpoint needs Megatron-core's names. "
@@ -293,7 +298,9 @@ def _create_rank_file(
 ) -> _RankFile:
     """Create the file of one rank without reading its tensors."""
     local_specs = _rank_specs(source, target, rank)
-    tensors_in_file = file_tensors(local_specs, target.naming)
+    tensors_in_file = file_tensors(
+        local_specs, target.naming, is_mixture=source.shape.moe is not None
+    )
     tensors = source.local_pieces(target.layout, rank.at, target.dtype, target.vocab_multiple)
     path = rank_file(folder, ITERATION, target.layout, rank.at)
     writer = rank_writer(path, file_specs(tensors_in_file, local_specs), arguments, ITERATION)
@@ -310,7 +317,7 @@ def _write_rule(
     advance: Advance,
 ) -> None:
     for name, pieces in zip(rule.hf, source.hf_pieces(rule), strict=True):
-        writer.write(name, Pieces(specs[name], pieces), advance)
+        writer.write(name, source.checked_pieces(rule, specs[name], pieces), advance)
 
 
 def _write_pass_through(

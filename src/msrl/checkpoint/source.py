@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.read import is_distributed
+from msrl.checkpoint.dist.read import is_distributed, read_common
 from msrl.checkpoint.dist.source import DistSource
+from msrl.checkpoint.dist.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
-from msrl.checkpoint.mcore.arguments import load_folder
+from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import (
     CheckpointFiles,
@@ -28,14 +29,16 @@ from msrl.checkpoint.mcore.locate import (
     find_checkpoint,
     latest_iteration,
 )
+from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.rank_shapes import padded_vocab_size, rank_plan
 from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
+from msrl.models.hf_config import MAX_LAYERS
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import OUTPUT_LAYER
-from msrl.models.rules import Replicated, Rule, Zeros
+from msrl.models.rules import Replicated, Rule, Vocab, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tensors
 
@@ -139,18 +142,11 @@ class ShardedSource(WeightSource):
 
     def _check_rank(self, at: Coords, tensors: Mapping[str, Tensor]) -> None:
         """Check that a rank has exactly the tensors of its plan; vocabulary padding may differ."""
-        embedding = self._shards[at._replace(pp=0)].get(self._embedding)
-        rows = (
-            embedding.shape[0] * self.layout.tp
-            if embedding is not None
-            else padded_vocab_size(self.shape, self.layout.tp)
-        )
-        if rows < self.shape.vocab_size:
-            raise MsrlError(
-                f"{self._where}: the embedding has {rows} rows, "
-                f"but vocab_size={self.shape.vocab_size} in the config"
-            )
-        planned = rank_plan(self.shape, self.layout, at, rows).tensors
+        rows = self._vocab_rows()
+        planned = rank_plan(self.shape, self.layout, at, max(rows) * self.layout.tp).tensors
+        for entry in stage_tensors(self.shape, self.layout, at):
+            if isinstance(entry.layout, Vocab):
+                planned[entry.name] = (rows[at.tp], *planned[entry.name][1:])
         rank = f"{self._where}, rank {self._rank_text(at)}"
         for name, size in planned.items():
             if name not in tensors:
@@ -166,6 +162,34 @@ class ShardedSource(WeightSource):
                 f"{rank}: {len(unexpected)} tensors are not part of {self.shape.architecture}: "
                 f"{', '.join(unexpected[:3])}"
             )
+
+    def _vocab_rows(self) -> list[int]:
+        """Return the rows of the vocabulary on each tensor-parallel rank.
+
+        msrl pads them to the same number. MindSpeed-LLM's converter does not pad, so that the last
+        rank may have fewer rows.
+
+        Raises:
+            MsrlError: The rows are not those of the vocabulary, with or without padding.
+        """
+        tp = self.layout.tp
+        stored = {
+            at.tp: tensors[self._embedding].shape[0]
+            for at, tensors in self._shards.items()
+            if at.pp == 0 and self._embedding in tensors and tensors[self._embedding].dim()
+        }
+        rows = [stored.get(rank, padded_vocab_size(self.shape, tp) // tp) for rank in range(tp)]
+        if sum(rows) < self.shape.vocab_size:
+            raise MsrlError(
+                f"{self._where}: the embedding has {sum(rows)} rows, "
+                f"but vocab_size={self.shape.vocab_size} in the config"
+            )
+        if len(set(rows[:-1])) > 1 or rows[-1] > rows[0]:
+            raise MsrlError(
+                f"{self._where}: the tensor-parallel ranks have {rows} rows of the embedding, "
+                "but all ranks before the last must have the same number and the last no more"
+            )
+        return rows
 
     def dtype(self, rule: Rule) -> torch.dtype:
         at, name = self._shards_by_rule[rule.mcore][0]
@@ -187,7 +211,7 @@ class ShardedSource(WeightSource):
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         shards = self._shards_of_rule(rule)
         shape = layouts.shard_shape(rule.layout, rule.shapes, size, padded_vocab)
-        if size == len(shards) and shape == tuple(shards[0].shape):
+        if size == len(shards) and all(tuple(stored.shape) == shape for stored in shards):
             yield shards[rank]
         else:
             yield from layouts.reshard(rule.layout, shards, rank, size, padded_vocab)
@@ -254,7 +278,9 @@ def open_mcore(
     config_dir = hf_dir or save / SIDECAR
     folder = iteration_dir(save, iteration)
     if is_distributed(folder):
-        return DistSource(_shape(config_dir), folder, config_dir)
+        shape, arguments = _shape(config_dir), vars(read_common(folder)["args"])
+        refuse_contradictions(folder / COMMON, arguments, shape, config_dir / "config.json")
+        return DistSource(shape, folder, config_dir)
     return open_sharded(save, config_dir, iteration, beside_adapter=beside_adapter)
 
 
@@ -283,7 +309,7 @@ def open_sharded(
         files, layout=with_empty_layers(files.layout, contents[Coords()]["args"], shape, models)
     )
     for rank, content in contents.items():
-        _check_args(files, rank, vars(content["args"]), shape)
+        _check_args(files, rank, vars(content["args"]), shape, config_dir)
     source = ShardedSource(shape, files.layout, models, config_dir, str(save))
     if source.tied_copy_differs():
         raise MsrlError(
@@ -305,7 +331,7 @@ def with_empty_layers(
     if (
         layout.noop_layers
         or not isinstance(num_positions, int)
-        or num_positions <= shape.num_layers
+        or not shape.num_layers < num_positions <= MAX_LAYERS
     ):
         return layout
     noop_layers = empty_positions(layout, num_positions, models)
@@ -318,6 +344,7 @@ def _base_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of a rank's file under their plain names, without a LoRA adapter."""
     model: Mapping[str, Tensor] = content["model"]
+    refuse_prediction_layers(save, model)
     weights = {name: tensor for name, tensor in model.items() if ".lora_" not in name}
     if len(weights) < len(model) and not weights:
         raise MsrlError(
@@ -359,15 +386,13 @@ def _without_output_layer(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_args(
-    files: CheckpointFiles, rank: Coords, args: Mapping[str, object], shape: Shape
+    files: CheckpointFiles, rank: Coords, args: Mapping[str, object], shape: Shape, config_dir: Path
 ) -> None:
     """Check that the arguments in a file agree with the folder names and the config."""
     expected = {
         "tensor_model_parallel_size": files.layout.tp,
         "pipeline_model_parallel_size": files.layout.pp,
         "num_layers": files.layout.num_positions(shape.num_layers),
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
     }
     for name, value in expected.items():
         if args.get(name, value) != value:
@@ -375,6 +400,7 @@ def _check_args(
                 f"{files.files[rank]}: {name}={args[name]} contradicts "
                 f"the folder names and the config ({value})"
             )
+    refuse_contradictions(files.files[rank], args, shape, config_dir / "config.json")
 
 
 def open_weights(path: Path, hf_dir: Path | None = None) -> WeightSource:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.dtypes import cast_to
+from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.rank_shapes import padded_vocab_size
 from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
+from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.rules import Rule
@@ -86,7 +88,30 @@ class WeightSource(ABC):
         specs = self.local_specs(layout, at, dtype, vocab_multiple)
         for tensor in stage_tensors(self.shape, layout, at):
             pieces = self.pieces(tensor.rule, tensor.shard, tensor.num_shards, padded)
-            yield tensor.name, Pieces(specs[tensor.name], pieces)
+            yield tensor.name, self.checked_pieces(tensor.rule, specs[tensor.name], pieces)
+
+    def checked_pieces(self, rule: Rule, spec: TensorSpec, pieces: Iterable[Tensor]) -> Pieces:
+        """Return pieces of a tensor of `rule` that refuse NaN and infinity when they are written.
+
+        A cast to float16 can overflow.
+        """
+        return Pieces(spec, pieces, partial(self._refuse_nonfinite, rule, spec.dtype))
+
+    def _refuse_nonfinite(self, rule: Rule, dtype: torch.dtype) -> None:
+        """Raise MsrlError with the name of a tensor that contains NaN or infinity as `dtype`."""
+        names = rule.hf or (rule.mcore,)
+        for name, tensor in zip(names, self.hf_tensors(rule), strict=False):
+            if not tensor.isfinite().all():
+                kind = "NaN" if tensor.isnan().any() else "infinity"
+                raise MsrlError(
+                    f"{self.hf_dir}: tensor {name} ({rule.mcore}) contains {kind}. Restore the "
+                    "weights."
+                )
+            if not tensor.to(dtype).isfinite().all():
+                raise MsrlError(
+                    f"{self.hf_dir}: tensor {name} ({rule.mcore}) overflows {hf_name(dtype)}: its "
+                    f"largest number is {tensor.abs().max().item():g}. Use --dtype bf16 or fp32."
+                )
 
     def local_specs(
         self,

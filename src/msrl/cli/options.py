@@ -262,8 +262,8 @@ Names = Annotated[
     str | None,
     _option(
         "--names", metavar="NAME", panel=FORMAT, values=complete.choices("convert.names"),
-        help="Tensor names: Megatron's local layers, Transformer Engine's, or those before "
-        "megatron-core (legacy).",
+        help="Tensor names: Megatron's local layers, Transformer Engine's as in training (te) or "
+        "as in MindSpeed-LLM's converter, or those before megatron-core (legacy).",
     ),
 ]  # fmt: skip
 PadVocab = Annotated[

@@ -96,5 +96,12 @@ def read_manifest(prefix: str) -> DatasetManifest | None:
             for name, record in values.get("files", {}).items()
         }
         return DatasetManifest(**values)
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise MsrlError(f"{path}: not a valid manifest: {error}") from error

@@ -67,6 +67,7 @@ def _read(path: Path) -> Template:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
+    # Deep nesting is a RecursionError, a number of thousands of digits a ValueError.
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):

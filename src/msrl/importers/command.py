@@ -63,6 +63,7 @@ def translate_arguments(
 def _translate_file(system: str, file: Path) -> Translation:
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
+    _require_text(file)
     if file.suffix not in (".yaml", ".yml"):
         if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
@@ -73,6 +74,15 @@ def _translate_file(system: str, file: Path) -> Translation:
         advice = f". Use --from {detected}." if detected else ""
         raise MsrlError(f"{file}: contains no keys of {system}{advice}")
     return _YAML[system].translate(tree, file)
+
+
+def _require_text(file: Path) -> None:
+    try:
+        file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise MsrlError(f"{file}: is not UTF-8 text") from None
 
 
 def native_yaml(translation: Translation) -> str:

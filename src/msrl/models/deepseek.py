@@ -113,6 +113,16 @@ def mixture_layers(config: HfConfig, default: int) -> tuple[bool, ...]:
     return tuple(layer >= first for layer in range(config.count("num_hidden_layers")))
 
 
+def prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
+    """Return the name prefixes of the layers for multi-token prediction.
+
+    transformers 5 renamed their number to `num_mtp_layers`.
+    """
+    key = "num_mtp_layers" if "num_mtp_layers" in config.values else "num_nextn_predict_layers"
+    count = config.count(key, 1) if config.values.get(key, 1) else 0
+    return tuple(f"model.layers.{num_layers + number}." for number in range(count))
+
+
 def deepseek_rules(shape: Shape) -> Rules:
     assert shape.mla is not None
     return mixture_rules(shape, _attention_rules(shape, shape.mla))

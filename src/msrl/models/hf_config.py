@@ -18,6 +18,23 @@ from msrl.errors import MsrlError
 
 DTYPES = ("bfloat16", "float16", "float32")
 
+# Limits on sizes, far above those of existing models. Tables of all layers and experts are built
+# before weights are read, so a larger size could take all memory.
+MAX_FILE_BYTES = 32 << 20
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 65_536  # of a layer
+MAX_TOTAL_EXPERTS = 1 << 18  # of all layers
+_MAX_SIZE = (1 << 31) - 1
+_LIMITS = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_layers": MAX_LAYERS,
+    "num_mtp_layers": MAX_LAYERS,
+    "num_nextn_predict_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+    "num_local_experts": MAX_EXPERTS,
+    "n_routed_experts": MAX_EXPERTS,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
@@ -32,7 +49,11 @@ class HfConfig:
         raise MsrlError(f"{self.where}: {setting}: {reason}.")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; `default` is used if the key is absent or null."""
+        """Return a positive integer; `default` is used if the key is absent or null.
+
+        Raises:
+            MsrlError: The value is missing, not positive or beyond the limit of its key.
+        """
         value = self.values.get(key)
         if value is None:
             value = default
@@ -40,6 +61,9 @@ class HfConfig:
             self.fail(key, "is missing. Set it to a positive whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.fail(key, "must be a positive whole number")
+        limit = _LIMITS.get(key, _MAX_SIZE)
+        if value > limit:
+            self.fail(key, f"exceeds the limit of {limit}. Restore the file")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -167,6 +191,8 @@ def read_hf_config(path: Path) -> HfConfig:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise MsrlError(f"{path}: no config.json found. Pass the folder of a Hugging Face model.")
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise MsrlError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB. Restore the file.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -61,6 +61,7 @@ def _mixture_settings(moe: Moe) -> dict[str, Any]:
         "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.score,
         "moe_router_pre_softmax": not moe.normalize,

@@ -7,9 +7,10 @@ number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from msrl.models.decoder_rules import LLAMA, Names, mlp_rules, model_rules
-from msrl.models.hf_config import HfConfig
+from msrl.models.hf_config import MAX_TOTAL_EXPERTS, HfConfig
 from msrl.models.rules import GateUp, Replicated, Rule, Rules, Sharded
 from msrl.models.shape import Moe, Shape
 
@@ -27,6 +28,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "mlp.shared_experts."
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 def mixture_rules(
@@ -69,6 +71,15 @@ def _layer(shape: Shape, moe: Moe, names: Names, experts: ExpertNames) -> tuple[
     if moe.shared_ffn_hidden_size:
         rules += _feed_forward(
             "shared_experts.", prefix + experts.shared, hidden, moe.shared_ffn_hidden_size, experts
+        )
+    if moe.shared_gate:
+        rules.append(
+            Rule(
+                f"{_MCORE}shared_experts.gate_weight",
+                (f"{prefix}{experts.shared_gate}.weight",),
+                Replicated(),
+                ((1, hidden),),
+            )
         )
     for number in range(moe.num_experts):
         rules += _feed_forward(
@@ -114,12 +125,35 @@ def aux_loss_coef(config: HfConfig) -> float | None:
     return None
 
 
+def sparse_layers(config: HfConfig) -> tuple[bool, ...]:
+    """Return for each layer if it has experts.
+
+    Every `decoder_sparse_step`-th layer does, except those in `mlp_only_layers`.
+    """
+    dense: object = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(
+        isinstance(layer, int) for layer in cast("list[object]", dense)
+    ):
+        config.fail("mlp_only_layers", "must be a list of layer numbers")
+    step, numbers = config.count("decoder_sparse_step", 1), cast("list[int]", dense)
+    return tuple(
+        layer not in numbers and (layer + 1) % step == 0
+        for layer in range(config.count("num_hidden_layers"))
+    )
+
+
 def check_experts(config: HfConfig, moe: Moe) -> Moe:
     """Check that no token is routed to more experts or groups than there are.
 
     Raises:
         MsrlError: The numbers are inconsistent.
     """
+    if moe.num_experts * sum(moe.layers) > MAX_TOTAL_EXPERTS:
+        config.fail(
+            "num_hidden_layers",
+            f"{moe.num_experts} experts in {sum(moe.layers)} layers exceed the limit of "
+            f"{MAX_TOTAL_EXPERTS}",
+        )
     if moe.experts_per_token > moe.num_experts:
         config.fail("num_experts_per_tok", f"exceeds the {moe.num_experts} experts")
     if moe.num_experts % moe.num_groups:

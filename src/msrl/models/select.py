@@ -80,6 +80,8 @@ def _layer_names(rule: Rule) -> list[str]:
 
 def adapter_problem(rule: Rule) -> str | None:
     """Return the reason why a layer cannot have an adapter; None if it can."""
+    if rule.mcore.endswith("shared_experts.gate_weight"):
+        return "this is the gate of the shared expert, which cannot have an adapter"
     if rule.mcore.endswith("router.weight"):
         return "this is the router of the experts, which cannot have an adapter"
     if rule.expert is not None and isinstance(rule.layout, Packed):

@@ -90,9 +90,10 @@ class Moe:
 
     Every token is routed to `experts_per_token` of the `num_experts`, with a hidden size of
     `ffn_hidden_size` each, and to the shared experts, which form one block of
-    `shared_ffn_hidden_size` (0: there are none). The router computes `score` over all experts. The
-    scores of the selected experts are the weights, divided by their sum if `normalize` is set, and
-    multiplied by `scaling_factor`.
+    `shared_ffn_hidden_size` (0: there are none). With `shared_gate`, the output of that block is
+    multiplied by the sigmoid of a learned projection of the token to one number. The router
+    computes `score` over all experts. The scores of the selected experts are the weights, divided
+    by their sum if `normalize` is set, and multiplied by `scaling_factor`.
 
     Experts are selected from the best `num_chosen_groups` of `num_groups` equal groups. A group is
     ranked by its best expert (`group_score` max, DeepSeek V2) or by the sum of its best two (top2,
@@ -107,6 +108,7 @@ class Moe:
     ffn_hidden_size: int
     layers: tuple[bool, ...]
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     scaling_factor: float = 1.0

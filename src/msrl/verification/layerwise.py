@@ -128,7 +128,7 @@ def parameter_sources(shape: Shape) -> dict[str, LayerTensor]:
     for name, entries in _expert_entries(shape).items():
         sources[name] = LayerTensor(tuple(sorted(entries, key=_expert_number)), is_stack=True)
     if shape.tie_word_embeddings:
-        embedding = sources[_model_name("model.embed_tokens.weight", shape)]
+        embedding = sources[_model_name(all_rules(shape)[0].hf[0], shape)]
         sources.setdefault("lm_head.weight", embedding)
     return sources
 
@@ -168,7 +168,7 @@ def _model_name(name: str, shape: Shape) -> str:
     nested.
     """
     name = name.replace(".block_sparse_moe.", ".mlp.")
-    if shape.family == "qwen2_5_vl" and name.startswith("model."):
+    if shape.family in ("qwen2_vl", "qwen2_5_vl") and name.startswith("model."):
         return name.replace("model.", "model.language_model.", 1)
     return name
 

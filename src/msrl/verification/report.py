@@ -133,7 +133,7 @@ def _check_merge(source: MergedSource) -> Check:
 
     They may differ in the last bit of the weights' type, because of the rounding in float32.
     """
-    worst, count = 0.0, 0
+    worst, count, limit = 0.0, 0, 0.0
     for rule in all_rules(source.shape):
         exact_tensors = source.merged(rule, torch.float64)
         for name, merged, exact in zip(
@@ -144,7 +144,7 @@ def _check_merge(source: MergedSource) -> Check:
             scale = exact.abs().max().clamp(min=1e-30).double()
             difference = (merged.double() - exact.double()).abs().max()
             worst, count = max(worst, float(difference / scale)), count + 1
-    limit = 8 * torch.finfo(source.main_dtype()).eps
+            limit = max(limit, 8 * torch.finfo(merged.dtype).eps)
     compared = f"{count} merged weights, again in float64"
     return Check(
         "merge",

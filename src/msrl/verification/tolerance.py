@@ -43,7 +43,9 @@ LATENT = Tolerance(
     "3.2e-5",
 )
 TOLERANCES = {
+    "qwen2_moe": ROUTED,
     "qwen3_moe": ROUTED,
+    "glm4_moe": ROUTED,
     "mixtral": ROUTED,
     "gpt_oss": ROUTED,
     "deepseek_v2": LATENT,

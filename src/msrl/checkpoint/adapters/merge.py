@@ -2,7 +2,7 @@
 
 A is [r, in], B is [out, r], W is [out, in] per Hugging Face tensor. s = alpha / r, or alpha /
 sqrt(r) for rank-stabilized LoRA (arXiv:2312.03732). The sum is computed in float32 and rounded once
-to the type of W. Adapter files: `adapters.megatron` and `adapters.peft`.
+to the type of the result. Adapter files: `adapters.megatron` and `adapters.peft`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dtypes import same_bits
+from msrl.checkpoint.dtypes import cast_to, same_bits
 from msrl.checkpoint.source import WeightSource
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
 from msrl.models.rules import Rule
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Delta:
         )
 
     def added_to(self, weight: Tensor, compute: torch.dtype = torch.float32) -> Tensor:
-        """Return `weight` plus the update, computed in `compute`, in the type of `weight`."""
+        """Return `weight` plus the update, computed and returned in the type `compute`."""
         product = self.b.to(compute) @ self.a.to(compute)
-        return torch.add(weight.to(compute), product, alpha=self.scale).to(weight.dtype)
+        return torch.add(weight.to(compute), product, alpha=self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,15 @@ class Adapter:
         if problems:
             raise MsrlError(problems[0])
 
-    def tied(self) -> Adapter:
+    def tied(self, embedding_name: str) -> Adapter:
         """Return the adapter for a model with tied embeddings, without its copy of the output
-        layer.
+        layer. `embedding_name` is the Hugging Face name of the embedding.
 
         Raises:
             MsrlError: Only one of embedding and output layer is replaced, or they differ. PEFT's
                 model is then no longer tied.
         """
-        embedding, head = (self.replaced.get(name) for name in (_EMBEDDING, _HEAD))
+        embedding, head = (self.replaced.get(name) for name in (embedding_name, _HEAD))
         if embedding is None and head is None:
             return self
         if embedding is None or head is None or not torch.equal(embedding, head):
@@ -123,20 +123,33 @@ class Adapter:
 
 
 class MergedSource(WeightSource):
-    """The weights of `base` with an adapter merged into them, in the types of `base`."""
+    """The weights of `base` with an adapter merged into them."""
 
-    def __init__(self, base: WeightSource, adapter: Adapter, *, hf_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        base: WeightSource,
+        adapter: Adapter,
+        *,
+        dtype: torch.dtype | None = None,
+        hf_dir: Path | None = None,
+    ) -> None:
         """Check that the adapter fits `base`; raises MsrlError otherwise.
 
-        `hf_dir` is the folder of config and tokenizer, if it is not that of `base`.
+        Args:
+            base: Weights that the adapter belongs to.
+            adapter: Adapter to merge.
+            dtype: Type that merged weights are rounded to; default: that of the weight in `base`.
+            hf_dir: Folder of config and tokenizer, if it is not that of `base`.
         """
-        adapter = adapter.tied() if base.shape.tie_word_embeddings else adapter
+        embedding = all_rules(base.shape)[0].hf[0]
+        adapter = adapter.tied(embedding) if base.shape.tie_word_embeddings else adapter
         adapter.check(all_rules(base.shape))
-        self.base, self.adapter = base, adapter
+        self.base, self.adapter, self._dtype = base, adapter, dtype
         self.shape, self.hf_dir = base.shape, hf_dir or base.hf_dir
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        return self.base.dtype(rule)
+        merged = cast_to(rule, self._dtype) if self._is_adapted(rule) else None
+        return merged or self.base.dtype(rule)
 
     def canonical(self, rule: Rule) -> Tensor:
         if not self._is_adapted(rule):
@@ -162,16 +175,17 @@ class MergedSource(WeightSource):
 
     def merged(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors of a rule, with the sum computed in `compute`."""
+        dtype = self.dtype(rule)
         return tuple(
-            self._merged(name, tensor, compute)
+            self._merged(name, tensor, compute).to(dtype)
             for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True)
         )
 
     def _merged(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
-        if name in self.adapter.replaced:
-            tensor = self.adapter.replaced[name].to(tensor.dtype)
+        """Return a merged weight that is not yet rounded to its type."""
+        weight = self.adapter.replaced.get(name, tensor)
         delta = self.adapter.deltas.get(name)
-        return tensor if delta is None else delta.added_to(tensor, compute)
+        return weight if delta is None else delta.added_to(weight, compute)
 
     def _is_adapted(self, rule: Rule) -> bool:
         return any(name in self.adapter.deltas or name in self.adapter.replaced for name in rule.hf)

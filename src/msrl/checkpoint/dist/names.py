@@ -85,7 +85,7 @@ def split_joined(name: str, tensor: Pieces, shape: Shape) -> Iterator[tuple[str,
                 remaining.appendleft(piece[missing:])
             missing -= len(pieces[-1])
         spec = TensorSpec(tensor.spec.dtype, (rows, *tensor.spec.shape[1:]))
-        yield component, Pieces(spec, pieces)
+        yield component, Pieces(spec, pieces, tensor.refuse_nonfinite)
 
 
 def split_specs(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, TensorSpec]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.dist.names import GlobalPosition, possible_positions, split_names
 from msrl.checkpoint.dist.read import GlobalTensors
+from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
@@ -94,6 +95,7 @@ class DistSource(WeightSource):
             for key in self._tensors.stored.keys() - known
             if "optimizer." not in key and "_extra_state" not in key
         )
+        refuse_prediction_layers(self._folder, unexpected)
         if unexpected:
             names = ", ".join(unexpected[:3])
             raise MsrlError(

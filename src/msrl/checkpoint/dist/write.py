@@ -80,7 +80,9 @@ def write_file(
         split_joined(*tensor, shape) for tensor in tensors
     ):
         stored = Pieces(
-            stored_spec(global_position(name, shape, te=te), pieces.spec), pieces.tensors
+            stored_spec(global_position(name, shape, te=te), pieces.spec),
+            pieces.tensors,
+            pieces.refuse_nonfinite,
         )
         written = append_tensor(path, end, stored, advance)
         ranges[name] = Range(path.name, end, written.num_bytes)

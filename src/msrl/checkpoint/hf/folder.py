@@ -105,8 +105,9 @@ class HfCheckpoint:
 
     def _check_tied_head(self, tied: set[str]) -> None:
         """Check that the output layer of a tied model, if stored, equals the embedding."""
+        embedding = all_rules(self.shape)[0].hf[0]
         for name in tied & set(self.specs):
-            if not torch.equal(self.tensor(name), self.tensor("model.embed_tokens.weight")):
+            if not torch.equal(self.tensor(name), self.tensor(embedding)):
                 raise MsrlError(
                     f"{self.folder}: tie_word_embeddings=true, but {name} differs from the "
                     "embedding"

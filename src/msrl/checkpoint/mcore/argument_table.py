@@ -6,14 +6,22 @@ on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from msrl.checkpoint.mcore.names import Naming
 from msrl.models.families import num_experts
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.models.shape import Mla, Moe, Shape
+from msrl.models.shape import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    Mla,
+    Moe,
+    Shape,
+    YarnRopeScaling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,9 @@ READ_ARGUMENTS: dict[str, Value] = {
     "moe_shared_expert_intermediate_size": _moe_value(
         lambda moe: moe.shared_ffn_hidden_size or None
     ),  # loads
-    "shared_expert_gate": lambda s: False,  # mg2hf set_model_layer_mlp, loads+
+    "shared_expert_gate": lambda s: (
+        s.shape.moe is not None and s.shape.moe.shared_gate
+    ),  # mg2hf set_model_layer_mlp, loads+
     "moe_router_topk": _moe_value(lambda moe: moe.experts_per_token),  # loads
     "moe_router_pre_softmax": _moe_value(lambda moe: not moe.normalize),  # loads
     "moe_grouped_gemm": lambda s: s.naming.grouped,  # loads
@@ -191,3 +201,227 @@ READ_ARGUMENTS: dict[str, Value] = {
 def read_arguments(source: ArgumentSource) -> dict[str, Any]:
     """Return the arguments that other systems read from a checkpoint."""
     return {name: value(source) for name, value in READ_ARGUMENTS.items()}
+
+
+NO_COUNTERPART = object()
+"""Expected value of an argument that does not apply to a model, so that any value is accepted."""
+
+Arguments = Mapping[str, object]
+Expected = Callable[[Shape, Arguments], object]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedArgument:
+    """An argument with a counterpart in config.json.
+
+    `expected` returns the value that agrees with the config, or `NO_COUNTERPART`; it also receives
+    the recorded arguments, because one may depend on another. `default` is the default of
+    Megatron's parser.
+    """
+
+    key: str  # of config.json
+    expected: Expected
+    default: object = None
+
+
+def _always(value: Callable[[Shape], object]) -> Expected:
+    return lambda shape, recorded: value(shape)
+
+
+def _with_experts(value: Callable[[Moe], object]) -> Expected:
+    return lambda shape, recorded: NO_COUNTERPART if shape.moe is None else value(shape.moe)
+
+
+def _with_latents(value: Callable[[Mla], object]) -> Expected:
+    return lambda shape, recorded: NO_COUNTERPART if shape.mla is None else value(shape.mla)
+
+
+def _without_latents(value: Callable[[Shape], object]) -> Expected:
+    """Return an expectation for arguments that latent attention ignores."""
+    return lambda shape, recorded: NO_COUNTERPART if shape.mla is not None else value(shape)
+
+
+def _if_set(value: Callable[[Shape], float | None]) -> Expected:
+    """Return an expectation for a number that only some models have."""
+
+    def expected(shape: Shape, recorded: Arguments) -> object:
+        number = value(shape)
+        return NO_COUNTERPART if number is None else number
+
+    return expected
+
+
+def _query_groups(shape: Shape, recorded: Arguments) -> object:
+    """Megatron ignores the number of query groups without --group-query-attention."""
+    return shape.num_query_groups if recorded.get("group_query_attention") else NO_COUNTERPART
+
+
+def _interleaved(shape: Shape, recorded: Arguments) -> object:
+    """MindSpeed-LLM interleaves with --use-glm-rope; latent attention has its own setting."""
+    if shape.mla is not None or recorded.get("use_glm_rope"):
+        return NO_COUNTERPART
+    return shape.rotary_interleaved
+
+
+def _normalized_weights(shape: Shape, recorded: Arguments) -> object:
+    """Without `norm_topk_prob`, a softmax over the selected experts normalizes too."""
+    if shape.moe is None or not recorded.get("norm_topk_prob"):
+        return NO_COUNTERPART
+    return shape.moe.normalize
+
+
+def _scaling_type(shape: Shape) -> str | None:
+    scaling = shape.rope_scaling
+    if isinstance(scaling, Llama3RopeScaling):
+        return "llama3"
+    return "yarn" if isinstance(scaling, YarnRopeScaling) else None
+
+
+def _scaling_factor(shape: Shape, recorded: Arguments) -> object:
+    """Megatron has a default factor, which is not in force without a type of scaling."""
+    scaling = shape.rope_scaling
+    if isinstance(scaling, Llama3RopeScaling | YarnRopeScaling) and (
+        recorded.get("rope_scaling_type") or recorded.get("use_rope_scaling")
+    ):
+        return scaling.factor
+    return NO_COUNTERPART
+
+
+def _uses_rope_scaling(shape: Shape, recorded: Arguments) -> object:
+    """Megatron's switch means Llama 3's scaling; MindSpeed-LLM has `rope_scaling_type` instead."""
+    if not recorded.get("use_rope_scaling"):
+        return NO_COUNTERPART
+    return isinstance(shape.rope_scaling, Llama3RopeScaling)
+
+
+def _interpolation_factor(shape: Shape) -> float:
+    scaling = shape.rope_scaling
+    return scaling.factor if isinstance(scaling, LinearRopeScaling) else 1.0
+
+
+# Arguments of training runs that a model does not fix (lengths, dropout, vocabulary padding) and
+# switches that the tensors of a file show (biases, norms of q and k, tied embeddings) are absent.
+# MindSpeed-LLM's converter records keys of config.json, such as rope_theta, under their own names.
+COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
+    "hidden_size": ComparedArgument("hidden_size", _always(lambda s: s.hidden_size)),
+    "num_attention_heads": ComparedArgument(
+        "num_attention_heads", _always(lambda s: s.num_attention_heads)
+    ),
+    "num_key_value_heads": ComparedArgument(
+        "num_key_value_heads", _without_latents(lambda s: s.num_query_groups)
+    ),
+    "num_query_groups": ComparedArgument("num_key_value_heads", _query_groups),
+    "kv_channels": ComparedArgument("head_dim", _without_latents(lambda s: s.head_dim)),
+    "multi_latent_attention": ComparedArgument(
+        "kv_lora_rank", _always(lambda s: s.mla is not None), default=False
+    ),
+    "q_lora_rank": ComparedArgument("q_lora_rank", _with_latents(lambda m: m.q_lora_rank)),
+    "kv_lora_rank": ComparedArgument("kv_lora_rank", _with_latents(lambda m: m.kv_lora_rank)),
+    "qk_head_dim": ComparedArgument("qk_nope_head_dim", _with_latents(lambda m: m.nope_head_dim)),
+    "qk_pos_emb_head_dim": ComparedArgument(
+        "qk_rope_head_dim", _with_latents(lambda m: m.rope_head_dim)
+    ),
+    "v_head_dim": ComparedArgument("v_head_dim", _with_latents(lambda m: m.v_head_dim)),
+    # msrl wrote False for latent attention before it wrote MindSpeed-LLM's True.
+    "qk_layernorm": ComparedArgument(
+        "q_norm", _without_latents(lambda s: s.qk_norm), default=False
+    ),
+    "norm_epsilon": ComparedArgument("rms_norm_eps", _always(lambda s: s.norm_eps), default=1e-5),
+    "rms_norm_eps": ComparedArgument("rms_norm_eps", _always(lambda s: s.norm_eps)),
+    "normalization": ComparedArgument(
+        "normalization", _always(lambda s: "RMSNorm"), default="LayerNorm"
+    ),
+    "post_norm": ComparedArgument("post_norm", _always(lambda s: s.post_norms), default=False),
+    "position_embedding_type": ComparedArgument(
+        "position_embedding_type",
+        _always(lambda s: ("rope", "yarn", "mrope")),
+        default="learned_absolute",
+    ),
+    "rotary_base": ComparedArgument("rope_theta", _always(lambda s: s.rope_theta), default=10000),
+    "rope_theta": ComparedArgument("rope_theta", _always(lambda s: s.rope_theta)),
+    "rotary_percent": ComparedArgument(
+        "partial_rotary_factor",
+        _without_latents(lambda s: s.rotated_channels / s.head_dim),
+        default=1.0,
+    ),
+    "rotary_interleaved": ComparedArgument("rotary_interleaved", _interleaved, default=False),
+    "rotary_seq_len_interpolation_factor": ComparedArgument(
+        "rope_scaling.factor", _always(_interpolation_factor)
+    ),
+    "use_rope_scaling": ComparedArgument("rope_scaling", _uses_rope_scaling, default=False),
+    "rope_scaling_type": ComparedArgument("rope_scaling.rope_type", _always(_scaling_type)),
+    "rope_scaling_factor": ComparedArgument("rope_scaling.factor", _scaling_factor, default=8.0),
+    "attn_logit_softcapping": ComparedArgument(
+        "attn_logit_softcapping", _if_set(lambda s: s.attention.softcap)
+    ),
+    "output_logit_softcapping": ComparedArgument(
+        "final_logit_softcapping", _if_set(lambda s: s.logit_softcap)
+    ),
+    "final_logit_softcapping": ComparedArgument(
+        "final_logit_softcapping", _if_set(lambda s: s.logit_softcap)
+    ),
+    "num_experts": ComparedArgument(
+        "num_experts", _always(lambda s: 0 if s.moe is None else s.moe.num_experts)
+    ),
+    "moe_router_topk": ComparedArgument(
+        "num_experts_per_tok", _with_experts(lambda m: m.experts_per_token), default=2
+    ),
+    "num_experts_per_tok": ComparedArgument(
+        "num_experts_per_tok", _with_experts(lambda m: m.experts_per_token)
+    ),
+    "moe_router_score_function": ComparedArgument(
+        "scoring_func", _with_experts(lambda m: m.score), default="softmax"
+    ),
+    "moe_router_topk_scaling_factor": ComparedArgument(
+        "routed_scaling_factor", _with_experts(lambda m: m.scaling_factor)
+    ),
+    "moe_router_num_groups": ComparedArgument("n_group", _with_experts(lambda m: m.num_groups)),
+    "moe_router_group_topk": ComparedArgument(
+        "topk_group", _with_experts(lambda m: m.num_chosen_groups)
+    ),
+    "norm_topk_prob": ComparedArgument("norm_topk_prob", _normalized_weights, default=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """An argument of a file and the value of config.json that it contradicts."""
+
+    argument: str
+    recorded: object
+    key: str
+    expected: object
+
+
+def contradictions(arguments: Arguments, shape: Shape) -> Iterator[Contradiction]:
+    """Yield the arguments of a file that contradict the model's config.
+
+    Arguments that are absent or None are not recorded.
+    """
+    has_defaults = _has_parser_defaults(arguments)
+    for name, compared in COMPARED_ARGUMENTS.items():
+        recorded = arguments.get(name)
+        if name not in arguments or (recorded is None and name != "rope_scaling_type"):
+            continue
+        if has_defaults and _agrees(recorded, compared.default):
+            continue
+        expected = compared.expected(shape, arguments)
+        if expected is not NO_COUNTERPART and not _agrees(recorded, expected):
+            yield Contradiction(name, recorded, compared.key, expected)
+
+
+def _has_parser_defaults(arguments: Arguments) -> bool:
+    """Return True for arguments of MindSpeed-LLM's first converter.
+
+    It parses a command line of its own and fills in only some arguments of the model. Source:
+    `get_sys_argv` in tasks/checkpoint/models.py of MindSpeed-LLM 2.0.0.
+    """
+    return arguments.get("mock_data") is True and arguments.get("perform_initialization") is False
+
+
+def _agrees(recorded: object, expected: object) -> bool:
+    if isinstance(expected, tuple):
+        return recorded in expected
+    if isinstance(recorded, int | float) and isinstance(expected, int | float):
+        return math.isclose(recorded, expected, rel_tol=1e-6)
+    return recorded == expected

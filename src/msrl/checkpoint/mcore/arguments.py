@@ -9,8 +9,13 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from msrl.errors import MsrlError
+from msrl.checkpoint.mcore.argument_table import contradictions
+from msrl.errors import ManyErrors, MsrlError
+from msrl.models.hf_config import MAX_EXPERTS
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.shape import Shape
+
+MAX_RANKS = 1 << 20
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -22,7 +27,14 @@ def num_local_experts(path: Path, args: argparse.Namespace) -> int:
     count = getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None)
     if not count:
         raise MsrlError(f"{path}: contains grouped experts, but its arguments lack num_experts")
-    return count // layout_from_args(args).num_expert_groups
+    groups = layout_from_args(args).num_expert_groups
+    is_valid = isinstance(count, int) and 0 < count <= MAX_EXPERTS and count % groups == 0
+    if not is_valid:
+        raise MsrlError(
+            f"{path}: num_experts={count!r}: must be a multiple of the {groups} groups of experts, "
+            f"at most {MAX_EXPERTS}"
+        )
+    return count // groups
 
 
 def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
@@ -52,10 +64,14 @@ def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
 
 
 def _count(arguments: Mapping[str, object], name: str) -> int | None:
-    """Return the integer value of an argument, or None if it is not set."""
+    """Return the value of a size, or None if it is not set."""
     value = arguments.get(name)
-    if value is not None and not isinstance(value, int):
-        raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be an integer")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise MsrlError(
+            f"checkpoint arguments: {name}={value!r}: must be an integer from 1 to {MAX_RANKS}"
+        )
     return value
 
 
@@ -69,6 +85,24 @@ def _numbers(arguments: Mapping[str, object], name: str) -> tuple[int, ...]:
         return tuple(int(number) for number in numbers)
     except (TypeError, ValueError) as error:
         raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers") from error
+
+
+def refuse_contradictions(
+    path: Path, arguments: Mapping[str, object], shape: Shape, config: Path
+) -> None:
+    """Check that the arguments in file `path` agree with the model in `config`.
+
+    Raises:
+        MsrlError: An argument contradicts the config.
+        ManyErrors: Several arguments do.
+    """
+    messages = [
+        f"{path}: {entry.argument}={entry.recorded} contradicts {entry.key}={entry.expected} in "
+        f"{config}. Name the config of this checkpoint's model (--hf-config) or correct it."
+        for entry in contradictions(arguments, shape)
+    ]
+    if messages:
+        raise ManyErrors(messages) if len(messages) > 1 else MsrlError(messages[0])
 
 
 def refuse_schedule(path: Path, args: argparse.Namespace) -> None:

@@ -26,8 +26,15 @@ from torch import Tensor
 
 from msrl.checkpoint.mcore import legacy
 from msrl.checkpoint.mcore.argument_table import ArgumentSource, read_arguments
-from msrl.checkpoint.mcore.arguments import num_local_experts
-from msrl.checkpoint.mcore.names import Naming, is_fused, local_name, unfuse_experts
+from msrl.checkpoint.mcore.arguments import layout_from_args, num_local_experts
+from msrl.checkpoint.mcore.names import (
+    Naming,
+    has_split_latents,
+    is_fused,
+    join_split_latents,
+    local_name,
+    unfuse_experts,
+)
 from msrl.checkpoint.rank_shapes import Plan, padded_vocab_size
 from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_torch_file, tensor_spec
 from msrl.checkpoint.torch_files.writer import TorchWriter
@@ -140,7 +147,29 @@ def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
             if _is_weight(path, name, value)
         ]
     metadata = {key: value for key, value in contents.items() if key not in chunks}
-    return {**metadata, "model": dict(_local_tensors(path, tensors, contents["args"]))}
+    model = dict(_local_tensors(path, tensors, contents["args"]))
+    if has_split_latents(model):
+        model = _joined_latents(path, model, contents["args"])
+    return {**metadata, "model": model}
+
+
+def _joined_latents(
+    path: Path, model: Mapping[str, Tensor], args: argparse.Namespace
+) -> dict[str, Tensor]:
+    heads = getattr(args, "num_attention_heads", None)
+    tp = layout_from_args(args).tp
+    if not isinstance(heads, int) or heads % tp:
+        raise MsrlError(
+            f"{path}: written with --mla-mm-split, but num_attention_heads={heads!r} in its "
+            f"arguments is not a multiple of tensor_model_parallel_size={tp}"
+        )
+    try:
+        return join_split_latents(model, heads // tp)
+    except (KeyError, RuntimeError) as error:
+        raise MsrlError(
+            f"{path}: the tensors of --mla-mm-split are incomplete or do not divide into "
+            f"{heads // tp} heads ({error})"
+        ) from error
 
 
 def _is_weight(path: Path, name: object, value: object) -> bool:
@@ -162,9 +191,21 @@ def _local_tensors(
     """Yield a file's tensors under msrl's names, with experts one by one."""
     for name, tensor in tensors:
         if is_fused(name):
-            yield from unfuse_experts(name, tensor, num_local_experts(path, args))
+            yield from _unfused(path, name, tensor, num_local_experts(path, args))
         else:
             yield local_name(name), tensor
+
+
+def _unfused(
+    path: Path, name: str, tensor: Tensor, num_experts: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the experts of a fused tensor. Raise MsrlError if it does not divide into them."""
+    if tensor.dim() != 2 or tensor.shape[0 if name.endswith("weight2") else 1] % num_experts:
+        raise MsrlError(
+            f"{path}: {name} has shape {list(tensor.shape)}, which does not divide into the "
+            f"{num_experts} experts of a rank"
+        )
+    yield from unfuse_experts(name, tensor, num_experts)
 
 
 def namespace(

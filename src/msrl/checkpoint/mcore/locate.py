@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.stages import chunk_name
 
+_MAX_FILES = 1 << 16
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -77,7 +79,7 @@ def find_checkpoint(save: Path, iteration: int | str | None = None) -> Checkpoin
     )
     args = read_rank_file(first)["args"]
     refuse_schedule(first, args)
-    layout = _layout_from_folders(list(folders.values()), args)
+    layout = _layout_from_folders(folder, list(folders.values()), args)
     files = {at: folder / rank_folder(layout, at) / FILE for at in layout.ranks()}
     for path in files.values():
         if not path.is_file():
@@ -114,7 +116,7 @@ def _rank_numbers(folder: Path) -> tuple[int, ...]:
 
 
 def _layout_from_folders(
-    numbers: list[tuple[int, ...]], args: argparse.Namespace
+    folder: Path, numbers: list[tuple[int, ...]], args: argparse.Namespace
 ) -> ParallelLayout:
     """Return the parallel layout of a checkpoint.
 
@@ -122,6 +124,11 @@ def _layout_from_folders(
     """
     recorded = layout_from_args(args)
     sizes = [1 + max(number) for number in zip(*numbers, strict=False)] + [1, 1]
+    if math.prod(sizes) > _MAX_FILES:
+        raise MsrlError(
+            f"{folder}: the names of its folders count {math.prod(sizes)} ranks, more than the "
+            f"limit of {_MAX_FILES}, but there are {len(numbers)} folders"
+        )
     if len(numbers[0]) == 2 and recorded.ep > 1 and recorded.pp == 1:
         # The only number after tp is that of the experts.
         sizes[1:3] = [1, sizes[1]]

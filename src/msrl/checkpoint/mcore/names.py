@@ -28,21 +28,32 @@ _EXPERT = re.compile(
 )
 _LATENT = re.compile(_LAYER + r"self_attention\.linear_kv_up_proj\.weight")
 _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_PRE_MLP = "pre_mlp_layernorm.weight"
 _TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    _PRE_MLP: "mlp.linear_fc1.layer_norm_weight",
 }
 _LOCAL_NORMS = {te: local for local, te in _TE_NORMS.items()}
+# First and second component of a joined tensor, and its name.
+_SPLIT_LATENTS = {
+    "linear_qk_nope": ("linear_qk_rope", "linear_q_up_proj"),
+    "linear_kv_nope": ("linear_v", "linear_kv_up_proj"),
+}
 _FUSED = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Tensor names of a file: Transformer Engine's (`te`), with `grouped` experts, or `legacy`."""
+    """Tensor names of a file: Transformer Engine's (`te`), with `grouped` experts, or `legacy`.
+
+    `converter` selects the names that MindSpeed-LLM's converter gives to Transformer Engine's
+    layers. Those of its training (`te`) fuse other norms.
+    """
 
     te: bool = False
     grouped: bool = False
     legacy: bool = False
+    converter: bool = False
 
 
 LOCAL = Naming()
@@ -57,13 +68,18 @@ class FileTensor:
     fused: bool = False
 
 
-def file_tensors(names: Iterable[str], naming: Naming) -> list[FileTensor]:
+def file_tensors(
+    names: Iterable[str], naming: Naming, *, is_mixture: bool = False
+) -> list[FileTensor]:
     """Return the tensors of a file for tensors with msrl's `names`, in their order.
 
-    Fused experts follow the last expert of their layer.
+    Fused experts follow the last expert of their layer. `is_mixture` is True if any layer of the
+    model has experts, which need not be in this file.
     """
     names = list(names)
     unfused_norms = _unfused_norms(names)
+    if naming.converter:
+        unfused_norms = _unfused_by_converter(names, is_mixture)
     fused = _fused(names) if naming.grouped and not naming.te else {}
     tensors: list[FileTensor] = []
     for name in names:
@@ -80,15 +96,26 @@ def _unfused_norms(names: Iterable[str]) -> set[str]:
     They are followed by a router, or by the latents of an attention.
     """
     routers = {
-        f"{match['layer']}pre_mlp_layernorm.weight"
-        for name in names
-        if (match := _EXPERT.fullmatch(name))
+        f"{match['layer']}{_PRE_MLP}" for name in names if (match := _EXPERT.fullmatch(name))
     }
     return routers | {
         f"{match['layer']}input_layernorm.weight"
         for name in names
         if (match := _LATENT.fullmatch(name))
     }
+
+
+def _unfused_by_converter(names: Iterable[str], is_mixture: bool) -> set[str]:
+    """Return norms that MindSpeed-LLM's converter does not fuse with a linear layer.
+
+    It fuses the norm before attention in every layer, and the norm before the feed-forward block
+    only in the dense layers of a mixture of experts. Source: `set_model_layer_norm` in
+    mindspeed_llm/tasks/checkpoint/convert_hf2mg.py.
+    """
+    names = list(names)
+    if is_mixture:
+        return {name for name in _unfused_norms(names) if name.endswith(_PRE_MLP)}
+    return {name for name in names if name.endswith(_PRE_MLP)}
 
 
 def _fused(names: Iterable[str]) -> dict[str, list[FileTensor]]:
@@ -150,6 +177,33 @@ def _fused_spec(name: str, experts: Sequence[TensorSpec]) -> TensorSpec:
     return TensorSpec(experts[0].dtype, shape)
 
 
+def join_split_latents(tensors: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
+    """Return a rank's tensors with the up projections of latent attention joined.
+
+    With MindSpeed's --mla-mm-split, a file has the rows with and without position of all heads in
+    one tensor each, and the rows of keys and values. msrl's tensors have both rows of a head next
+    to each other. `num_heads` is the number of heads on the rank.
+
+    Raises:
+        RuntimeError: The rows do not divide into heads.
+    """
+    joined = dict(tensors)
+    for name in tensors:
+        prefix, _, linear = name.removesuffix(".weight").rpartition(".")
+        if linear not in _SPLIT_LATENTS:
+            continue
+        second, target = _SPLIT_LATENTS[linear]
+        rows = [joined.pop(name), joined.pop(f"{prefix}.{second}.weight")]
+        by_head = [part.unflatten(0, (num_heads, -1)) for part in rows]
+        joined[f"{prefix}.{target}.weight"] = torch.cat(by_head, dim=1).flatten(0, 1)
+    return joined
+
+
+def has_split_latents(names: Iterable[str]) -> bool:
+    """Return True if a file was written with MindSpeed's --mla-mm-split."""
+    return any(name.endswith(".linear_qk_nope.weight") for name in names)
+
+
 def repack(
     tensors: Iterable[tuple[str, Pieces]], targets: Iterable[FileTensor]
 ) -> Iterator[tuple[str, Pieces]]:
@@ -172,6 +226,7 @@ def fuse_experts(name: str, experts: list[Pieces]) -> Pieces:
     return Pieces(
         _fused_spec(name, [expert.spec for expert in experts]),
         (torch.cat(list(expert.tensors)).t() for expert in experts),
+        experts[0].refuse_nonfinite,
     )
 
 

@@ -35,6 +35,8 @@ STORAGES = {
     torch.bool: "BoolStorage",
 }
 
+_OLD_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+
 # Exceptions that damaged archives and pickles raise. RuntimeError comes from torch, zipfile and
 # recursion.
 UNREADABLE = (
@@ -73,11 +75,13 @@ class Pieces:
     """A tensor to write, as pieces that concatenate to it along its rows.
 
     Pieces may have another dtype and may be created on demand, once. Their rows together are the
-    tensor's data in C order, whatever its shape.
+    tensor's data in C order, whatever its shape. `refuse_nonfinite`, if set, is called when data to
+    write contains NaN or infinity, and raises an error that names the tensor.
     """
 
     spec: TensorSpec
     tensors: Iterable[Tensor]
+    refuse_nonfinite: Callable[[], None] | None = None
 
 
 def tensor_spec(tensor: Tensor) -> TensorSpec:
@@ -115,10 +119,24 @@ def piece_blocks(pieces: Pieces) -> Iterator[memoryview]:
     num_bytes = 0
     for piece in pieces.tensors:
         for block in tensor_blocks(piece, pieces.spec.dtype):
+            if pieces.refuse_nonfinite is not None and has_nonfinite(block, pieces.spec.dtype):
+                pieces.refuse_nonfinite()
             num_bytes += len(block)
             yield block
     if num_bytes != pieces.spec.num_bytes:
         raise ValueError(f"{num_bytes} bytes do not match the declared {pieces.spec}")
+
+
+def has_nonfinite(data: memoryview, dtype: torch.dtype) -> bool:
+    """Return True if numbers of a floating-point `dtype` contain NaN or infinity.
+
+    A sum that is finite proves that all numbers are. Only another sum needs a second pass.
+    """
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return False
+    numbers = torch.frombuffer(data, dtype=dtype)
+    # In the type of the numbers: the sum of a cast is ten times slower.
+    return not bool(numbers.sum().isfinite()) and not bool(numbers.isfinite().all())
 
 
 def tensor_blocks(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
@@ -161,6 +179,26 @@ def read_torch_file(path: Path, *, mmap: bool = True) -> Any:
         raise MsrlError(f"{path}: not a readable checkpoint file: {error}") from error
 
 
+def _refuse_old_form(path: Path) -> None:
+    """Raise MsrlError for a file that is a pickle instead of an archive.
+
+    Its first value is a number that identifies torch's format before version 1.6. Source:
+    `_legacy_save` in torch.serialization.
+    """
+    with path.open("rb") as file:
+        begin = file.read(len(_OLD_MAGIC))
+    if begin == _OLD_MAGIC:
+        raise MsrlError(
+            f"{path}: written in the old form of torch.save, before torch 1.6, which has no "
+            "checksums and is not read. Load it with torch and save it again with torch.save."
+        )
+    if begin[:1] == pickle.PROTO and begin[1:2] <= b"\x05":
+        raise MsrlError(
+            f"{path}: a bare pickle, not a checkpoint that torch.save wrote. Save it again with "
+            "torch.save."
+        )
+
+
 def _check_archive(path: Path) -> None:
     """Check that the file is complete, uncompressed and not a program.
 
@@ -169,6 +207,7 @@ def _check_archive(path: Path) -> None:
     """
     if not path.is_file():
         raise MsrlError(f"{path}: file does not exist")
+    _refuse_old_form(path)
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()

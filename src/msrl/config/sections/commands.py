@@ -55,10 +55,11 @@ class ConvertConfig(LayoutConfig):
         description="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed "
         "format (dist).",
     )
-    names: Literal["local", "te", "legacy"] = Field(
+    names: Literal["local", "te", "te-converter", "legacy"] = Field(
         default="local",
-        description="Tensor names: Megatron's local layers (local), Transformer Engine's (te), or "
-        "those before megatron-core (legacy).",
+        description="Tensor names: Megatron's local layers (local), Transformer Engine's (te), "
+        "those that MindSpeed-LLM's converter gives to Transformer Engine's layers (te-converter), "
+        "or those before megatron-core (legacy).",
     )
     pad_vocab_to_multiple: Count | None = Field(
         default=None,

@@ -23,6 +23,7 @@ from msrl.models.reward_head import (
 )
 from msrl.models.rules import Rule, Rules
 from msrl.models.shape import Shape
+from msrl.models.unsupported import UNSUPPORTED
 
 
 @functools.cache
@@ -50,8 +51,10 @@ def shape_from_config(config: HfConfig) -> Shape:
     family = families().get(base_architecture(architecture))
     if family is None:
         known = ", ".join(sorted(families()))
+        reason = UNSUPPORTED.get(base_architecture(architecture))
+        problem = "not supported" if reason is None else f"not supported: {reason}"
         raise MsrlError(
-            f"{config.where}: architectures={architecture}: not supported. Supported: {known}"
+            f"{config.where}: architectures={architecture}: {problem}. Supported: {known}"
         )
     if is_scoring(architecture):
         return with_score(family.shape(base_config(config)), architecture)

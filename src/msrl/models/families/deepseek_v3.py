@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers
+from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers, prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef
 from msrl.models.rules import Rules
@@ -42,19 +42,9 @@ def shape(config: HfConfig) -> Shape:
     decoder = deepseek_shape(config, family="deepseek_v3", moe=moe)
     return replace(
         decoder,
-        pass_through=_prediction_layers(config, decoder.num_layers),
+        pass_through=prediction_layers(config, decoder.num_layers),
         may_lack_pass_through=True,
     )
-
-
-def _prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the name prefixes of the layers for multi-token prediction.
-
-    transformers 5 renamed their number to `num_mtp_layers`.
-    """
-    key = "num_mtp_layers" if "num_mtp_layers" in config.values else "num_nextn_predict_layers"
-    count = config.count(key, 1) if config.values.get(key, 1) else 0
-    return tuple(f"model.layers.{num_layers + number}." for number in range(count))
 
 
 def rules(shape: Shape) -> Rules:

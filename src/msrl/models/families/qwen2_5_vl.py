@@ -1,18 +1,14 @@
 """Language model of Qwen2.5-VL (transformers' `Qwen2_5_VLForConditionalGeneration`).
 
 It is that of `qwen2.py`. Only the language model is trained. Conversions and training runs copy the
-vision tower unchanged. A text token has the same position in all three dimensions of the rotary
-embedding (`mrope`), which is then equivalent to the usual one.
+vision tower unchanged.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
-
-from msrl.models.decoder import decoder_shape, switched_window
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.multimodal import qwen2_language_model
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
@@ -20,52 +16,7 @@ ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 
 
 def shape(config: HfConfig) -> Shape:
-    text = _language_config(config)
-    decoder = decoder_shape(
-        text,
-        family="qwen2_5_vl",
-        qkv_bias=True,
-        qk_norm=False,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-        norm_eps=1e-5,
-        rope_theta=1e6,
-        allow_mrope=True,
-        attention=switched_window(text, 80),
-    )
-    _check_sections(text, decoder)
-    return replace(decoder, pass_through=("visual.",))
-
-
-def _language_config(config: HfConfig) -> HfConfig:
-    """Return the language model's config.
-
-    That is `text_config`, as transformers 5 writes it, or else the config itself.
-    """
-    text = config.values.get("text_config")
-    if text is None:
-        return config
-    if not isinstance(text, dict):
-        config.fail("text_config", "must be a mapping")
-    inner = cast("dict[str, Any]", text)
-    keys = ("dtype", "torch_dtype", "quantization_config")
-    outer = {key: config.values[key] for key in keys if config.values.get(key) is not None}
-    tied = config.flag("tie_word_embeddings", False) or inner.get("tie_word_embeddings")
-    shared = {"architectures": config.values.get("architectures"), "tie_word_embeddings": tied}
-    return HfConfig({**inner, **outer, **shared}, f"{config.where}: text_config")
-
-
-def _check_sections(text: HfConfig, shape: Shape) -> None:
-    """Check that the three position dimensions together use all pairs of channels of a head."""
-    table: dict[str, Any] = (
-        text.values.get("rope_parameters") or text.values.get("rope_scaling") or {}
-    )
-    sections = cast("list[int]", table.get("mrope_section") or [])
-    if len(sections) != 3 or sum(sections) * 2 != shape.head_dim:
-        text.fail(
-            "mrope_section",
-            f"must be three numbers that add up to head_dim / 2 = {shape.head_dim // 2}",
-        )
+    return qwen2_language_model(config, "qwen2_5_vl")
 
 
 def rules(shape: Shape) -> Rules:

@@ -5,12 +5,10 @@ The attention is that of Qwen 3. Every layer or some layers have experts.
 
 from __future__ import annotations
 
-from typing import cast
-
 from msrl.models.decoder import decoder_shape, switched_window
 from msrl.models.decoder_rules import attention_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules
+from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules, sparse_layers
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -25,7 +23,7 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_experts", config.count("num_local_experts", 128)),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
-        layers=_mixtures(config),
+        layers=sparse_layers(config),
         normalize=config.flag("norm_topk_prob", False),
         aux_loss_coef=aux_loss_coef(config),
     )
@@ -38,23 +36,6 @@ def shape(config: HfConfig) -> Shape:
         num_key_value_heads=4,
         attention=switched_window(config),
         moe=check_experts(config, moe),
-    )
-
-
-def _mixtures(config: HfConfig) -> tuple[bool, ...]:
-    """Return for each layer if it has experts.
-
-    Every `decoder_sparse_step`-th layer does, except those in `mlp_only_layers`.
-    """
-    dense: object = config.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(
-        isinstance(layer, int) for layer in cast("list[object]", dense)
-    ):
-        config.fail("mlp_only_layers", "must be a list of layer numbers")
-    step, numbers = config.count("decoder_sparse_step", 1), cast("list[int]", dense)
-    return tuple(
-        layer not in numbers and (layer + 1) % step == 0
-        for layer in range(config.count("num_hidden_layers"))
     )
 
 

@@ -133,7 +133,7 @@ def _distributed_state(folder: Path) -> list[str]:
     It mixes the tensors of an optimizer with those of the model.
     """
     tensors, objects = read_metadata(folder)
-    keys = [*tensors, *objects, *read_common(folder)]
+    keys = [*tensors, *objects, *map(str, read_common(folder))]
     state: list[str] = []
     for name, description in _TRAINING_STATE.items():
         if any(key.startswith(name) or f".{name}." in key for key in keys):
@@ -144,13 +144,6 @@ def _distributed_state(folder: Path) -> list[str]:
 def _has_unused_output_layer(path: Path) -> bool:
     names = {split_chunk_name(name)[1] for name in read_rank_file(path)["model"]}
     return {WEIGHT, OUTPUT_LAYER} <= names
-
-
-def print_dropped(save: Path) -> None:
-    """Print the contents of a training checkpoint that are not converted."""
-    state = training_state(save)
-    if state:
-        print(f"Not converted (only weights are): {', '.join(state)}")
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -26,7 +26,12 @@ _FROM_HF = "hf2mcore"
 
 def target_from(convert: ConvertConfig) -> McoreTarget:
     """Return the mcore checkpoint to write, from the options of the conversion."""
-    naming = Naming(convert.names == "te", convert.moe_grouped_gemm, convert.names == "legacy")
+    naming = Naming(
+        te=convert.names in ("te", "te-converter"),
+        grouped=convert.moe_grouped_gemm,
+        legacy=convert.names == "legacy",
+        converter=convert.names == "te-converter",
+    )
     return McoreTarget(
         layout_from(convert),
         CHOICES[convert.dtype],

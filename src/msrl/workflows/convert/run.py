@@ -31,8 +31,8 @@ from msrl.verification import report
 from msrl.verification.bits import require_equal_copies
 from msrl.workflows.convert.inspection import (
     inspect,
-    print_dropped,
     print_table,
+    training_state,
     verify_checkpoint,
 )
 from msrl.workflows.convert.plan import target_from
@@ -87,6 +87,8 @@ class _Conversion:
     source: WeightSource
     num_bytes: int
     write: Callable[[Callable[[int], None]], object]
+    dropped: tuple[str, ...]
+    """Descriptions of the contents that are not converted."""
 
 
 def _checked(config: Config, load: Path, save: Path) -> _Conversion:
@@ -96,10 +98,12 @@ def _checked(config: Config, load: Path, save: Path) -> _Conversion:
     source = _open(convert, load)
     if convert.verify:
         report.require_memory(source.shape)
+    # Read before anything is written, because the training state may be damaged too.
+    dropped = [] if convert.command in FROM_HF else training_state(load)
     num_bytes, write = _prepare(convert, source, save)
     require_free_path(save)
     require_space(save, num_bytes)
-    return _Conversion(source, num_bytes, write)
+    return _Conversion(source, num_bytes, write, tuple(dropped))
 
 
 def _convert(config: Config, load: Path, save: Path) -> None:
@@ -123,8 +127,8 @@ def _convert(config: Config, load: Path, save: Path) -> None:
             f"Reward model ({source.shape.architecture}): "
             "score.weight of Hugging Face is rm_head.weight of Megatron"
         )
-    if convert.command not in FROM_HF:
-        print_dropped(load)
+    if conversion.dropped:
+        print(f"Not converted (only weights are): {', '.join(conversion.dropped)}")
     if convert.verify:
         _verify(config, source, load, save)
     else:
@@ -145,7 +149,7 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
             _compare_copies(base, load)
     if lora is None:
         return base
-    merged = MergedSource(base, read_adapter(lora, base.shape))
+    merged = MergedSource(base, read_adapter(lora, base.shape), dtype=CHOICES[convert.dtype])
     print(f"Merging {lora}: {merged.adapter.summary()}")
     return merged
 
@@ -189,9 +193,9 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
         )
     print(f"Wrote {save}: {adapter.summary()}, for base model {base}; read back equal bit for bit")
     dropped = dropped_by_peft(adapter, shape)
-    if dropped:
+    if conversion.dropped:
         print(
-            f"PEFT 0.21 silently ignores adapters of {', '.join(dropped)} outside of experts. "
+            f"PEFT 0.21 silently ignores adapters of {', '.join(conversion.dropped)} outside of experts. "
             "Merge this adapter with --lora."
         )
     if not has_weights(base):

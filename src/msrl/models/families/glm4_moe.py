@@ -1,0 +1,61 @@
+"""GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7 (transformers' `Glm4MoeForCausalLM`).
+
+The router is that of DeepSeek V3. Half of each head is rotated, in pairs of the two halves. q, k
+and v have biases; GLM-4.5 also has a norm per head of q and k. Layers for multi-token prediction
+are treated as in `deepseek_v3.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msrl.models.decoder import decoder_shape
+from msrl.models.decoder_rules import attention_rules
+from msrl.models.deepseek import mixture_layers, prediction_layers
+from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules
+from msrl.models.rules import Rules
+from msrl.models.shape import Moe, Shape
+
+ARCHITECTURES = ("Glm4MoeForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    config.refuse("scoring_func", "sigmoid")
+    config.refuse("topk_method", "noaux_tc")
+    ffn = config.count("moe_intermediate_size", 1408)
+    moe = Moe(
+        num_experts=config.count("n_routed_experts", 128),
+        experts_per_token=config.count("num_experts_per_tok", 8),
+        ffn_hidden_size=ffn,
+        layers=mixture_layers(config, 1),
+        shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
+        score="sigmoid",
+        normalize=config.flag("norm_topk_prob", True),
+        scaling_factor=config.positive("routed_scaling_factor", 1.0),
+        num_groups=config.count("n_group", 1),
+        num_chosen_groups=config.count("topk_group", 1),
+        group_score="top2",
+        expert_bias=True,
+        aux_loss_coef=aux_loss_coef(config),
+    )
+    decoder = decoder_shape(
+        config,
+        family="glm4_moe",
+        qkv_bias=config.flag("attention_bias", False),
+        qk_norm=config.flag("use_qk_norm", False),
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        moe=check_experts(config, moe),
+    )
+    return replace(
+        decoder,
+        pass_through=prediction_layers(config, decoder.num_layers),
+        may_lack_pass_through=True,
+    )
+
+
+def rules(shape: Shape) -> Rules:
+    return mixture_rules(shape, attention_rules(shape))

@@ -1,0 +1,45 @@
+"""Language model of Qwen3-VL, dense (transformers' `Qwen3VLForConditionalGeneration`).
+
+It is that of `qwen3.py` under longer names. Only the language model is trained, on text.
+Conversions and training runs copy the vision tower unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msrl.models.decoder import decoder_shape
+from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.hf_config import HfConfig
+from msrl.models.multimodal import check_sections, language_config
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
+_NAMES = Names(
+    layer="model.language_model.layers.{layer}.",
+    embedding="model.language_model.embed_tokens.weight",
+    final_norm="model.language_model.norm.weight",
+)
+
+
+def shape(config: HfConfig) -> Shape:
+    text = language_config(config)
+    text.refuse("attention_bias", False)
+    decoder = decoder_shape(
+        text,
+        family="qwen3_vl",
+        qkv_bias=False,
+        qk_norm=True,
+        head_dim=128,
+        num_key_value_heads=32,
+        max_position_embeddings=128000,
+        rope_theta=500000.0,
+        allow_mrope=True,
+    )
+    check_sections(text, decoder, default=(24, 20, 20))
+    return replace(decoder, pass_through=("model.visual.",))
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape, _NAMES)

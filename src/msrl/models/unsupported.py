@@ -1,0 +1,47 @@
+"""Architectures that are refused with the reason.
+
+They are those of MindSpeed-LLM's converter and examples that msrl has no family for, and frequent
+others.
+"""
+
+from __future__ import annotations
+
+_LINEAR = "some of its layers have linear attention (gated delta networks)"
+_SPARSE = "its attention selects tokens with an indexer (DeepSeek sparse attention)"
+_MUP = "its residuals, embeddings and logits are scaled by constants"
+_FUSED = "its query, key and value tensors are packed under names that msrl does not read"
+_MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
+_VISION_EXPERTS = "its language model is a mixture of experts within a vision-language model"
+
+UNSUPPORTED = {
+    "Qwen3NextForCausalLM": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _LINEAR,
+    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "DeepseekV4ForCausalLM": "its attention compresses keys and values and its residual streams "
+    "are mixed (hyper-connections)",
+    "LongcatFlashForCausalLM": "its layers have two attentions and experts that compute nothing",
+    "MiniMaxM2ForCausalLM": "its norms of queries and keys cover all heads at once",
+    "BailingMoeForCausalLM": _FUSED,
+    "BailingMoeV2ForCausalLM": _FUSED,
+    "Phi3ForCausalLM": _FUSED,
+    "PhimoeForCausalLM": _MIXER,
+    "PhiMoEForCausalLM": _MIXER,
+    "PLMForCausalLM": "its feed-forward block has a squared ReLU without a gate",
+    "HYV3ForCausalLM": "its router and attention were not compared with a reference",
+    "HunYuanForCausalLM": "its layers share keys and values with each other",
+    "MiniCPMForCausalLM": _MUP,
+    "MiniCPM3ForCausalLM": _MUP,
+    "GemmaForCausalLM": "only its successor Gemma 2 is",
+    "Gemma3ForCausalLM": "only Gemma 2 is",
+    "BloomForCausalLM": "it has ALiBi positions and LayerNorms with biases",
+    "QWenLMHeadModel": "this is the first Qwen, whose code comes with its checkpoints; "
+    "Qwen 1.5 and later are",
+    "Mamba2ForCausalLM": "it is a state-space model without attention",
+    "MambaForCausalLM": "it is a state-space model without attention",
+    "Qwen3VLMoeForConditionalGeneration": _VISION_EXPERTS,
+    "Glm4vMoeForConditionalGeneration": _VISION_EXPERTS,
+    "Llama4ForConditionalGeneration": _VISION_EXPERTS,
+    "InternVLChatModel": "its language model has no config.json of its own",
+}
