@@ -382,6 +382,15 @@ def test_a_ground_truth_with_an_answer_is_not_refused():
     assert verifier("regex_match").score("anything", "") == 0.0
 
 
+def test_step_counts_numbers_as_mindspeed_rl_does_if_asked():
+    score = verifier("step").score
+    response = "1. a\n2. b\n3. c"
+    assert score(response, "") == 1.0
+    assert score(response, "", numbers="response") == pytest.approx(1 / 3)
+    assert score("a\n" + response, "", numbers="response") == 0.0
+    assert score("Step 1: a\n- b\nNext, c", "", numbers="response") == 1.0
+
+
 def test_options_of_acc_narrow_what_it_accepts():
     score = verifier("acc").score
     assert score(r"\boxed{0.5}", "50", percent=False) == -0.5
