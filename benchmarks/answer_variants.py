@@ -58,7 +58,8 @@ def variants(truths: Sequence[str], count: int, seed: int = 0) -> list[Variant]:
     as there are answers to which they apply.
     """
     rng = random.Random(seed)
-    distinct = sorted({truth.strip() for truth in truths if truth.strip()})
+    readable = [truth.strip() for truth in truths if truth.count("{") == truth.count("}")]
+    distinct = sorted({truth for truth in readable if truth})
     plain = [truth for truth in distinct if _INTEGER.fullmatch(truth)]
     other = [truth for truth in distinct if not _INTEGER.fullmatch(truth)]
     rng.shuffle(plain)
@@ -143,7 +144,7 @@ def spacing(truth: str) -> Iterator[str]:
     yield re.sub(r"(?<=[\d}])(?=\\(?:sqrt|pi))", " ", truth)
     yield re.sub(r"(?<=[\d}])(?=\\(?:sqrt|pi))", r"\\,", truth)
     yield re.sub(r"([({])(?!\d*\})(?=[\d-])", r"\1 ", truth)
-    if "\\!" not in truth and not _GROUPED.search(truth):
+    if not re.search(r"\\!|\{,", truth) and not _GROUPED.search(truth):
         yield re.sub(r",\s*", r",\\ ", truth)
         yield re.sub(r",\s*", r",\\,", truth)
         yield re.sub(r",\s*", r", \\quad ", truth)

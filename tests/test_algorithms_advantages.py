@@ -41,6 +41,10 @@ GOLDEN = {
     "dr_grpo": TOKENS * 0.5,
     "cpgd": TOKENS * 0.5,
     "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
+    # The mean weighted by length is (1 + 0 + 0 + 1) / 5 = 0.4.
+    "opo": np.array([0.6, -0.4, -0.4, -0.4, 0.6]),
+    "pass_at_k": np.zeros(5),  # two completions are the best
+    "gpg": TOKENS * 0.5,
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
     # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
     # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
@@ -127,6 +131,13 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
                     sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(response)))
                     for t in range(len(response))
                 ]
+            elif name == "opo":
+                baseline = sum(t * len(r) for t, r in zip(totals, tokens, strict=True))
+                rows += [totals[i] - baseline / sum(map(len, tokens))] * len(response)
+            elif name == "pass_at_k":
+                best, second = sorted(totals)[:-3:-1]
+                lead = (best - second) / (deviation + 1e-9) if totals[i] == best else 0.0
+                rows += [lead] * len(response)
             elif name == "rloo":
                 rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(response)
             elif name in ("reinforce", "reinforce_pp"):
@@ -212,6 +223,22 @@ def test_gae_needs_no_second_completion_and_trusts_rewards_or_the_critic_as_lamb
     assert from_rewards.tolist() == [0.5, 0.75, -0.125]  # R - V
     from_critic = estimate("gae", token_rewards, gamma=1.0, lam=0.0, values=values)
     assert from_critic.tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
+
+
+def test_pass_at_k_pays_the_best_completion_by_its_lead():
+    got = estimate("pass_at_k", rewards([[0.0, 3.0, 1.0]], [[1, 2, 1]]), normalize=False)
+    assert got.tolist() == [0.0, 2.0, 2.0, 0.0]
+    got = estimate("pass_at_k", rewards([[0.0, 1.0, 0.0, 0.0]]))
+    assert got.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0])  # unbiased deviation 0.5
+
+
+def test_gpg_scales_for_groups_without_gradient_or_for_rewards_of_zero():
+    scores = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert estimate("gpg", rewards(scores)).tolist() == [2.0, -2.0] + [0.0] * 6
+    by_rewards = estimate("gpg", rewards(scores), count="rewards")
+    assert by_rewards.tolist() == pytest.approx([4 / 3, -4 / 3] + [0.0] * 6)
+    with pytest.raises(ValueError, match=mentions("count=all", "groups")):
+        estimate("gpg", rewards(scores), count="all")
 
 
 def make_turns(counts, lengths, states) -> Turns:

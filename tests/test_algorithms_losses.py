@@ -20,7 +20,13 @@ from msrl.trainer.objective.losses import required_arguments
 from support import mentions
 
 PACKAGE = "msrl.algorithms.losses"
-LOSSES = registry.names(PACKAGE)
+# Losses that select tokens within a micro-batch are tested in test_algorithms_covariance.py.
+SELECTING = [
+    name
+    for name in registry.names(PACKAGE)
+    if getattr(registry.load(PACKAGE, name, key=""), "SELECTS_TOKENS", False)
+]
+LOSSES = [name for name in registry.names(PACKAGE) if name not in SELECTING]
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual": None}
 RATIOS = {
     name: ["token"]
@@ -95,8 +101,16 @@ def token_loss_by_hand(
     r = math.exp(d)
     if name == "ppo":
         return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
-    if name == "vanilla":
+    if name in ("vanilla", "gpg"):
         return -a * lp
+    if name == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+    if name == "dppo":
+        old = lp - d
+        moved = math.exp(lp) - math.exp(old)
+        is_outside = moved > high if a > 0 else -moved > low
+        return 0.0 if is_outside else -min(r, 20.0) * a * lp
     if name == "tis":
         return -min(r, 1.0) * a * lp
     if name == "cispo":
@@ -141,7 +155,7 @@ def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.nda
 
     Weights that are constants of the gradient remain those of `batch`.
     """
-    if name not in ("tis", "cispo", "topr"):
+    if name not in ("tis", "cispo", "topr", "dppo"):
         moved = batch.pick(np.arange(len(batch.new)))
         moved.new = at
         return aggregated_loss(name, moved, weights, ratio)[0]
@@ -157,8 +171,10 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
         logs = [float(batch.new[i] - batch.old[i]) for i in positions]
         for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            result[i] = token_loss_by_hand(
-                name, d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28
+            logprob = float(batch.new[i])
+            result[i] = (
+                token_loss_by_hand(name, d, float(batch.advantages[i]), logprob, logs, 0.2, 0.28)
+                / logprob
             )
     return result
 
@@ -330,6 +346,37 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     value, gradient, stats = aggregated_loss("gmpo", batch, np.full(2, 0.5))
     assert value == pytest.approx(-math.sqrt(math.exp(0.28) * math.exp(-0.3)))
     assert gradient.tolist() == pytest.approx([0.0, value / 2]) and stats["clip_fraction"] == 1
+
+
+def test_the_gate_of_sapo_has_slope_one_on_policy_and_fades_on_both_sides():
+    batch = two_tokens([0.0, math.log(3), math.log(0.2)], -1.0)
+    _, gradient, stats = aggregated_loss("sapo", batch, np.ones(3), tau_negative=2.0)
+
+    def slope(r: float) -> float:  # of 4 / tau sigmoid(tau (r - 1)) by r
+        gate = 1 / (1 + math.exp(-2.0 * (r - 1)))
+        return 4 * gate * (1 - gate)
+
+    assert gradient.tolist() == pytest.approx([1.0, 3 * slope(3.0), 0.2 * slope(0.2)])
+    assert stats["gate_slope"] == pytest.approx(1.0 + slope(3.0) + slope(0.2))
+
+
+def test_dppo_masks_by_probabilities_in_the_direction_of_the_advantage():
+    """Ratios of 4 and 1/4: a rare token stays in the region, a frequent one leaves it."""
+    new, old = np.log([0.04, 0.8, 0.2, 0.01]), np.log([0.01, 0.2, 0.8, 0.04])
+    expected = {1.0: [-4.0, 0.0, -0.25, -0.25], -1.0: [4.0, 4.0, 0.0, 0.25]}
+    for advantage, gradients in expected.items():
+        batch = two_tokens([0.0] * 4, advantage)
+        batch.new, batch.old = new, old
+        for divergence, clip in (("tv", 0.1), ("kl", 0.1)):
+            options = {"clip_low": clip, "clip_high": clip, "divergence": divergence}
+            _, gradient, stats = aggregated_loss("dppo", batch, np.ones(4), **options)
+            assert gradient.tolist() == pytest.approx(gradients)
+            assert stats["clip_fraction"] == 1
+    assert aggregated_loss("dppo", two_tokens([5.0], 1.0), np.ones(1), clip_high=1e9, cap=3.0)[
+        1
+    ].tolist() == [-3.0]
+    with pytest.raises(ValueError, match=mentions("divergence=js", "tv")):
+        aggregated_loss("dppo", two_tokens([0.0], 1.0), np.ones(1), divergence="js")
 
 
 def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():

@@ -27,7 +27,8 @@ _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*
 _MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
 _MATH_MODE = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
-_SPACE_OF_DIGITS = re.compile(r"(?<=\d)\s*(?:\\[,;: ]|~)\s*(?=\d)")
+_WIDE_SPACE = re.compile(r"~|\\q?quad(?![a-zA-Z])")
+_SPACE_OF_DIGITS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d)")
 _DEGREE = re.compile(r"\s*(?:°|\^?\{?\\degree(?![a-zA-Z])\}?)")
 _NARROW_THOUSANDS = re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
@@ -113,7 +114,7 @@ def _plain(text: str) -> str:
         is_enclosed = text.startswith(opening) and text.endswith(closing)
         if is_enclosed and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
-    text = _SPACE_OF_DIGITS.sub(" ", _NARROW_THOUSANDS.sub(",", text)).replace("~", " ")
+    text = _SPACE_OF_DIGITS.sub(" ", _WIDE_SPACE.sub(" ", _NARROW_THOUSANDS.sub(",", text)))
     text = _DEGREE.sub(lambda _: "^\\circ", text)
     text = _SIZES.sub("", text).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
