@@ -217,6 +217,34 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
             ("algo.options.drift=much", "number"),
         ),
         (
+            ("algo.policy_loss=sapo", "algo.options={tau_negative: 0.0}"),
+            ("algo.options.tau_negative=0.0", "above"),
+        ),
+        (
+            ("algo.policy_loss=clip_cov", "algo.options={share: 1.5}"),
+            ("algo.options.share=1.5", "at most 1"),
+        ),
+        (
+            ("algo.policy_loss=kl_cov", "algo.sample_weight.length=true"),
+            ("algo.sample_weight.length=true", "algo.policy_loss=kl_cov"),
+        ),
+        (
+            ("algo.policy_loss=clip_cov", "algo.ratio=sequence"),
+            ("algo.ratio=sequence", "algo.policy_loss=clip_cov", "token"),
+        ),
+        (
+            ("algo.policy_loss=dppo", "algo.options={divergence: js}"),
+            ("algo.options.divergence=js", "'tv'", "'kl'"),
+        ),
+        (
+            ("algo.advantage.estimator=gpg", "algo.options={count: all}"),
+            ("algo.options.count=all", "'groups'", "'rewards'"),
+        ),
+        (
+            ("algo.advantage.estimator=opo", "rollout.samples_per_prompt=1"),
+            ("rollout.samples_per_prompt=1", "opo", "2"),
+        ),
+        (
             ("algo.policy_loss=topr", "algo.options={level: turn}"),
             ("algo.options.level=turn", "'sequence'", "'token'"),
         ),
@@ -292,6 +320,11 @@ def test_losses_without_a_clip_get_no_advice_on_its_width(folder: Path):
             ("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"),
             ("4 updates", "off-policy"),
         ),
+        (
+            ("algo.policy_loss=gpg", "train.updates.samples_per_update=8"),
+            ("4 updates", "off-policy"),
+        ),
+        (("algo.policy_loss=kl_cov",), ("algo.policy_loss=kl_cov", "train.updates")),
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p", "log-probabilities")),
     ],
 )

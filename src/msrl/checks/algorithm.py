@@ -30,9 +30,11 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             (LOSSES, algo.policy_loss, "policy_loss"),
         )
         yield from plugins.check_options(resolved, "algo.options", *both)
+        yield from plugins.check_ranges(resolved, "algo.options", *both)
         yield from _estimator(resolved)
         yield from _loss(resolved)
         yield from _one_advantage(resolved)
+        yield from _token_selection(resolved)
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
@@ -122,6 +124,22 @@ def _one_advantage(resolved: Resolved) -> Iterator[str]:
         )
         for key, (effect, remedy) in varying.items():
             yield resolved.mistake(key, f"{effect}, but {limit}. {remedy}.")
+
+
+def _token_selection(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each key that is not defined for a loss that selects tokens."""
+    algo = resolved.config.algo
+    loss = registry.declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    if not loss.constant("SELECTS_TOKENS"):
+        return
+    selection = f"algo.policy_loss={algo.policy_loss} selects tokens by their advantages"
+    if algo.ratio == "sequence":
+        yield resolved.mistake("algo.ratio", f"{selection} and ratios. Set it to token.")
+    for key in ("difficulty", "length"):
+        if getattr(algo.sample_weight, key):
+            yield resolved.mistake(
+                f"algo.sample_weight.{key}", f"{selection}, which weights distort. Set it to false."
+            )
 
 
 def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -255,12 +273,18 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "In rewards, only k1 has the gradient of the divergence."
         )
         yield resolved.mistake("algo.kl.reward.estimator", message)
-    if algo.policy_loss == "vanilla" and updates_per_step(config) > 1:
+    if algo.policy_loss in ("vanilla", "gpg") and updates_per_step(config) > 1:
         message = (
             f"has no importance ratio, but a rollout has {updates_per_step(config)} updates, which "
             "are off-policy. Consider tis."
         )
         yield resolved.mistake("algo.policy_loss", message)
+    if algo.policy_loss == "kl_cov" and updates_per_step(config) == 1:
+        yield resolved.mistake(
+            "algo.policy_loss",
+            "penalizes the movement since the rollout, which is 0 with one update per rollout. "
+            "Set train.updates.",
+        )
     filters = _sampling_filters(resolved)
     if filters:
         yield (
