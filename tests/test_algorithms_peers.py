@@ -5,7 +5,7 @@ B sequences of up to T tokens, padded as the peers do; N unpadded tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from msrl import registry
+from msrl.algorithms.mismatch import Correction, off_policy_mask
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from peer_oracle import peer_module
@@ -169,3 +170,92 @@ def test_estimators_equal_those_of_verl(
         rewards = TokenRewards(scores, np.array(LENGTHS).reshape(2, 4))
         got = estimate(name, rewards, **arguments)
         np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+"])
+def test_kl_terms_with_the_gradient_of_k2_equal_those_of_verl(estimator: str):
+    core = peer_module(CORE)
+    for seed in range(3):
+        batch = make_batch(seed)
+        settings = {"kl_coef": 1.0, "kl_estimator": estimator, "reference": True}
+        whole = ours(batch, "token-mean", policy_loss="gpg", **settings)
+        policy = ours(batch, "token-mean", policy_loss="gpg")
+        leaf = batch.new.clone().requires_grad_()
+        values = core.kl_penalty(leaf, batch.reference, estimator)
+        value = (values * batch.mask).sum() / batch.mask.sum()
+        value.backward()
+        assert leaf.grad is not None
+        expected = (value.item() + policy[0], batch.flat(leaf.grad) + policy[1])
+        assert_equal(whole, expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_importance_weights_equal_those_of_verl(level: str, normalize: bool):
+    helper = peer_module("verl.trainer.ppo.rollout_corr_helper")
+    for seed in range(3):
+        batch = make_batch(seed)
+        expected, _ = helper.compute_rollout_correction_weights(
+            log_ratio=batch.old - batch.sampler,
+            response_mask=batch.mask.double(),
+            rollout_is=level,
+            rollout_is_threshold=1.5,
+            rollout_is_batch_normalize=normalize,
+        )
+        correction = Correction(weight=level, upper=1.5)  # type: ignore[arg-type]
+        old, sampler = batch.flat(batch.old), batch.flat(batch.sampler)
+        if normalize:
+            mean = correction.mean_weight(old, sampler, batch.sequences)
+            correction = replace(correction, scale=1.0 / mean)
+        got, _ = correction(old, sampler, torch.ones_like(old).bool(), batch.sequences)
+        torch.testing.assert_close(got, batch.flat(expected), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("level", "option", "bounds"),
+    [
+        ("token", "token_k1", (0.8, 1.2)),
+        ("sequence", "seq_mean_k1", (0.97, 1.05)),
+        ("sequence-product", "seq_sum_k1", (0.4, 2.2)),
+    ],
+)
+def test_filters_equal_those_of_verl(level: str, option: str, bounds: tuple[float, float]):
+    """verl bounds the inverse ratio."""
+    helper = peer_module("verl.trainer.ppo.rollout_corr_helper")
+    for seed in range(3):
+        batch = make_batch(seed)
+        low, high = bounds
+        expected, _ = helper.compute_rollout_rejection_mask(
+            batch.old - batch.sampler,
+            batch.mask.double(),
+            rollout_rs=option,
+            rollout_rs_threshold=f"{1 / high}_{1 / low}",
+        )
+        correction = Correction(filter=level, low=low, high=high)  # type: ignore[arg-type]
+        old = batch.flat(batch.old)
+        got, _ = correction(
+            old, batch.flat(batch.sampler), torch.ones_like(old).bool(), batch.sequences
+        )
+        assert got.tolist() == batch.flat(expected).tolist() and 0 < got.sum() < len(got)
+
+
+def test_the_off_policy_mask_equals_that_of_trl():
+    trainer = peer_module("trl.trainer.grpo_trainer").GRPOTrainer
+    for seed in range(5):
+        batch = make_batch(seed)
+        advantages = batch.advantages[:, :1]
+        keep = trainer.get_off_policy_mask(
+            advantages, batch.new, batch.sampler, batch.mask.double(), 0.05
+        )
+        flat = batch.flat(advantages.expand_as(batch.new))
+        ones = torch.ones_like(flat).bool()
+        dropped = off_policy_mask(
+            batch.flat(batch.new),
+            batch.flat(batch.sampler),
+            flat,
+            ones,
+            batch.sequences,
+            limit=0.05,
+        )
+        expected = batch.flat(keep.expand_as(batch.new) == 0)
+        assert dropped.tolist() == expected.tolist() and dropped.any()

@@ -194,6 +194,22 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
             ("algo.rl_coef=0",),
             ("algo.rl_coef=0.0", "algo.sft.coef", "algo.entropy_coef"),
         ),
+        (
+            ("algo.kl.loss={coef: 0.1, estimator: full, bias_correction: true}",),
+            ("algo.kl.loss.bias_correction=true", "algo.kl.loss.estimator=full", "k3"),
+        ),
+        (
+            ("algo.kl.loss.bias_correction=true",),
+            ("algo.kl.loss.bias_correction=true", "algo.kl.loss.coef"),
+        ),
+        (
+            ("algo.mismatch.normalize=true",),
+            ("algo.mismatch.normalize=true", "algo.mismatch.weight"),
+        ),
+        (
+            ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p=0.9"),
+            ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p", "null"),
+        ),
         (("algo.mismatch.low=3",), ("algo.mismatch.low=3.0", "algo.mismatch.high=2.0")),
         (
             ("algo.aggregate.constant=9",),

@@ -187,6 +187,7 @@ def _has_clip(policy_loss: str) -> bool:
 
 def _kl(resolved: Resolved) -> Iterator[str]:
     kl = resolved.config.algo.kl
+    yield from _kl_bias_correction(resolved)
     if kl.controller.kind == "adaptive":
         if kl.controller.target is None:
             yield resolved.mistake(
@@ -206,6 +207,21 @@ def _kl(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def _kl_bias_correction(resolved: Resolved) -> Iterator[str]:
+    loss = resolved.config.algo.kl.loss
+    if not loss.bias_correction:
+        return
+    key = "algo.kl.loss.bias_correction"
+    if not loss.coef:
+        yield resolved.mistake(key, "has no KL term to correct. Set algo.kl.loss.coef.")
+    if loss.estimator not in ("k1", "k3"):
+        yield resolved.mistake(
+            key,
+            f"is not defined for algo.kl.loss.estimator={loss.estimator}. Use k1 or k3, or set it "
+            "to false.",
+        )
+
+
 def _terms(resolved: Resolved) -> Iterator[str]:
     algo = resolved.config.algo
     if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef):
@@ -221,12 +237,17 @@ def _mismatch(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "algo.mismatch.low", f"must be below algo.mismatch.high={mismatch.high}"
         )
+    if mismatch.normalize and mismatch.weight == "none":
+        yield resolved.mistake(
+            "algo.mismatch.normalize",
+            "has no weights to normalize. Set algo.mismatch.weight to token or sequence.",
+        )
     filters = _sampling_filters(resolved)
-    for key in ("weight", "filter"):
-        if filters and getattr(mismatch, key) != "none":
+    for key in ("weight", "filter", "off_policy_limit"):
+        if filters and getattr(mismatch, key) not in ("none", None):
             message = (
                 f"the log-probabilities are not comparable with {' and '.join(filters)}. "
-                "Set it to none."
+                f"Set it to {'null' if key == 'off_policy_limit' else 'none'}."
             )
             yield resolved.mistake(f"algo.mismatch.{key}", message)
 
@@ -261,11 +282,12 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "algo.advantage.estimator",
             "has no baseline, so its gradient is noisy. Consider rloo or reinforce_pp.",
         )
-    if algo.kl.loss.coef and algo.kl.loss.estimator == "k1":
+    loss = algo.kl.loss
+    if loss.coef and loss.estimator == "k1" and not loss.bias_correction:
         yield resolved.mistake(
             "algo.kl.loss.estimator",
             "k1 in the loss has zero expected gradient, so it does not limit the divergence. "
-            "Use k2 or k3.",
+            "Use k2 or k3, or set algo.kl.loss.bias_correction.",
         )
     if algo.kl.reward.coef and algo.kl.reward.estimator != "k1":
         message = (

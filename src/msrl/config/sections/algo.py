@@ -144,10 +144,15 @@ class KlLossConfig(Section):
     coef: NonNegative = Field(
         default=0.0, description="Coefficient of the KL term in the loss. 0 disables the term."
     )
-    estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "full"] = Field(
         default="k3",
-        description="Estimator of the KL divergence of each token. "
-        "full computes the exact divergence over the vocabulary.",
+        description="Estimator of the KL divergence of each token. k1+ and k3+ have the gradient "
+        "of k2. full computes the exact divergence over the vocabulary.",
+    )
+    bias_correction: Bool = Field(
+        default=False,
+        description="Multiply the estimate of each token by its likelihood ratio, so that the "
+        "gradient of k1 and k3 is that of the divergence, also after several updates.",
     )
 
 
@@ -233,17 +238,28 @@ class MismatchConfig(Section):
         "trainer to engine, of the token or of its sequence.",
     )
     upper: Positive = Field(default=2.0, description="Upper bound of the importance weights.")
-    filter: Literal["none", "token", "sequence"] = Field(
+    normalize: Bool = Field(
+        default=False,
+        description="Divide the importance weights by their mean over an update: of its tokens, "
+        "or of its sequences if weight is sequence.",
+    )
+    filter: Literal["none", "token", "sequence", "sequence-product"] = Field(
         default="none",
         description="Set the policy loss to 0 for tokens whose ratio, or sequences whose "
-        "geometric mean of ratios, is outside the range from low to high. Denominators, KL and "
-        "entropy still count these tokens.",
+        "geometric mean (sequence) or product of ratios (sequence-product), is outside the range "
+        "from low to high. Denominators, KL and entropy still count these tokens.",
     )
     low: NonNegative = Field(
         default=0.5, description="Lower bound of the ratios that the filter accepts."
     )
     high: Positive = Field(
         default=2.0, description="Upper bound of the ratios that the filter accepts."
+    )
+    off_policy_limit: Positive | None = Field(
+        default=None,
+        description="Set the policy loss to 0 for sequences with a negative advantage whose mean "
+        "of engine minus current log-probability is above this, in nats per token. Null disables "
+        "it.",
     )
 
 

@@ -36,6 +36,8 @@ from msrl.workflows.training.settings import policy_schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
+_EPS = 1e-8  # smallest mean of importance weights that is divided by
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
@@ -140,7 +142,7 @@ class Updater:
     def _with_logprobs(self, sequences: Sequences, logprobs: _StepLogprobs) -> Sequences:
         """Return the sequences with the log-probabilities that the policy's loss reads."""
         kl_loss, fields = self._config.algo.kl.loss, dict(sequences.fields)
-        if updates_per_step(self._config) > 1:
+        if self._needs_old_logprobs:
             assert logprobs.policy is not None
             fields["old_logprobs"] = logprobs.policy
         if kl_loss.coef and kl_loss.estimator != "full":
@@ -186,11 +188,19 @@ class Updater:
             sequences = select(prepared.sequences, indices)
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, mode, constant)
-                reports.append(self._trainers.update(weighted, self._limits(), loss, lr))
+                update_loss = self._normalized(loss, sequences)
+                reports.append(self._trainers.update(weighted, self._limits(), update_loss, lr))
         metrics = mean_report(reports)
         if len(reports) < len(batches):
             metrics["empty_updates"] = float(len(batches) - len(reports))
         return {**metrics, "lr": lr}
+
+    def _normalized(self, loss: PolicyLoss, sequences: Sequences) -> PolicyLoss:
+        """Return the loss of an update with importance weights of mean 1, if that is configured."""
+        if not self._config.algo.mismatch.normalize:
+            return loss
+        mean = mean_importance_weight(loss.correction, sequences)
+        return replace(loss, correction=replace(loss.correction, scale=1.0 / max(mean, _EPS)))
 
     def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """Set the KL coefficients of the next step from the divergence of this one.
@@ -212,6 +222,11 @@ class Updater:
                 horizon=controller.horizon,
             )
 
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """True if the updates of a step need the log-probabilities from before the first one."""
+        return updates_per_step(self._config) > 1 or self._config.algo.mismatch.normalize
+
     def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
@@ -224,7 +239,7 @@ class Updater:
             self._limits(forward=True),
         )
         policy = reference = None
-        if updates_per_step(self._config) > 1 or kl.reward.coef:
+        if self._needs_old_logprobs or kl.reward.coef:
             policy = self._trainers.logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
             reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
@@ -251,12 +266,14 @@ def policy_loss(config: Config) -> PolicyLoss:
         dual=algo.clip.dual,
         kl_coef=algo.kl.loss.coef,
         kl_estimator=algo.kl.loss.estimator,
+        kl_bias_correction=algo.kl.loss.bias_correction,
         entropy_coef=algo.entropy_coef,
         rl_coef=algo.rl_coef,
         sft_coef=algo.sft.coef,
         correction=Correction(
             mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high
         ),
+        off_policy_limit=mismatch.off_policy_limit,
         options={
             name: value
             for name, value in algo.options.items()
@@ -353,6 +370,24 @@ def token_divergence(
     policy_logprobs, reference_logprobs = response_tokens(policy), response_tokens(reference)
     mask = torch.ones(len(policy_logprobs), dtype=torch.bool)
     return kl.per_token(estimator, policy_logprobs, reference_logprobs, mask).numpy()
+
+
+def mean_importance_weight(correction: Correction, sequences: Sequences) -> float:
+    """Return the mean importance weight over the loss tokens or sequences of an update."""
+    import torch
+
+    masks = sequences.loss_masks
+    old, sampler = (
+        torch.from_numpy(
+            np.concatenate(
+                [row[mask] for row, mask in zip(sequences.fields[name], masks, strict=True)]
+            )
+        )
+        for name in ("old_logprobs", "sampler_logprobs")
+    )
+    counts = np.array([int(mask.sum()) for mask in masks])
+    numbers = np.repeat(np.arange(np.count_nonzero(counts)), counts[counts > 0])
+    return correction.mean_weight(old, sampler, torch.from_numpy(numbers))
 
 
 def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:
