@@ -124,7 +124,8 @@ class PolicyLoss:
         )
         factors = factors * self._selected(tokens, fields, before, sums)
         policy = self._policy(tokens)
-        # The factors multiply the loss, not the advantages: a loss may have terms without an advantage, such as the drift of cpgd.
+        # The factors multiply the loss, not the advantages: a loss may have terms without an
+        # advantage, such as the drift of cpgd.
         terms = {
             "policy_loss": (self.rl_coef, policy.loss * factors),
             **self._further(outputs, fields, tokens),
