@@ -121,7 +121,8 @@ def same(truth: str) -> Iterator[str]:
     """Yield the answer in enclosures without meaning."""
     yield truth
     if not truth.startswith(("$", "\\(", "\\[")):
-        yield from (f"${truth}$", f"\\({truth}\\)", f"{{{truth}}}", f"{truth}.", f"\\,{truth}\\;")
+        yield from (f"${truth}$", f"\\({truth}\\)", f"{{{truth}}}", f"\\,{truth}\\;")
+        yield truth if truth.endswith(".") else f"{truth}."
 
 
 def fraction_sizes(truth: str) -> Iterator[str]:

@@ -45,6 +45,8 @@ GOLDEN = {
     "opo": np.array([0.6, -0.4, -0.4, -0.4, 0.6]),
     "pass_at_k": np.zeros(5),  # two completions are the best
     "gpg": TOKENS * 0.5,
+    # Four equal norms at the first token: mean 0.5. One response goes on, without a baseline.
+    "optimal_token_baseline": np.array([0.5, -0.5, 0.0, -0.5, 0.5]),
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
     # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
     # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
@@ -76,6 +78,8 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
         "lam": 0.5,
         "values": np.arange(1, sizes.sum() + 1) / 10,
         "turns": turns,
+        "logprobs": np.full(sizes.sum(), math.log(0.5)),
+        "squared_probabilities": np.full(sizes.sum(), 0.5),
         **options,
     }
     return function(
@@ -138,6 +142,10 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
                 best, second = sorted(totals)[:-3:-1]
                 lead = (best - second) / (deviation + 1e-9) if totals[i] == best else 0.0
                 rows += [lead] * len(response)
+            elif name == "optimal_token_baseline":
+                for t in range(len(response)):  # norms of 0.5, so that W_t is equal for all
+                    others = [sum(r[t:]) for r in tokens if len(r) > t]
+                    rows += [sum(response[t:]) - (np.mean(others) if len(others) > 1 else 0.0)]
             elif name == "rloo":
                 rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(response)
             elif name in ("reinforce", "reinforce_pp"):
@@ -230,6 +238,20 @@ def test_pass_at_k_pays_the_best_completion_by_its_lead():
     assert got.tolist() == [0.0, 2.0, 2.0, 0.0]
     got = estimate("pass_at_k", rewards([[0.0, 1.0, 0.0, 0.0]]))
     assert got.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0])  # unbiased deviation 0.5
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_cumulated_norms():
+    """Norms 1 - 2 p + sum p^2 of two responses: 0.5, then 0.1 more, and 0.25, then 0.5 more."""
+    logprobs = np.log([0.5, 0.8, 0.5, 0.25])
+    squares = np.array([0.5, 0.7, 0.25, 0.0])
+    got = estimate(
+        "optimal_token_baseline",
+        rewards([[1.0, 3.0]], [[2, 2]]),
+        logprobs=logprobs,
+        squared_probabilities=squares,
+    )
+    first, second = (0.5 * 1 + 0.25 * 3) / 0.75, (0.6 * 1 + 0.75 * 3) / 1.35
+    assert got.tolist() == pytest.approx([1 - first, 1 - second, 3 - first, 3 - second], abs=1e-6)
 
 
 def test_gpg_scales_for_groups_without_gradient_or_for_rewards_of_zero():

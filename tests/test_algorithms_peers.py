@@ -16,6 +16,7 @@ from torch import Tensor
 
 from msrl import registry
 from msrl.algorithms.mismatch import Correction, off_policy_mask
+from msrl.algorithms.selection import top_share
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from peer_oracle import peer_module
@@ -170,6 +171,46 @@ def test_estimators_equal_those_of_verl(
         rewards = TokenRewards(scores, np.array(LENGTHS).reshape(2, 4))
         got = estimate(name, rewards, **arguments)
         np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_optimal_token_baseline_equals_that_of_verl():
+    core = peer_module(CORE)
+    for seed in range(5):
+        batch, random = make_batch(seed), np.random.default_rng(seed)
+        token_rewards = torch.from_numpy(random.normal(size=batch.old.shape)) * batch.mask
+        squares = torch.from_numpy(random.uniform(0, 1, batch.old.shape))
+        expected, _ = core.get_adv_estimator_fn("optimal_token_baseline")(
+            token_level_rewards=token_rewards,
+            response_mask=batch.mask.double(),
+            index=np.repeat(np.arange(2), 4),
+            old_log_probs=batch.old,
+            sum_pi_squared=squares,
+        )
+        lengths = np.array(LENGTHS).reshape(2, 4)
+        rewards = TokenRewards(np.zeros((2, 4)), lengths, batch.flat(token_rewards).numpy())
+        got = estimate(
+            "optimal_token_baseline",
+            rewards,
+            logprobs=batch.flat(batch.old).numpy(),
+            squared_probabilities=batch.flat(squares).numpy(),
+        )
+        np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_the_tokens_of_highest_entropy_equal_those_of_trl(share: float):
+    trainer = peer_module("trl.trainer.grpo_trainer").GRPOTrainer
+    accelerator = SimpleNamespace(
+        pad_across_processes=lambda x, dim, pad_index: x, gather=lambda x: x
+    )
+    for seed in range(3):
+        batch = make_batch(seed)
+        entropies = torch.from_numpy(np.random.default_rng(seed).gamma(1.0, size=batch.old.shape))
+        expected = trainer.get_high_entropy_mask(
+            SimpleNamespace(accelerator=accelerator), entropies, batch.mask, 1 - share
+        )
+        got = top_share(batch.flat(entropies).float().double().numpy(), share)
+        assert got.tolist() == batch.flat(expected).tolist()
 
 
 @pytest.mark.parametrize("estimator", ["k1+", "k3+"])

@@ -210,6 +210,10 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
             ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p=0.9"),
             ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p", "null"),
         ),
+        (
+            ("algo.policy_loss=gmpo", "algo.top_entropy=0.2"),
+            ("algo.top_entropy=0.2", "algo.policy_loss=gmpo", "1"),
+        ),
         (("algo.mismatch.low=3",), ("algo.mismatch.low=3.0", "algo.mismatch.high=2.0")),
         (
             ("algo.aggregate.constant=9",),
@@ -292,6 +296,10 @@ def test_each_invalid_setting_is_one_line(
         ),
         (("algo.mismatch.weight=token",), "algo.mismatch.weight=token"),
         (("algo.mismatch.filter=token",), "algo.mismatch.filter=token"),
+        (
+            ("algo.advantage.estimator=optimal_token_baseline",),
+            "algo.advantage.estimator=optimal_token_baseline",
+        ),
     ],
 )
 def test_token_level_variation_is_refused_for_losses_with_one_term_per_sequence(

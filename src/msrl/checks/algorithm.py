@@ -148,8 +148,8 @@ def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]
     estimator = registry.declaration(
         ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator"
     )
-    if estimator.constant("NEEDS_VALUES"):
-        remedy = "Use an estimator without a critic, such as group_norm"
+    if estimator.constant("NEEDS_VALUES") or estimator.constant("NEEDS_DISTRIBUTION"):
+        remedy = "Use an estimator with one advantage per response, such as group_norm"
         yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
     elif estimator.has_parameter("advantages", "gamma"):
         yield from _varying_returns(algo)
@@ -159,6 +159,8 @@ def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]
                 f"algo.mismatch.{key}",
                 ("gives each token its own weight", "Set it to sequence or none"),
             )
+    if algo.top_entropy < 1.0:
+        yield "algo.top_entropy", ("selects tokens of a sequence", "Set it to 1")
 
 
 def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -84,6 +84,14 @@ def needs_critic(config: Config) -> bool:
     )
 
 
+def needs_distribution(config: Config) -> bool:
+    """Return True if the advantages need the policy's distribution over the vocabulary."""
+    package, name = "msrl.algorithms.advantages", config.algo.advantage.estimator
+    return name in registry.names(package) and bool(
+        registry.declaration(package, name, key="").constant("NEEDS_DISTRIBUTION")
+    )
+
+
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """Return the optimizer settings of the policy with the overrides of the critic."""
     overrides = config.cluster.roles.critic.optimizer

@@ -314,6 +314,12 @@ class AlgoConfig(Section):
     value: ValueConfig = Field(
         default=ValueConfig(), description="Training of the critic that gae needs."
     )
+    top_entropy: Fraction = Field(
+        default=1.0,
+        description="Share of the tokens of an update that the policy loss trains on: those with "
+        "the highest entropy. Denominators, KL and entropy still count the others. 1 trains on all "
+        "tokens; below 1, a step computes entropies in an additional forward pass.",
+    )
     entropy_coef: Float = Field(
         default=0.0, description="Coefficient of the entropy bonus. 0 disables it."
     )

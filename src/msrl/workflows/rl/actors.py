@@ -18,7 +18,7 @@ from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
 from msrl.trainer.settings import RankSettings
-from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Floats, MicroBatch, Prompt, RolloutGroup, SamplingParams, TokenStatistic
 from msrl.workflows.rl.weight_transfer import Bucket, pack, unpack
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class TrainActor:
         self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
     ) -> list[Floats] | None:
         return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
+
+    def token_statistic(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
+    ) -> list[Floats] | None:
+        return self._training_rank.token_statistic(micro_batches, temperature, name)
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float

@@ -18,14 +18,19 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
-from msrl.algorithms.selection import Flags, sample_weights, trained_samples
+from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_samples
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.config.schema import AlgoConfig, Config
-from msrl.plan.derived import aggregate_constant, needs_critic, updates_per_step
+from msrl.plan.derived import (
+    aggregate_constant,
+    needs_critic,
+    needs_distribution,
+    updates_per_step,
+)
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
-from msrl.types import Floats, ScoredGroup, TrainingSample
+from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
@@ -51,10 +56,12 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class _StepLogprobs:
-    """Log-probabilities of every sequence, [T] each; None if they are not needed."""
+    """Log-probabilities and statistics of every sequence, [T] each; None if they are not needed."""
 
     policy: tuple[Floats, ...] | None  # before the first update
     reference: tuple[Floats, ...] | None
+    squared_probabilities: tuple[Floats, ...] | None = None  # sums over the vocabulary
+    entropies: tuple[Floats, ...] | None = None
 
 
 class Updater:
@@ -108,7 +115,8 @@ class Updater:
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
-        advantages = estimate_advantages(algo, rewards, values)
+        distribution = _distribution(plain, logprobs)
+        advantages = estimate_advantages(algo, rewards, values, distribution)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if not keep.all():
@@ -145,6 +153,8 @@ class Updater:
         if kl_loss.coef and kl_loss.estimator != "full":
             assert logprobs.reference is not None
             fields["reference_logprobs"] = logprobs.reference
+        if logprobs.entropies is not None:
+            fields["entropies"] = logprobs.entropies
         return sequences._replace(fields=fields)
 
     def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
@@ -184,6 +194,8 @@ class Updater:
         for number, indices in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
             sequences = select(prepared.sequences, indices)
+            if self._config.algo.top_entropy < 1.0:
+                sequences = with_top_entropy(sequences, self._config.algo.top_entropy)
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, mode, constant)
                 update_loss = self._normalized(loss, sequences)
@@ -225,6 +237,10 @@ class Updater:
         """True if the updates of a step need the log-probabilities from before the first one."""
         return updates_per_step(self._config) > 1 or self._config.algo.mismatch.normalize
 
+    def _statistic(self, sequences: Sequences, name: TokenStatistic) -> tuple[Floats, ...]:
+        limits = self._limits(forward=True)
+        return self._trainers.token_statistic(sequences, limits, self._loss.temperature, name)
+
     def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
@@ -237,11 +253,17 @@ class Updater:
             self._limits(forward=True),
         )
         policy = reference = None
-        if self._needs_old_logprobs or kl.reward.coef:
+        estimates_norms = needs_distribution(self._config)
+        if self._needs_old_logprobs or kl.reward.coef or estimates_norms:
             policy = self._trainers.logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
             reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
-        return _StepLogprobs(policy, reference)
+        squares = entropies = None
+        if estimates_norms:
+            squares = self._statistic(sequences, "squared_probability")
+        if self._config.algo.top_entropy < 1.0:
+            entropies = self._statistic(sequences, "entropy")
+        return _StepLogprobs(policy, reference, squares, entropies)
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train
@@ -297,6 +319,7 @@ def estimate_advantages(
     algo: AlgoConfig,
     rewards: TokenRewards,
     values: Reals | None = None,  # [N], if the estimator needs a critic
+    distribution: Mapping[str, Reals] | None = None,  # [N] each, if the estimator needs it
 ) -> Reals:  # [N]
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
@@ -316,6 +339,7 @@ def estimate_advantages(
         "lam": advantage.lam,
         "values": values,
         "turns": None,
+        **(distribution or {}),
     }
     return estimate(rewards, **required_arguments(estimate, arguments), **options)
 
@@ -363,28 +387,55 @@ def token_divergence(
     from msrl.algorithms import kl
 
     def response_tokens(rows: Sequence[Floats]) -> Tensor:  # [N]
-        masked = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
-        return torch.from_numpy(np.concatenate(masked)).double()
+        return torch.from_numpy(loss_token_values(sequences, rows))
 
     policy_logprobs, reference_logprobs = response_tokens(policy), response_tokens(reference)
     mask = torch.ones(len(policy_logprobs), dtype=torch.bool)
     return kl.per_token(estimator, policy_logprobs, reference_logprobs, mask).numpy()
 
 
+def _distribution(sequences: Sequences, logprobs: _StepLogprobs) -> dict[str, Reals]:  # [N] each
+    """Return the statistics of the policy's distribution at every response token."""
+    if logprobs.squared_probabilities is None:
+        return {}
+    assert logprobs.policy is not None
+    return {
+        "logprobs": loss_token_values(sequences, logprobs.policy),
+        "squared_probabilities": loss_token_values(sequences, logprobs.squared_probabilities),
+    }
+
+
+def loss_token_values(sequences: Sequences, rows: Sequence[Floats]) -> Reals:  # [T] each -> [N]
+    """Return the values of all loss tokens, end to end."""
+    masked = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
+    return np.concatenate(masked).astype(np.float64)
+
+
+def with_top_entropy(sequences: Sequences, share: float) -> Sequences:
+    """Return the sequences of an update with the field `selected` in place of `entropies`.
+
+    It is 1 for the loss tokens with the highest entropies, `share` of all of them, else 0.
+    """
+    fields = dict(sequences.fields)
+    entropies = fields.pop("entropies")
+    flags = top_share(loss_token_values(sequences, entropies), share).astype(np.float32)
+    counts = [int(mask.sum()) for mask in sequences.loss_masks]
+    pieces = np.split(flags, np.cumsum(counts)[:-1])
+    selected = tuple(np.zeros(len(mask), np.float32) for mask in sequences.loss_masks)
+    for row, mask, piece in zip(selected, sequences.loss_masks, pieces, strict=True):
+        row[mask] = piece
+    return sequences._replace(fields={**fields, "selected": selected})
+
+
 def mean_importance_weight(correction: Correction, sequences: Sequences) -> float:
     """Return the mean importance weight over the loss tokens or sequences of an update."""
     import torch
 
-    masks = sequences.loss_masks
     old, sampler = (
-        torch.from_numpy(
-            np.concatenate(
-                [row[mask] for row, mask in zip(sequences.fields[name], masks, strict=True)]
-            )
-        )
+        torch.from_numpy(loss_token_values(sequences, sequences.fields[name]))
         for name in ("old_logprobs", "sampler_logprobs")
     )
-    counts = np.array([int(mask.sum()) for mask in masks])
+    counts = np.array([int(mask.sum()) for mask in sequences.loss_masks])
     numbers = np.repeat(np.arange(np.count_nonzero(counts)), counts[counts > 0])
     return correction.mean_weight(old, sampler, torch.from_numpy(numbers))
 

@@ -18,7 +18,15 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.settings import RankSettings
-from msrl.types import Floats, Ints, MicroBatch, Prompt, RolloutGroup, SamplingParams
+from msrl.types import (
+    Floats,
+    Ints,
+    MicroBatch,
+    Prompt,
+    RolloutGroup,
+    SamplingParams,
+    TokenStatistic,
+)
 from msrl.workflows.rl.actors import RolloutActor, SavePlan, TrainActor
 
 if TYPE_CHECKING:
@@ -98,6 +106,15 @@ class TrainerGroup:
     ) -> tuple[Floats, ...]:
         """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
         return self._per_token("logprobs", sequences, limits, temperature, of_reference)
+
+    def token_statistic(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float, name: TokenStatistic
+    ) -> tuple[Floats, ...]:
+        """Return a statistic of the policy's distribution at the tokens of every sequence, [T] each.
+
+        Values are 0 where the loss mask is False.
+        """
+        return self._per_token("token_statistic", sequences, limits, temperature, name)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
         """Return the critic's values before each token of every sequence, [T] each; 0 if masked."""
