@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from msrl.checks.algorithm import advice
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.presets import PRESETS
 from msrl.config.schema import AlgoConfig
+from msrl.config.sections.algo import AdvantageConfig
 from msrl.config.show import to_yaml
+from msrl.config.unsupported import not_yet
 from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.derived import aggregate_constant, needs_reference
 from msrl.workflows.rl.setup import count_steps
@@ -111,6 +114,17 @@ def test_presets_place_the_kl_term_like_their_papers(folder: Path):
         for name, section in kl.items()
         if section.loss.coef
     } == {"grpo": (1e-3, "k3")}
+
+
+def test_the_schema_names_every_estimator_and_loss_of_this_version():
+    keys = {
+        "algo.advantage.estimator": (AdvantageConfig, "estimator", "msrl.algorithms.advantages"),
+        "algo.policy_loss": (AlgoConfig, "policy_loss", "msrl.algorithms.losses"),
+    }
+    for key, (section, field, package) in keys.items():
+        description = section.model_fields[field].description or ""
+        listed = set(re.findall(r"\w+", description.partition(":")[2])) - {"or"}
+        assert listed == {name for name in registry.names(package) if not not_yet(key, name)}
 
 
 def test_an_unknown_preset_is_refused_by_name(folder: Path):

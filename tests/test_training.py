@@ -207,7 +207,7 @@ def test_no_loss_ratio_and_aggregation_depends_on_ranks_micro_batches_and_the_or
 
 def test_every_loss_ratio_and_aggregation_is_another(results):
     steps: dict[Any, Step] = results["product whole"].steps
-    assert len(steps) == 44 and all(len(step.gradients) > 40 for step in steps.values())
+    assert len(steps) == 56 and all(len(step.gradients) > 40 for step in steps.values())
     norms = sorted(step.report["grad_norm"] for step in steps.values())
     assert all(after > before * (1 + 1e-6) for before, after in itertools.pairwise(norms))
 

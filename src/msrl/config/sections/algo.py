@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, create_model
 
-from msrl import registry
 from msrl.config.sections.base import (
     Bool,
     Count,
@@ -19,15 +18,6 @@ from msrl.config.sections.base import (
     Text,
     UpToOne,
 )
-from msrl.config.unsupported import NOT_YET_VALUES
-
-
-def _choices(package: str, key: str) -> str:
-    """Return the names of the plugins that this version supports."""
-    refused = NOT_YET_VALUES.get(key, ())
-    *names, last = (name for name in registry.names(package) if name not in refused)
-    return f"{', '.join(names)} or {last}"
-
 
 _LAMBDA = Field(
     default=0.95,
@@ -44,8 +34,8 @@ class AdvantageConfig(_WithLambda):
 
     estimator: Text = Field(
         default="group_norm",
-        description="Advantage estimator: "
-        f"{_choices('msrl.algorithms.advantages', 'algo.advantage.estimator')}.",
+        description="Advantage estimator: group_norm, dr_grpo, rloo, cpgd, opo, pass_at_k, gpg, "
+        "optimal_token_baseline, reinforce, reinforce_baseline, reinforce_pp or gae.",
     )
     gamma: Fraction = Field(
         default=1.0,
@@ -298,7 +288,8 @@ class AlgoConfig(Section):
     )
     policy_loss: Text = Field(
         default="ppo",
-        description=f"Policy loss: {_choices('msrl.algorithms.losses', 'algo.policy_loss')}.",
+        description="Policy loss: ppo, gmpo, cpgd, topr, tis, cispo, sapo, dppo, clip_cov, kl_cov, "
+        "gpg or vanilla.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
