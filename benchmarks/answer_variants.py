@@ -152,7 +152,7 @@ def spacing(truth: str) -> Iterator[str]:
 
 
 def delimiters(truth: str) -> Iterator[str]:
-    """Yield brackets with and without `\\left` and `\\right`."""
+    r"""Yield brackets with and without `\left` and `\right`."""
     yield re.sub(r"\\(?:left|right)(?![a-z])\s*", "", truth)
     match = re.fullmatch(r"([(\[])([^()\[\]]*)([)\]])", truth)
     if match:
@@ -371,7 +371,8 @@ def ratios(truth: str) -> Iterator[str]:
 
 RIGHT: tuple[Rewriting, ...] = (
     same, fraction_sizes, spacing, delimiters, words, integer_forms, fraction_forms, decimal_forms,
-    mixed_numbers, quantities, names_and_bases, products, root_fractions, sums, lists, relations, matrices, ratios,
+    mixed_numbers, quantities, names_and_bases, products, root_fractions, sums, lists,
+    relations, matrices, ratios,
 )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 Usage: `python -m benchmarks.rewards [--data FOLDER] [--workers N]`. Accuracy compares the true
 answer of every problem with itself, and with that of another problem drawn at random (except pairs
-of identical text), and counts misjudged variants of true answers (`answer_variants.py`). Speed scores 10,000 plain numeric responses, without and with responses among
-them that hang, crash or raise. No score may be lost.
+of identical text), and counts misjudged variants of true answers (`answer_variants.py`). Speed
+scores 10,000 plain numeric responses, without and with responses among them that hang, crash or
+raise. No score may be lost.
 """
 
 from __future__ import annotations

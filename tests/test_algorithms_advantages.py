@@ -106,6 +106,35 @@ def test_every_estimator_has_a_golden_row_and_reproduces_it(name):
     )
 
 
+def opo_by_loops(tokens: list[list[float]], i: int) -> list[float]:
+    weighted = sum(sum(response) * len(response) for response in tokens)
+    return [sum(tokens[i]) - weighted / sum(map(len, tokens))] * len(tokens[i])
+
+
+def pass_at_k_by_loops(tokens: list[list[float]], i: int) -> list[float]:
+    totals = [sum(response) for response in tokens]
+    best, second = sorted(totals)[:-3:-1]
+    lead = (best - second) / (np.std(totals, ddof=1) + 1e-9) if totals[i] == best else 0.0
+    return [lead] * len(tokens[i])
+
+
+def token_baseline_by_loops(tokens: list[list[float]], i: int) -> list[float]:
+    """All norms are 0.5, so that responses have equal weights."""
+    rows = []
+    for t in range(len(tokens[i])):
+        returns = [sum(response[t:]) for response in tokens if len(response) > t]
+        baseline = np.mean(returns) if len(returns) > 1 else 0.0
+        rows.append(sum(tokens[i][t:]) - baseline)
+    return rows
+
+
+BASELINES = {
+    "opo": opo_by_loops,
+    "pass_at_k": pass_at_k_by_loops,
+    "optimal_token_baseline": token_baseline_by_loops,
+}
+
+
 def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
     """Return the advantages by the same formulas, in plain Python over nested lists."""
     rows, start = [], 0
@@ -135,17 +164,8 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
                     sum((gamma * 0.5) ** (k - t) * deltas[k] for k in range(t, len(response)))
                     for t in range(len(response))
                 ]
-            elif name == "opo":
-                baseline = sum(t * len(r) for t, r in zip(totals, tokens, strict=True))
-                rows += [totals[i] - baseline / sum(map(len, tokens))] * len(response)
-            elif name == "pass_at_k":
-                best, second = sorted(totals)[:-3:-1]
-                lead = (best - second) / (deviation + 1e-9) if totals[i] == best else 0.0
-                rows += [lead] * len(response)
-            elif name == "optimal_token_baseline":
-                for t in range(len(response)):  # norms of 0.5, so that W_t is equal for all
-                    others = [sum(r[t:]) for r in tokens if len(r) > t]
-                    rows += [sum(response[t:]) - (np.mean(others) if len(others) > 1 else 0.0)]
+            elif name in BASELINES:
+                rows += BASELINES[name](tokens, i)
             elif name == "rloo":
                 rows += [totals[i] - (sum(totals) - totals[i]) / (len(totals) - 1)] * len(response)
             elif name in ("reinforce", "reinforce_pp"):
