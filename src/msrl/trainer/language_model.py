@@ -128,7 +128,7 @@ class LanguageModelReplica(ModelReplica):
         It is Z(T / 2) / Z(T)^2 with Z(T) the sum of exp(logits / T).
         """
         once, twice = (self._normalizer(output, t) for t in (temperature, temperature / 2))
-        return batch.whole((twice - 2.0 * once).exp()[: len(batch.labels)])
+        return batch.gather((twice - 2.0 * once).exp()[: len(batch.labels)])
 
     def _normalizer(self, output: Output, temperature: float) -> Tensor:  # [P]
         if isinstance(output, HiddenStates):
