@@ -2,13 +2,15 @@
 
 Usage: `python -m benchmarks.rewards [--data FOLDER] [--workers N]`. Accuracy compares the true
 answer of every problem with itself, and with that of another problem drawn at random (except pairs
-of identical text). Speed scores 10,000 plain numeric responses, without and with responses among
-them that hang, crash or raise. No score may be lost.
+of identical text), and counts misjudged variants of true answers (`answer_variants.py`). Speed
+scores 10,000 plain numeric responses, without and with responses among them that hang, crash or
+raise. No score may be lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import random
 import sys
@@ -19,10 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.answer_variants import Variant, variants
 from msrl.rewards.score import Scorer, Scores, Source
 from msrl.types import Completion, Prompt, RolloutGroup
 
 NUM_SCORINGS = 10_000
+NUM_VARIANTS = 10_000
 FAILURES = ("timeout", "crash", "error")
 UNRELIABLE = """
 import os, signal, time
@@ -57,6 +61,10 @@ def main() -> int:
     for name, verifier, answers in data_sets(args.data / "math"):
         print(agreement_row(name, verifier, answers, args.workers))
     print()
+    print("| variants | wrong ones accepted | right ones rejected |")
+    print("|---|---|---|")
+    print(variants_row(args.data / "math", args.workers))
+    print()
     print("| 10,000 plain numbers | scores per second | lost | timeouts | crashes | errors |")
     print("|---|---|---|---|---|---|")
     for num_failures in (0, 10):
@@ -88,6 +96,44 @@ def dapo_answers(file: Path) -> list[str]:
 
     rows = parquet.read_table(file, columns=["reward_model"])["reward_model"].to_pylist()
     return [row["ground_truth"] for row in rows]
+
+
+def all_true_answers(folder: Path) -> list[str]:
+    """Return the true answers of MATH-500, GSM8K, DAPO-17k and DeepScaleR."""
+    named = {name: answers for name, _, answers in data_sets(folder)}
+    named["DeepScaleR"] = deepscaler_answers(folder / "deepscaler_1209.parquet")
+    return [answer for answers in named.values() for answer in answers]
+
+
+def deepscaler_answers(file: Path) -> list[str]:
+    """Return the ground truths of a Parquet file whose rows may be Python literals."""
+    from pyarrow import parquet
+
+    rows = parquet.read_table(file, columns=["reward_model"])["reward_model"].to_pylist()
+    records = [ast.literal_eval(row) if isinstance(row, str) else row for row in rows]
+    return [record["ground_truth"] for record in records]
+
+
+def variants_row(folder: Path, num_workers: int) -> str:
+    """Return the numbers of wrong variants that are accepted and right ones that are rejected."""
+    sample = variants(all_true_answers(folder), NUM_VARIANTS)
+    mistakes = misjudged_variants(sample, num_workers)
+    num_rejects = sum(variant.is_right for variant in mistakes)
+    return f"| {len(sample)} | {len(mistakes) - num_rejects} | {num_rejects} |"
+
+
+def misjudged_variants(sample: Sequence[Variant], num_workers: int) -> list[Variant]:
+    """Return the variants to which `math_17k_acc` gives the wrong score."""
+    groups = [
+        group(variant.truth, [variant.response], number) for number, variant in enumerate(sample)
+    ]
+    with Scorer([Source("math_17k_acc", timeout_s=30.0)], num_workers) as scorer:
+        scores = scorer.score(groups)
+    return [
+        variant
+        for variant, scored in zip(sample, scores.groups, strict=True)
+        if (scored.rewards[0].total == 1.0) is not variant.is_right
+    ]
 
 
 def agreement_row(name: str, verifier: str, answers: Sequence[str], num_workers: int) -> str:

@@ -26,6 +26,13 @@ ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
     "dr_grpo": TOKENS * 0.5,
     "cpgd": TOKENS * 0.5,
     "rloo": TOKENS * (2 / 3),  # 1 - (0 + 0 + 1) / 3 and 0 - (1 + 0 + 1) / 3
+    # The mean weighted by length is (1 + 0 + 0 + 1) / 5 = 0.4.
+    "opo": np.array([0.6, -0.4, -0.4, -0.4, 0.6]),
+    "pass_at_k": np.zeros(5),  # two completions are the best
+    "gpg": TOKENS * 0.5,
+    # Four equal norms at the first token: mean 0.5. The second token of one response has no
+    # baseline.
+    "optimal_token_baseline": np.array([0.5, -0.5, 0.0, -0.5, 0.5]),
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
     # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
     # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
@@ -94,8 +101,29 @@ def _topr(t: Token) -> float:
     return -taper * t.advantage * t.logprob
 
 
+def _ppo(t: Token) -> float:
+    return -min(t.ratio * t.advantage, t.clipped_ratio * t.advantage)
+
+
+def _sapo(t: Token) -> float:
+    tau = 1.0 if t.advantage > 0 else 1.05
+    return -t.advantage * 4 / tau / (1 + math.exp(-tau * (t.ratio - 1)))
+
+
+def _dppo(t: Token) -> float:
+    change = math.exp(t.logprob) - math.exp(t.logprob - t.log_ratio)
+    is_outside = change > t.high if t.advantage > 0 else -change > t.low
+    return 0.0 if is_outside else -min(t.ratio, 20.0) * t.advantage * t.logprob
+
+
 LOSSES: dict[str, LossRow] = {
-    "ppo": LossRow(lambda t: -min(t.ratio * t.advantage, t.clipped_ratio * t.advantage)),
+    "ppo": LossRow(_ppo),
+    "sapo": LossRow(_sapo),
+    "dppo": LossRow(_dppo, is_linear=True),
+    "gpg": LossRow(lambda t: -t.advantage * t.logprob),
+    # Tokens that these two do not select; test_algorithms_covariance.py covers the selected ones.
+    "clip_cov": LossRow(_ppo),
+    "kl_cov": LossRow(lambda t: -t.ratio * t.advantage),
     "vanilla": LossRow(lambda t: -t.advantage * t.logprob),
     "tis": LossRow(lambda t: -min(t.ratio, 1.0) * t.advantage * t.logprob, is_linear=True),
     "cispo": LossRow(lambda t: -t.clipped_ratio * t.advantage * t.logprob, is_linear=True),

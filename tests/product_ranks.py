@@ -70,10 +70,15 @@ class ProductResult:
 
 
 def combinations() -> list[tuple[str, str, Mode]]:
-    """Return every policy loss with each ratio that it supports and each aggregation."""
+    """Return every policy loss with each ratio that it supports and each aggregation.
+
+    Losses that select tokens of a micro-batch depend on its size, and gpg is vanilla.
+    """
+    modules = {name: registry.load(PACKAGE, name, key="") for name in registry.names(PACKAGE)}
     own = {
-        name: getattr(registry.load(PACKAGE, name, key=""), "OWN_RATIO", False)
-        for name in registry.names(PACKAGE)
+        name: getattr(module, "OWN_RATIO", False)
+        for name, module in modules.items()
+        if not getattr(module, "SELECTS_TOKENS", False) and name != "gpg"
     }
     return [
         (name, ratio, mode)

@@ -15,10 +15,12 @@ from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import select, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
-from msrl.types import MicroBatch
+from msrl.types import MicroBatch, TokenStatistic
 from training_ranks import sequences
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from msrl.trainer.rank import TrainingRank
 
 PARAMS = OffloadConfig(params=True)
@@ -54,6 +56,10 @@ def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
     after = rank.logits([first])  # after passes that returned hidden states
     assert before is not None and after is not None
     report["logits are the same"] = bool((before[0] == after[0]).all())
+    report["statistics"] = {
+        name: _statistic_error(rank, first, before[0], name)
+        for name in ("entropy", "squared_probability")
+    }
     critic, reward_model = rank.values([first]), rank.scores("judge", [first])
     assert critic is not None and reward_model is not None
     report["values are the scores"] = np.array_equal(critic[0], reward_model[0])
@@ -75,6 +81,20 @@ def _kl(rank: TrainingRank, batches: list[MicroBatch]) -> float:
     loss = PolicyLoss(0.7, kl_coef=0.1, kl_estimator="full")
     num_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
     return rank.train_step(batches, loss, num_tokens=num_tokens, lr=0.0)["kl"]
+
+
+def _statistic_error(
+    rank: TrainingRank, batch: MicroBatch, logits: Tensor, name: TokenStatistic
+) -> float:
+    """Return the largest difference of a statistic from that of the logits, at temperature 0.7."""
+    probabilities = (logits.double() / 0.7).softmax(-1)
+    values = {
+        "entropy": -(probabilities * probabilities.log()).sum(-1),
+        "squared_probability": probabilities.square().sum(-1),
+    }[name]
+    expected = np.where(batch.loss_mask, values.numpy(), 0.0)
+    (statistic,) = rank.token_statistic([batch], 0.7, name) or []
+    return float(np.abs(statistic - expected).max())
 
 
 def _bytes(replica) -> int:

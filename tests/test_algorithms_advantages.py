@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
         "lam": 0.5,
         "values": np.arange(1, sizes.sum() + 1) / 10,
         "turns": turns,
+        "logprobs": np.full(sizes.sum(), math.log(0.5)),
+        "squared_probabilities": np.full(sizes.sum(), 0.5),
         **options,
     }
     return function(
@@ -120,6 +123,29 @@ class Group:
         others = len(self.totals) - 1
         return self.each([t - (sum(self.totals) - t) / others for t in self.totals])
 
+    def optimal_baseline(self) -> list[float]:
+        """Return the distances from the mean weighted by length."""
+        weighted = sum(map(operator.mul, self.totals, map(len, self.tokens)))
+        baseline = weighted / sum(map(len, self.tokens))
+        return self.each([total - baseline for total in self.totals])
+
+    def lead(self) -> list[float]:
+        best, second = sorted(self.totals)[:-3:-1]
+        lead = (best - second) / (self.deviation + 1e-9)
+        return self.each([lead if total == best else 0.0 for total in self.totals])
+
+    def token_baseline(self) -> list[float]:
+        """Return the advantages for norms of 0.5, so that responses have equal weights."""
+        return [
+            sum(response[t:]) - self.mean_return(t)
+            for response in self.tokens
+            for t in range(len(response))
+        ]
+
+    def mean_return(self, t: int) -> float:
+        returns = [sum(response[t:]) for response in self.tokens if len(response) > t]
+        return sum(returns) / len(returns) if len(returns) > 1 else 0.0
+
     def gae(self) -> list[float]:
         """Return the advantages for lambda 0.5 and values 0.1, 0.2 and so on."""
         rows: list[float] = []
@@ -153,6 +179,10 @@ BY_LOOPS: dict[str, tuple[Callable[[Group], list[float]], bool]] = {
     "reinforce_baseline": (Group.distances, True),
     "dr_grpo": (Group.distances, False),
     "cpgd": (Group.distances, False),
+    "gpg": (Group.distances, False),
+    "opo": (Group.optimal_baseline, False),
+    "pass_at_k": (Group.lead, False),
+    "optimal_token_baseline": (Group.token_baseline, False),
 }
 
 
@@ -240,6 +270,36 @@ def test_gae_needs_one_completion_and_lambda_weighs_rewards_against_the_critic()
     assert from_rewards.tolist() == [0.5, 0.75, -0.125]  # R - V
     from_critic = estimate("gae", token_rewards, gamma=1.0, lam=0.0, values=values)
     assert from_critic.tolist() == [-0.25, 0.75, -0.125]  # r + V' - V
+
+
+def test_pass_at_k_pays_the_best_completion_by_its_lead():
+    got = estimate("pass_at_k", rewards([[0.0, 3.0, 1.0]], [[1, 2, 1]]), normalize=False)
+    assert got.tolist() == [0.0, 2.0, 2.0, 0.0]
+    got = estimate("pass_at_k", rewards([[0.0, 1.0, 0.0, 0.0]]))
+    assert got.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0])  # unbiased deviation 0.5
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_cumulated_norms():
+    """Norms 1 - 2 p + sum p^2 of two responses: 0.5, then 0.1 more, and 0.25, then 0.5 more."""
+    logprobs = np.log([0.5, 0.8, 0.5, 0.25])
+    squares = np.array([0.5, 0.7, 0.25, 0.0])
+    got = estimate(
+        "optimal_token_baseline",
+        rewards([[1.0, 3.0]], [[2, 2]]),
+        logprobs=logprobs,
+        squared_probabilities=squares,
+    )
+    first, second = (0.5 * 1 + 0.25 * 3) / 0.75, (0.6 * 1 + 0.75 * 3) / 1.35
+    assert got.tolist() == pytest.approx([1 - first, 1 - second, 3 - first, 3 - second], abs=1e-6)
+
+
+def test_gpg_scales_for_groups_without_gradient_or_for_rewards_of_zero():
+    scores = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert estimate("gpg", rewards(scores)).tolist() == [2.0, -2.0] + [0.0] * 6
+    by_rewards = estimate("gpg", rewards(scores), count="rewards")
+    assert by_rewards.tolist() == pytest.approx([4 / 3, -4 / 3] + [0.0] * 6)
+    with pytest.raises(ValueError, match=mentions("count=all", "groups")):
+        estimate("gpg", rewards(scores), count="all")
 
 
 def make_turns(counts, lengths, states) -> Turns:

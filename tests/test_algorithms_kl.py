@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from msrl.algorithms import kl
-from msrl.algorithms.mismatch import Correction, mismatch_statistics
+from msrl.algorithms.mismatch import Correction, mismatch_statistics, off_policy_mask
+from msrl.algorithms.packing import Sequences
 from msrl.errors import MsrlError
+from msrl.trainer.objective.losses import Outputs, PolicyLoss
+from msrl.workflows.rl.update import mean_importance_weight
 from support import mentions
 
 POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.25, 0.35])
@@ -106,6 +109,53 @@ def test_the_gradient_of_every_estimator_equals_finite_differences(estimator):
     assert torch.autograd.gradcheck(lambda x: kl.per_token(estimator, x, reference, mask), policy)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_estimators_have_the_value_of_one_and_the_gradient_of_k2(estimator):
+    reference, mask = torch.tensor([-2.0, -0.5, -30.0]), torch.ones(3, dtype=torch.bool)
+    values = {}
+    for name in (estimator, f"{estimator}+", "k2"):
+        policy = torch.tensor([-1.0, -1.2, -0.1], requires_grad=True)
+        value = kl.per_token(name, policy, reference, mask)
+        value.sum().backward()
+        assert policy.grad is not None
+        values[name] = (value.tolist(), policy.grad.tolist())
+    assert values[f"{estimator}+"] == (values[estimator][0], values["k2"][1])
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "k2"])
+def test_in_the_loss_they_have_the_gradient_of_the_divergence(estimator):
+    """Sum p times the gradient of every outcome, by the logits: p (log p / q - KL)."""
+    logits = torch.from_numpy(np.log(POLICY)).requires_grad_()
+    logprobs = torch.log_softmax(logits, 0)
+    values = kl.per_token(
+        estimator, logprobs, torch.from_numpy(np.log(REFERENCE)), torch.ones(3, dtype=torch.bool)
+    )
+    (torch.from_numpy(POLICY) * values).sum().backward()
+    assert logits.grad is not None
+    exact = POLICY * (np.log(POLICY / REFERENCE) - EXACT)
+    np.testing.assert_allclose(logits.grad.numpy(), exact, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_bias_correction_gives_the_gradient_of_the_divergence_off_policy(estimator):
+    """Every outcome once, with the probability of the policy that sampled (uniform)."""
+    logits = torch.from_numpy(np.log(POLICY)).requires_grad_()
+    logprobs = torch.log_softmax(logits, 0)
+    third = torch.full((3,), 1 / 3, dtype=torch.float64)
+    fields = {
+        "weights": third,
+        "advantages": torch.zeros(3, dtype=torch.float64),
+        "old_logprobs": third.log(),
+        "reference_logprobs": torch.from_numpy(np.log(REFERENCE)),
+    }
+    loss = PolicyLoss(1.0, kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True)
+    value, _ = loss(Outputs(logprobs, torch.arange(3)), fields, 3)
+    value.backward()
+    assert logits.grad is not None and value.item() == pytest.approx(EXACT, rel=1e-12)
+    exact = POLICY * (np.log(POLICY / REFERENCE) - EXACT)
+    np.testing.assert_allclose(logits.grad.numpy(), exact, rtol=1e-12)
+
+
 def test_k3_is_capped_at_ten_and_stays_finite():
     got = kl.per_token(
         "k3",
@@ -138,6 +188,8 @@ SAMPLER, MASK, NUMBERS = (
         (Correction("none", 3.0, "token", 0.6, 3.0), [1.0, 0.0, 0.0, 0.0], 0, 2),
         (Correction("none", 3.0, "sequence", 0.6, 3.0), [1.0, 1.0, 0.0, 0.0], 0, 1),
         (Correction("token", 9.0, "sequence", 0.6, 3.0), [2.0, 0.5, 0.0, 0.0], 0, 1),
+        (Correction("none", 3.0, "sequence-product", 0.9, 1.1), [1.0, 1.0, 0.0, 0.0], 0, 1),
+        (Correction("token", 3.0, scale=0.5), [1.0, 0.25, 1.5, 0.0], 1, 0),
     ],
 )
 def test_corrections_by_hand(correction, weights, truncated, filtered):
@@ -147,6 +199,56 @@ def test_corrections_by_hand(correction, weights, truncated, filtered):
     assert stats.get("mismatch_filtered", torch.zeros(1)).sum() == filtered
     assert stats["mismatch_weight"].tolist() == pytest.approx(weights)
     assert correction.is_on and not Correction().is_on
+
+
+def test_a_product_of_ratios_is_filtered_where_the_geometric_mean_is_not():
+    trainer = torch.full((40,), 0.1, dtype=torch.float64)
+    sampler, mask = torch.zeros_like(trainer), torch.ones(40, dtype=torch.bool)
+    numbers = torch.zeros(40, dtype=torch.int64)
+    mean = Correction(filter="sequence", high=2.0)(trainer, sampler, mask, numbers)[0]
+    product = Correction(filter="sequence-product", high=2.0)(trainer, sampler, mask, numbers)[0]
+    assert mean.tolist() == [1.0] * 40 and not product.any()
+
+
+def test_weights_are_normalized_over_tokens_or_sequences_of_an_update():
+    """Ratios 2, 1/2 of the first sequence, 4 of the second; the second's weight is truncated."""
+    sequences = Sequences(
+        (np.arange(3), np.arange(3), np.arange(2)),
+        (np.array([False, True, True]), np.zeros(3, bool), np.array([False, True])),
+        {
+            "old_logprobs": (np.log([9.0, 2.0, 0.5]), np.zeros(3), np.log([9.0, 4.0])),
+            "sampler_logprobs": (np.zeros(3), np.ones(3), np.zeros(2)),
+        },
+    )
+    by_token, by_sequence = Correction("token", 3.0), Correction("sequence", 3.0)
+    assert mean_importance_weight(by_token, sequences) == pytest.approx((2 + 0.5 + 3) / 3)
+    assert mean_importance_weight(by_sequence, sequences) == pytest.approx((1 + 3) / 2)
+    without_filter = mean_importance_weight(Correction("token", 3.0, "token"), sequences)
+    assert without_filter == pytest.approx((2 + 0.5 + 3) / 3)
+
+
+def test_the_off_policy_mask_drops_bad_sequences_that_the_policy_has_left():
+    """Mean distances of 0.2, 0.2, -0.5 nats, with advantages below, above and below 0."""
+    behavior = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+    logprobs = behavior - torch.tensor([0.1, 0.3, 0.2, 0.2, -0.5])
+    advantages = torch.tensor([-1.0, -2.0, 1.0, 1.0, -1.0])
+    numbers, mask = torch.tensor([0, 0, 1, 1, 2]), torch.ones(5, dtype=torch.bool)
+    arguments = (logprobs, behavior, advantages, mask, numbers)
+    assert off_policy_mask(*arguments, limit=0.15).tolist() == [True, True, False, False, False]
+    assert not off_policy_mask(*arguments, limit=0.25).any()
+    leaf = logprobs.clone().requires_grad_()
+    fields = {
+        "weights": torch.ones(5),
+        "advantages": advantages,
+        "old_logprobs": logprobs,
+        "sampler_logprobs": behavior,
+    }
+    value, sums = PolicyLoss(1.0, policy_loss="vanilla", off_policy_limit=0.15)(
+        Outputs(leaf, numbers), fields, 5
+    )
+    value.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [0.0, 0.0, -1.0, -1.0, 1.0] and sums["off_policy_masked"] == 2
 
 
 def test_the_diagnosis_by_hand_and_against_the_exact_divergences():

@@ -21,7 +21,13 @@ from msrl.trainer.objective.losses import required_arguments
 from support import mentions
 
 PACKAGE = "msrl.algorithms.losses"
-LOSSES = registry.names(PACKAGE)
+# Losses that select tokens within a micro-batch are tested in test_algorithms_covariance.py.
+SELECTING = [
+    name
+    for name in registry.names(PACKAGE)
+    if getattr(registry.load(PACKAGE, name, key=""), "SELECTS_TOKENS", False)
+]
+LOSSES = [name for name in registry.names(PACKAGE) if name not in SELECTING]
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual": None}
 RATIOS = {
     name: ["token"]
@@ -131,8 +137,9 @@ def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
         logs = [float(batch.new[i] - batch.old[i]) for i in positions]
         for i, own in zip(positions, logs, strict=True):
             d = own if ratio == "token" else sum(logs) / len(logs)
-            token = golden.Token(d, float(batch.advantages[i]), 1.0, logs, 0.2, 0.28)
-            result[i] = golden.LOSSES[name].formula(token)
+            logprob = float(batch.new[i])
+            token = golden.Token(d, float(batch.advantages[i]), logprob, logs, 0.2, 0.28)
+            result[i] = golden.LOSSES[name].formula(token) / logprob
     return result
 
 
@@ -303,6 +310,37 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
     value, gradient, stats = aggregated_loss("gmpo", batch, np.full(2, 0.5))
     assert value == pytest.approx(-math.sqrt(math.exp(0.28) * math.exp(-0.3)))
     assert gradient.tolist() == pytest.approx([0.0, value / 2]) and stats["clip_fraction"] == 1
+
+
+def test_the_gate_of_sapo_has_slope_one_on_policy_and_fades_on_both_sides():
+    batch = two_tokens([0.0, math.log(3), math.log(0.2)], -1.0)
+    _, gradient, stats = aggregated_loss("sapo", batch, np.ones(3), tau_negative=2.0)
+
+    def slope(r: float) -> float:  # of 4 / tau sigmoid(tau (r - 1)) by r
+        gate = 1 / (1 + math.exp(-2.0 * (r - 1)))
+        return 4 * gate * (1 - gate)
+
+    assert gradient.tolist() == pytest.approx([1.0, 3 * slope(3.0), 0.2 * slope(0.2)])
+    assert stats["gate_slope"] == pytest.approx(1.0 + slope(3.0) + slope(0.2))
+
+
+def test_dppo_masks_by_probabilities_in_the_direction_of_the_advantage():
+    """Ratios of 4 and 1/4: a rare token stays in the region, a frequent one leaves it."""
+    new, old = np.log([0.04, 0.8, 0.2, 0.01]), np.log([0.01, 0.2, 0.8, 0.04])
+    expected = {1.0: [-4.0, 0.0, -0.25, -0.25], -1.0: [4.0, 4.0, 0.0, 0.25]}
+    for advantage, gradients in expected.items():
+        batch = two_tokens([0.0] * 4, advantage)
+        batch.new, batch.old = new, old
+        for divergence, clip in (("tv", 0.1), ("kl", 0.1)):
+            options = {"clip_low": clip, "clip_high": clip, "divergence": divergence}
+            _, gradient, stats = aggregated_loss("dppo", batch, np.ones(4), **options)
+            assert gradient.tolist() == pytest.approx(gradients)
+            assert stats["clip_fraction"] == 1
+    assert aggregated_loss("dppo", two_tokens([5.0], 1.0), np.ones(1), clip_high=1e9, cap=3.0)[
+        1
+    ].tolist() == [-3.0]
+    with pytest.raises(ValueError, match=mentions("divergence=js", "tv")):
+        aggregated_loss("dppo", two_tokens([0.0], 1.0), np.ones(1), divergence="js")
 
 
 def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():

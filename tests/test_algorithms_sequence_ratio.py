@@ -41,6 +41,7 @@ def losses() -> list[tuple[str, str]]:
         (name, ratio)
         for name, module in modules.items()
         if not getattr(module, "ONE_ADVANTAGE", False)
+        and not getattr(module, "SELECTS_TOKENS", False)
         for ratio in (("token",) if getattr(module, "OWN_RATIO", False) else ("token", "sequence"))
     ]
 

@@ -194,6 +194,26 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
             ("algo.rl_coef=0",),
             ("algo.rl_coef=0.0", "algo.sft.coef", "algo.entropy_coef"),
         ),
+        (
+            ("algo.kl.loss={coef: 0.1, estimator: full, bias_correction: true}",),
+            ("algo.kl.loss.bias_correction=true", "algo.kl.loss.estimator=full", "k3"),
+        ),
+        (
+            ("algo.kl.loss.bias_correction=true",),
+            ("algo.kl.loss.bias_correction=true", "algo.kl.loss.coef"),
+        ),
+        (
+            ("algo.mismatch.normalize=true",),
+            ("algo.mismatch.normalize=true", "algo.mismatch.weight"),
+        ),
+        (
+            ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p=0.9"),
+            ("algo.mismatch.off_policy_limit=0.1", "rollout.sampling.top_p", "null"),
+        ),
+        (
+            ("algo.policy_loss=gmpo", "algo.top_entropy=0.2"),
+            ("algo.top_entropy=0.2", "algo.policy_loss=gmpo", "1"),
+        ),
         (("algo.mismatch.low=3",), ("algo.mismatch.low=3.0", "algo.mismatch.high=2.0")),
         (
             ("algo.aggregate.constant=9",),
@@ -215,6 +235,34 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
         (
             ("algo.policy_loss=cpgd", "algo.options={drift: much}"),
             ("algo.options.drift=much", "number"),
+        ),
+        (
+            ("algo.policy_loss=sapo", "algo.options={tau_negative: 0.0}"),
+            ("algo.options.tau_negative=0.0", "above"),
+        ),
+        (
+            ("algo.policy_loss=clip_cov", "algo.options={share: 1.5}"),
+            ("algo.options.share=1.5", "at most 1"),
+        ),
+        (
+            ("algo.policy_loss=kl_cov", "algo.sample_weight.length=true"),
+            ("algo.sample_weight.length=true", "algo.policy_loss=kl_cov"),
+        ),
+        (
+            ("algo.policy_loss=clip_cov", "algo.ratio=sequence"),
+            ("algo.ratio=sequence", "algo.policy_loss=clip_cov", "token"),
+        ),
+        (
+            ("algo.policy_loss=dppo", "algo.options={divergence: js}"),
+            ("algo.options.divergence=js", "'tv'", "'kl'"),
+        ),
+        (
+            ("algo.advantage.estimator=gpg", "algo.options={count: all}"),
+            ("algo.options.count=all", "'groups'", "'rewards'"),
+        ),
+        (
+            ("algo.advantage.estimator=opo", "rollout.samples_per_prompt=1"),
+            ("rollout.samples_per_prompt=1", "opo", "2"),
         ),
         (
             ("algo.policy_loss=topr", "algo.options={level: turn}"),
@@ -248,6 +296,10 @@ def test_each_invalid_setting_is_one_line(
         ),
         (("algo.mismatch.weight=token",), "algo.mismatch.weight=token"),
         (("algo.mismatch.filter=token",), "algo.mismatch.filter=token"),
+        (
+            ("algo.advantage.estimator=optimal_token_baseline",),
+            "algo.advantage.estimator=optimal_token_baseline",
+        ),
     ],
 )
 def test_token_level_variation_is_refused_for_losses_with_one_term_per_sequence(
@@ -292,6 +344,11 @@ def test_losses_without_a_clip_get_no_advice_on_its_width(folder: Path):
             ("algo.policy_loss=vanilla", "train.updates.samples_per_update=8"),
             ("4 updates", "off-policy"),
         ),
+        (
+            ("algo.policy_loss=gpg", "train.updates.samples_per_update=8"),
+            ("4 updates", "off-policy"),
+        ),
+        (("algo.policy_loss=kl_cov",), ("algo.policy_loss=kl_cov", "train.updates")),
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p", "log-probabilities")),
     ],
 )

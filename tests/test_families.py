@@ -19,6 +19,7 @@ from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.models.families import families as registered
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.unsupported import UNSUPPORTED
 from msrl.trainer.settings import Layout

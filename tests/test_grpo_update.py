@@ -34,6 +34,7 @@ class Ranks:
 
     def __init__(self, **report: float) -> None:
         self.report, self.losses = report, list[Any]()
+        self.sequences, self.statistics = list[Sequences](), list[str]()
 
     def logprobs(
         self,
@@ -48,10 +49,23 @@ class Ranks:
             for ids in sequences.token_ids
         )
 
+    def token_statistic(
+        self, sequences: Sequences, limits: object, temperature: float, name: str
+    ) -> tuple[Floats, ...]:
+        """Return 0.25 for the sum of squared probabilities, or entropies of 1, 2, 3 and so on."""
+        self.statistics.append(name)
+        if name == "squared_probability":
+            return tuple(np.full(len(ids), 0.25, np.float32) for ids in sequences.token_ids)
+        return tuple(
+            np.arange(1, len(ids) + 1, dtype=np.float32) + 10 * number
+            for number, ids in enumerate(sequences.token_ids)
+        )
+
     def update(
         self, sequences: Sequences, limits: object, loss: object, lr: float
     ) -> dict[str, float]:
         self.losses.append(loss)
+        self.sequences.append(sequences)
         return self.report
 
 
@@ -198,3 +212,44 @@ def test_a_difficulty_that_is_not_a_number_is_reported_before_the_run_starts(
 
 def test_a_difficulty_is_the_number_of_its_column():
     assert difficulty(Prompt(0, np.array([1]), extra={"difficulty": "0.25"})) == 0.25
+
+
+def test_only_the_tokens_with_the_highest_entropy_of_an_update_are_selected(folder: Path):
+    """Responses of 1, 2, 1 and 2 tokens behind 2 prompt tokens; updates of two samples."""
+    ranks = Ranks()
+    updater = make_updater(
+        ranks, "algo.top_entropy=0.3", "train.updates={samples_per_update: 2, shuffle: false}"
+    )
+    run_step(updater)
+    assert ranks.statistics == ["entropy"] and len(ranks.sequences) == 2
+    for sequences in ranks.sequences:
+        selected = [row.tolist() for row in sequences.fields["selected"]]
+        assert selected == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+        assert "entropies" not in sequences.fields
+    ranks = Ranks()
+    run_step(make_updater(ranks))
+    assert ranks.statistics == [] and "selected" not in ranks.sequences[0].fields
+
+
+def test_importance_weights_are_normalized_by_the_mean_of_each_update(folder: Path):
+    """The trainer gives -1 and the sampler -1.5 or -0.5: weights e^0.5 and e^-0.5."""
+    ranks = Ranks()
+    updater = make_updater(ranks, "algo.mismatch={weight: token, upper: 9.0, normalize: true}")
+    groups = [group(0, 1.0, 0.0), group(1, 1.0, 0.0)]
+    for scored, value in zip(groups, (-1.5, -0.5), strict=True):
+        for completion in scored.rollout.completions:
+            completion.logprobs[:] = value
+    updater.update(updater.prepare(groups, Clock()), 0, Clock())
+    (loss,) = ranks.losses
+    assert loss.correction.scale == pytest.approx(2 / (np.exp(0.5) + np.exp(-0.5)))
+    assert "old_logprobs" in ranks.sequences[0].fields
+
+
+def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder: Path):
+    ranks = Ranks()
+    updater = make_updater(ranks, "algo.advantage.estimator=optimal_token_baseline")
+    prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 1.0)], Clock())
+    assert ranks.statistics == ["squared_probability"]
+    # Equal norms: the baseline of the first token is the mean, that of the second is 0.
+    values = [sample.advantages.tolist() for sample in prepared.samples]
+    assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]

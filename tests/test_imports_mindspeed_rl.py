@@ -267,6 +267,12 @@ def test_all_errors_of_a_file_are_reported_together(folder: Path):
     )
 
 
+def test_step_counts_numbers_as_the_original_does(folder: Path):
+    names = {"rl_config__verifier_function": ["step"], "rl_config__verifier_weight": [1.0]}
+    (source,) = native(FIRST, folder, **names).config.reward.sources
+    assert (source.verifier, source.options) == ("step", {"numbers": "response"})
+
+
 @pytest.mark.parametrize("weights", [["1.0"], [None], [True]])
 def test_weights_of_verifiers_are_numbers(weights: list[object], folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__verifier_weight=weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,3 +99,14 @@ def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(grou
     assert entropy is None and divergence is not None
     assert divergence.abs().max() < 1e-5
     assert vocab_parallel_logprobs(logits, labels, vocab)[2] is None
+
+
+@pytest.mark.parametrize("elements_at_once", [16, 10_000])
+def test_the_sum_of_squared_probabilities_follows_from_two_normalizers(group, elements_at_once):
+    """Z(T / 2) / Z(T)^2, as in `LanguageModelReplica.token_statistic`."""
+    torch.manual_seed(0)
+    cut, logits = columns(group, elements_at_once), 5 * torch.randn(ROWS, PADDED)
+    half = replace(cut, temperature=TEMPERATURE / 2)
+    squares = (half.normalizer(logits) - 2 * cut.normalizer(logits)).exp()
+    expected = (logits[:, :VOCAB].double() / TEMPERATURE).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=0.0)

@@ -276,6 +276,33 @@ for family, address in (
 
 
 @needs_namespaces
+def test_only_local_and_internet_sockets_exist_and_they_have_no_network():
+    """Families that a network namespace does not confine, such as vsock (40), are refused."""
+    program = """
+import errno, socket
+made = []
+for family in range(64):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            socket.socket(family, kind).close()
+            made.append(family)
+        except OSError as error:
+            names = ("EAFNOSUPPORT", "EPERM", "EPROTONOSUPPORT", "ESOCKTNOSUPPORT")
+            assert error.errno in {getattr(errno, name) for name in names}, (family, error)
+try:
+    socket.socketpair(40)
+except OSError as error:
+    print(error.errno == errno.EAFNOSUPPORT, sorted(set(made)))
+a, b = socket.socketpair()
+a.send(b"x")
+print(b.recv(1))
+"""
+    (case,) = run(program, [""], AMPLE)
+    first, second = case.stdout.splitlines()
+    assert first in ("True [1, 2]", "True [1, 2, 10]") and second == "b'x'", case
+
+
+@needs_namespaces
 @pytest.mark.slow
 def test_a_sandbox_ends_with_the_process_that_started_it():
     code = (

@@ -381,6 +381,15 @@ def test_a_ground_truth_with_an_answer_is_not_refused():
     assert verifier("regex_match").score("anything", "") == 0.0
 
 
+def test_step_counts_numbers_as_mindspeed_rl_does_if_asked():
+    score = verifier("step").score
+    response = "1. a\n2. b\n3. c"
+    assert score(response, "") == 1.0
+    assert score(response, "", numbers="response") == pytest.approx(1 / 3)
+    assert score("a\n" + response, "", numbers="response") == 0.0
+    assert score("Step 1: a\n- b\nNext, c", "", numbers="response") == 1.0
+
+
 def test_options_of_acc_narrow_what_it_accepts():
     score = verifier("acc").score
     assert score(r"\boxed{0.5}", "50", percent=False) == -0.5
@@ -462,6 +471,19 @@ EQUAL = [
     (r"2.5\times 10^{-8}", "0.000000025"),
     (r"\frac{\pi}{1000}", "0.003142"),
     ("0.0005", r"0.05\%"),
+    ("0.5", r"50\%"),
+    ("1800", "1~800"),
+    ("1800", "1 800"),
+    ("1800", r"1800~\text{miles}"),
+    (r"11,\! 111", r"11111 \text{ miles}"),
+    (r"120^\circ", "120°"),
+    (r"120^\circ", r"120\degree"),
+    ("(2,4)", r"\bigl(2,4\bigr)"),
+    ("(C)", r"\textit{C}"),
+    ("10t + 12", "12+10t"),
+    ("6+9i", "9i+6"),
+    ("19/2", "9 1/2"),
+    ("42", "52_8"),
 ]
 DIFFERENT = [
     ("72", "73"),
@@ -494,6 +516,17 @@ DIFFERENT = [
     ("10^{-7}", "0.0"),
     (r"2.5\times 10^{-8}", "0.0"),
     (r"1.6\times 10^{-6}", "0.000002"),
+    ("5372", r"5372\%"),
+    (r"\sqrt{2}", r"\sqrt{2}\%"),
+    ("878", "878_9"),
+    ("52", "52_8"),
+    ("2.28", "2.28_9"),
+    (r"\frac{4}{9}", r"\frac{4}{9} \text{ feet } 3 \text{ inches}"),
+    ("22", "12+10t"),
+    ("0", "1 000"),
+    ("60", "6 10"),
+    ("56", r"5\;6"),
+    ("9/2", "9 1/2"),
 ]
 
 

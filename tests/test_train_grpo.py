@@ -878,6 +878,45 @@ def test_presets_run_and_their_first_step_agrees_with_their_formula(preset_run):
         )
 
 
+STATISTICS: dict[str, Any] = {
+    "policy_loss": "dppo",
+    "advantage": {"estimator": "optimal_token_baseline"},
+    "clip": {"low": 0.1, "high": 0.1},
+    "top_entropy": 0.4,
+    "kl": {"loss": {"coef": 0.05, "bias_correction": True}},
+    "mismatch": {
+        "weight": "sequence",
+        "normalize": True,
+        "filter": "sequence-product",
+        "low": 0.01,
+        "high": 100.0,
+        "off_policy_limit": 0.5,
+    },
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs, chunk):
+    """A baseline is a weighted mean of the group's rewards, or 0 where one response goes on."""
+    name = f"statistics-{chunk}"
+    base = several_updates(inputs, name, algo=STATISTICS)
+    base["train"] |= {"steps": 2, "chunk": chunk}
+    file = write_config(inputs / f"{name}.yaml", base)
+    succeed("train-grpo", "-c", str(file), log=inputs / f"{name}.log")
+    run = inputs / "runs" / name
+    steps, samples = metrics(run), rollouts(run, 1)
+    assert len(steps) == 2 and all(np.isfinite(value) for step in steps for value in step.values())
+    assert {"train/off_policy_masked", "train/mismatch_filtered"} <= steps[0].keys()
+    assert steps[0]["train/mismatch_weight"] == pytest.approx(1.0, abs=1e-2)
+    for start in range(0, len(samples), 4):
+        group = samples[start : start + 4]
+        totals = [0.0, *(row["reward"] for row in group)]
+        baselines = [row["reward"] - row["advantage"] for row in group]  # means over tokens
+        assert min(totals) - 1e-5 <= min(baselines) <= max(baselines) <= max(totals) + 1e-5
+    assert any(row["advantage"] for row in samples)
+
+
 CRITIC: dict[str, Any] = {
     "preset": "ppo",
     "value": {"warmup_steps": 1},

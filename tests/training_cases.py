@@ -121,6 +121,22 @@ POLICIES = [
         {"policy_loss": "cispo", "correction": Correction("sequence", 1.5, "token", 0.5, 2.0)},
     ),
     ("vanilla", "token-mean", {"policy_loss": "vanilla"}),
+    (
+        "sapo",
+        "seq-mean-token-mean",
+        {"policy_loss": "sapo", "kl_coef": 0.1, "kl_bias_correction": True},
+    ),
+    (
+        "dppo",
+        "token-mean",
+        {
+            "policy_loss": "dppo",
+            "options": {"divergence": "kl"},
+            "off_policy_limit": 0.01,
+            "kl_coef": 0.1,
+            "kl_estimator": "k3+",
+        },
+    ),
 ]
 
 

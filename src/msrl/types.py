@@ -20,6 +20,10 @@ Bools = NDArray[np.bool_]
 Role = Literal["system", "user", "assistant", "tool"]
 
 
+TokenStatistic = Literal["entropy", "squared_probability"]
+"""Statistic of a distribution over the vocabulary; squared_probability is the sum of p^2."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     role: Role

@@ -3,7 +3,10 @@
 Source: http://joschu.net/blog/kl-approx.html.
 
 N tokens; d = policy logprob - reference logprob. k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1
-+ d. As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their
++ d. k1+ and k3+ have the value of k1 and k3 and the gradient of k2, which is an unbiased gradient
+of the divergence for tokens of the current policy.
+
+As in verl and ROLL, k3 clamps d to +-20 and its value to 10, so that coefficients keep their
 meaning. The gradient is zero where a clamp applies. The other estimators are not clamped.
 """
 
@@ -18,6 +21,7 @@ from msrl.errors import MsrlError, nearest
 
 Estimator = Literal["k1", "abs", "k2", "k3"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3"}
 K3_LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
@@ -35,14 +39,19 @@ def per_token(
     Raises:
         MsrlError: if the estimator is unknown.
     """
-    if estimator not in ESTIMATORS:
+    known = (*ESTIMATORS, *STRAIGHT_THROUGH)
+    if estimator not in known:
         raise MsrlError(
-            f"algo.kl: {estimator!r} is not a KL estimator; {nearest(estimator, ESTIMATORS)}"
+            f"algo.kl: {estimator!r} is not a KL estimator; {nearest(estimator, known)}"
         )
     difference = (logprobs - reference_logprobs.detach()).masked_fill(~mask, 0.0)
     if difference.dtype not in (torch.float32, torch.float64):
         difference = difference.float()
-    return _estimate(estimator, difference)
+    if estimator not in STRAIGHT_THROUGH:
+        return _estimate(estimator, difference)
+    gradient = _estimate("k2", difference)
+    value = _estimate(STRAIGHT_THROUGH[estimator], difference.detach())
+    return gradient - gradient.detach() + value
 
 
 def _estimate(estimator: str, difference: Tensor) -> Tensor:

@@ -55,6 +55,13 @@ def informative_groups(
     return (measure > lower) & (measure < upper)
 
 
+def top_share(values: Reals, share: float) -> Flags:  # [N] -> [N]
+    """Return which values belong to the highest `share` of them (arXiv:2506.01939)."""
+    if not len(values):
+        return np.zeros(0, dtype=np.bool_)
+    return values >= np.quantile(values, 1.0 - share)
+
+
 def sample_weights(
     lengths: NDArray[np.int64],  # [P, G]
     keep: Flags,  # [P, G]

@@ -22,9 +22,11 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         (LOSSES, algo.policy_loss, "policy_loss"),
     )
     yield from plugins.check_options(resolved, "algo.options", *both)
+    yield from plugins.check_ranges(resolved, "algo.options", *both)
     yield from _estimator(resolved)
     yield from _loss(resolved)
     yield from _one_advantage(resolved)
+    yield from _token_selection(resolved)
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
@@ -116,12 +118,28 @@ def _one_advantage(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake(key, f"{effect}, but {limit}. {remedy}.")
 
 
+def _token_selection(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each key that is not defined for a loss that selects tokens."""
+    algo = resolved.config.algo
+    loss = declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    if not loss.constant("SELECTS_TOKENS"):
+        return
+    selection = f"algo.policy_loss={algo.policy_loss} selects tokens by their advantages"
+    if algo.ratio == "sequence":
+        yield resolved.mistake("algo.ratio", f"{selection} and ratios. Set it to token.")
+    for key in ("difficulty", "length"):
+        if getattr(algo.sample_weight, key):
+            yield resolved.mistake(
+                f"algo.sample_weight.{key}", f"{selection}, which weights distort. Set it to false."
+            )
+
+
 def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (key, (effect, remedy)) for keys that vary advantages or weights within a sequence."""
     algo = resolved.config.algo
     estimator = declaration(ADVANTAGES, algo.advantage.estimator, key="algo.advantage.estimator")
-    if estimator.constant("NEEDS_VALUES"):
-        remedy = "Use an estimator without a critic, such as group_norm"
+    if estimator.constant("NEEDS_VALUES") or estimator.constant("NEEDS_DISTRIBUTION"):
+        remedy = "Use an estimator with one advantage per response, such as group_norm"
         yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
     elif estimator.has_parameter("advantages", "gamma"):
         yield from _varying_returns(algo)
@@ -131,6 +149,8 @@ def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]
                 f"algo.mismatch.{key}",
                 ("gives each token its own weight", "Set it to sequence or none"),
             )
+    if algo.top_entropy < 1.0:
+        yield "algo.top_entropy", ("selects tokens of a sequence", "Set it to 1")
 
 
 def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -159,6 +179,7 @@ def _has_clip(policy_loss: str) -> bool:
 
 def _kl(resolved: Resolved) -> Iterator[str]:
     kl = resolved.config.algo.kl
+    yield from _kl_bias_correction(resolved)
     if kl.controller.kind == "adaptive":
         if kl.controller.target is None:
             yield resolved.mistake(
@@ -178,6 +199,21 @@ def _kl(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def _kl_bias_correction(resolved: Resolved) -> Iterator[str]:
+    loss = resolved.config.algo.kl.loss
+    if not loss.bias_correction:
+        return
+    key = "algo.kl.loss.bias_correction"
+    if not loss.coef:
+        yield resolved.mistake(key, "has no KL term to correct. Set algo.kl.loss.coef.")
+    if loss.estimator not in ("k1", "k3"):
+        yield resolved.mistake(
+            key,
+            f"is not defined for algo.kl.loss.estimator={loss.estimator}. Use k1 or k3, or set it "
+            "to false.",
+        )
+
+
 def _terms(resolved: Resolved) -> Iterator[str]:
     algo = resolved.config.algo
     if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef):
@@ -193,12 +229,17 @@ def _mismatch(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "algo.mismatch.low", f"must be below algo.mismatch.high={mismatch.high}"
         )
+    if mismatch.normalize and mismatch.weight == "none":
+        yield resolved.mistake(
+            "algo.mismatch.normalize",
+            "has no weights to normalize. Set algo.mismatch.weight to token or sequence.",
+        )
     filters = _sampling_filters(resolved)
-    for key in ("weight", "filter"):
-        if filters and getattr(mismatch, key) != "none":
+    for key in ("weight", "filter", "off_policy_limit"):
+        if filters and getattr(mismatch, key) not in ("none", None):
             message = (
                 f"the log-probabilities are not comparable with {' and '.join(filters)}. "
-                "Set it to none."
+                f"Set it to {'null' if key == 'off_policy_limit' else 'none'}."
             )
             yield resolved.mistake(f"algo.mismatch.{key}", message)
 
@@ -233,11 +274,12 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "algo.advantage.estimator",
             "has no baseline, so its gradient is noisy. Consider rloo or reinforce_pp.",
         )
-    if algo.kl.loss.coef and algo.kl.loss.estimator == "k1":
+    loss = algo.kl.loss
+    if loss.coef and loss.estimator == "k1" and not loss.bias_correction:
         yield resolved.mistake(
             "algo.kl.loss.estimator",
             "k1 in the loss has zero expected gradient, so it does not limit the divergence. "
-            "Use k2 or k3.",
+            "Use k2 or k3, or set algo.kl.loss.bias_correction.",
         )
     if algo.kl.reward.coef and algo.kl.reward.estimator != "k1":
         message = (
@@ -245,12 +287,18 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "In rewards, only k1 has the gradient of the divergence."
         )
         yield resolved.mistake("algo.kl.reward.estimator", message)
-    if algo.policy_loss == "vanilla" and updates_per_step(config) > 1:
+    if algo.policy_loss in ("vanilla", "gpg") and updates_per_step(config) > 1:
         message = (
             f"has no importance ratio, but a rollout has {updates_per_step(config)} updates, which "
             "are off-policy. Consider tis."
         )
         yield resolved.mistake("algo.policy_loss", message)
+    if algo.policy_loss == "kl_cov" and updates_per_step(config) == 1:
+        yield resolved.mistake(
+            "algo.policy_loss",
+            "penalizes the movement since the rollout, which is 0 with one update per rollout. "
+            "Set train.updates.",
+        )
     filters = _sampling_filters(resolved)
     if filters:
         yield (

@@ -45,3 +45,20 @@ def check_options(
         }
         for option, message in plugin.wrong_values(main, values).items():
             yield resolved.mistake(f"{key}.{option}", message)
+
+
+def check_ranges(resolved: Resolved, key: str, *plugins: tuple[str, str, str]) -> Iterator[str]:
+    """Check numbers under `key` against the `OPTION_RANGES` of plugins.
+
+    A range is a lower bound, which is excluded, and an upper bound, which is included, or None.
+    """
+    options: dict[str, object] = resolved.value(key) or {}
+    for package, name, _ in plugins:
+        ranges = declaration(package, name, key=key).constant("OPTION_RANGES", {})
+        for option, (low, high) in ranges.items():
+            value = options.get(option)
+            if not isinstance(value, int | float):
+                continue
+            if value <= low or (high is not None and value > high):
+                limit = f"must be above {low:g}" + (f" and at most {high:g}" if high else "")
+                yield resolved.mistake(f"{key}.{option}", limit)

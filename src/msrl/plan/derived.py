@@ -79,6 +79,12 @@ def needs_critic(config: Config) -> bool:
     return bool(estimator.constant("NEEDS_VALUES"))
 
 
+def needs_distribution(config: Config) -> bool:
+    """Return True if the advantages need the policy's distribution over the vocabulary."""
+    estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
+    return bool(estimator.constant("NEEDS_DISTRIBUTION"))
+
+
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """Return the optimizer settings of the policy with the overrides of the critic."""
     overrides = config.cluster.roles.critic.optimizer

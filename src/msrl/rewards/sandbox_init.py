@@ -68,6 +68,11 @@ DENIED_CALLS = {
     )),
 }
 # fmt: on
+# System calls `socket` and `socketpair`. Other families (vsock, netlink, packet, ...) are not
+# confined by the network namespace, or reach parts of the kernel that programs do not need.
+SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+SOCKET_FAMILIES = (1, 2, 10)  # unix, inet, inet6
+NO_SUCH_FAMILY = 97  # EAFNOSUPPORT
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -390,15 +395,22 @@ def _limits(job: dict) -> dict[str, int]:
 def _filter_calls() -> None:
     """Install the seccomp filter.
 
-    DENIED_CALLS fail with EPERM. A call of another architecture (32 bits, x32) kills the process.
+    DENIED_CALLS fail with EPERM, and sockets of other families than SOCKET_FAMILIES with
+    EAFNOSUPPORT. A call of another architecture (32 bits, x32) kills the process.
     """
     architecture, denied = DENIED_CALLS[platform.machine()]
     kill, allow, deny = 0x80000000, 0x7FFF0000, 0x00050001
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, kill)]
     steps += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (ret, 0, 0, kill)]
-    steps += [(equal, len(denied) - i, 0, number) for i, number in enumerate(denied)]
-    steps += [(ret, 0, 0, allow), (ret, 0, 0, deny)]
+    socket, pair = SOCKET_CALLS[platform.machine()]
+    families = len(SOCKET_FAMILIES)
+    sockets = [(equal, 1, 0, socket), (equal, 0, families + 2, pair), (load, 0, 0, 16)]
+    sockets += [(equal, families - i, 0, family) for i, family in enumerate(SOCKET_FAMILIES)]
+    sockets += [(ret, 0, 0, 0x00050000 | NO_SUCH_FAMILY)]
+    end = len(denied) + len(sockets)
+    steps += [(equal, end - i, 0, number) for i, number in enumerate(denied)]
+    steps += [*sockets, (ret, 0, 0, allow), (ret, 0, 0, deny)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(buffer))

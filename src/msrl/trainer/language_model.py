@@ -7,7 +7,7 @@ context parallelism), P = m + padding, V columns of the vocabulary on this rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from msrl.trainer.objective.logprobs import (
 )
 from msrl.trainer.objective.losses import Loss, Outputs
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.types import Floats, MicroBatch
+from msrl.types import Floats, MicroBatch, TokenStatistic
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities of the labels, and entropies and divergences if the loss needs them, [M]."""
@@ -80,16 +80,61 @@ class LanguageModelReplica(ModelReplica):
         None except on the last stage.
         """
 
+        def measure(output: Output, batch: DeviceBatch) -> Tensor:
+            return self.label_logprobs(output, batch, temperature)[0]
+
+        return self._per_label(micro_batches, measure)
+
+    def token_statistic(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
+    ) -> list[Floats] | None:
+        """Return a statistic of the distribution at every label, [N] per micro-batch.
+
+        Values are 0 where the mask is not set. None except on the last stage.
+        """
+
+        def measure(output: Output, batch: DeviceBatch) -> Tensor:
+            if name == "squared_probability":
+                return self._squared_probability(output, batch, temperature)
+            entropy = self.label_logprobs(output, batch, temperature, with_entropy=True)[1]
+            assert entropy is not None
+            return entropy
+
+        return self._per_label(micro_batches, measure)
+
+    def _per_label(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        measure: Callable[[Output, DeviceBatch], Tensor],  # -> [M]
+    ) -> list[Floats] | None:
+        """Return a value of every label, 0 where the mask is not set."""
+
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"logprobs": self.label_logprobs(output, batch, temperature)[0]}
+            return {"values": measure(output, batch)}
 
         rows = self.run(micro_batches, finish, gives_hidden=self._is_chunked)
         if not self.position.is_last_stage:
             return None
         return [
-            spread(batch, row["logprobs"]).numpy()
+            spread(batch, row["values"]).numpy()
             for batch, row in zip(micro_batches, rows, strict=True)
         ]
+
+    def _squared_probability(
+        self, output: Output, batch: DeviceBatch, temperature: float
+    ) -> Tensor:  # [M]
+        """Return the sum of squared probabilities over the vocabulary.
+
+        It is Z(T / 2) / Z(T)^2 with Z(T) the sum of exp(logits / T).
+        """
+        once, twice = (self._normalizer(output, t) for t in (temperature, temperature / 2))
+        return batch.gather((twice - 2.0 * once).exp()[: len(batch.labels)])
+
+    def _normalizer(self, output: Output, temperature: float) -> Tensor:  # [P]
+        if isinstance(output, HiddenStates):
+            columns = self._columns(len(output.output_weight), temperature)
+            return reference_distribution(output, columns).normalizer
+        return self._columns(output.shape[-1], temperature).normalizer(output)
 
     def distributions(
         self, micro_batches: Sequence[MicroBatch], temperature: float

@@ -22,7 +22,7 @@ from msrl.trainer.objective.losses import Loss, ValueLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
-from msrl.types import Floats, MicroBatch
+from msrl.types import Floats, MicroBatch, TokenStatistic
 
 
 class TrainingRank:
@@ -116,6 +116,15 @@ class TrainingRank:
             return self.policy.logprobs(micro_batches, temperature)
         with self._reference() as reference:
             return reference.logprobs(micro_batches, temperature)
+
+    def token_statistic(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
+    ) -> list[Floats] | None:
+        """Return a statistic of the policy's distribution at every label, [N] per micro-batch.
+
+        Values are 0 where the mask is not set. None except on the last stage.
+        """
+        return self.policy.token_statistic(micro_batches, temperature, name)
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Return the policy's logits, [N, vocabulary] float32 per micro-batch.

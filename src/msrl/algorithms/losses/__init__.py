@@ -6,5 +6,7 @@ of every token; `aggregate.py` reduces them to one number. Parameters `clip_low`
 the loss, set in `algo.options`. A module with `OWN_RATIO = True` defines its own ratio and takes no
 `algo.ratio`. A module with `ONE_ADVANTAGE = True` needs one advantage and one mismatch weight per
 sequence. A loss must be positively homogeneous in the advantages, because sample weights multiply
-them. Mismatch corrections multiply the token losses.
+them. A module with `SELECTS_TOKENS = True` is not, since it selects tokens of a micro-batch by
+their advantages. Mismatch corrections multiply the token losses. `OPTION_RANGES` maps options to a
+lower bound, which is excluded, and an upper bound, which is included, or None.
 """

@@ -142,10 +142,15 @@ class KlLossConfig(Section):
     coef: NonNegative = Field(
         default=0.0, description="Coefficient of the KL term in the loss. 0 disables the term."
     )
-    estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "full"] = Field(
         default="k3",
-        description="Estimator of the KL divergence of each token. "
-        "full computes the exact divergence over the vocabulary.",
+        description="Estimator of the KL divergence of each token. k1+ and k3+ have the gradient "
+        "of k2. full computes the exact divergence over the vocabulary.",
+    )
+    bias_correction: Bool = Field(
+        default=False,
+        description="Multiply the estimate of each token by its likelihood ratio, so that the "
+        "gradient of k1 and k3 is that of the divergence, also after several updates.",
     )
 
 
@@ -231,17 +236,28 @@ class MismatchConfig(Section):
         "trainer to engine, of the token or of its sequence.",
     )
     upper: Positive = Field(default=2.0, description="Upper bound of the importance weights.")
-    filter: Literal["none", "token", "sequence"] = Field(
+    normalize: Bool = Field(
+        default=False,
+        description="Divide the importance weights by their mean over an update: of its tokens, "
+        "or of its sequences if weight is sequence.",
+    )
+    filter: Literal["none", "token", "sequence", "sequence-product"] = Field(
         default="none",
         description="Set the policy loss to 0 for tokens whose ratio, or sequences whose "
-        "geometric mean of ratios, is outside the range from low to high. Denominators, KL and "
-        "entropy still count these tokens.",
+        "geometric mean (sequence) or product of ratios (sequence-product), is outside the range "
+        "from low to high. Denominators, KL and entropy still count these tokens.",
     )
     low: NonNegative = Field(
         default=0.5, description="Lower bound of the ratios that the filter accepts."
     )
     high: Positive = Field(
         default=2.0, description="Upper bound of the ratios that the filter accepts."
+    )
+    off_policy_limit: Positive | None = Field(
+        default=None,
+        description="Set the policy loss to 0 for sequences with a negative advantage whose mean "
+        "of engine minus current log-probability is above this, in nats per token. Null disables "
+        "it.",
     )
 
 
@@ -276,6 +292,12 @@ class AlgoConfig(Section):
     kl: KlConfig = Field(default=KlConfig(), description="KL divergence from the reference model.")
     value: ValueConfig = Field(
         default=ValueConfig(), description="Training of the critic that gae needs."
+    )
+    top_entropy: Fraction = Field(
+        default=1.0,
+        description="Share of the tokens of an update that the policy loss trains on: those with "
+        "the highest entropy. Denominators, KL and entropy still count the others. 1 trains on all "
+        "tokens; below 1, a step computes entropies in an additional forward pass.",
     )
     entropy_coef: Float = Field(
         default=0.0, description="Coefficient of the entropy bonus. 0 disables it."

@@ -317,12 +317,18 @@ def put_sources(translation: Translation, keys: Keys, names: list[Any], weights:
     for name in total:
         if refusal("reward.sources.verifier", name):
             return keys.add_error("verifier_function", f"{name}: {_verifier_message(name)}")
-    sources = [{"verifier": name, "weight": weight} for name, weight in total.items()]
+    sources = [_source(name, weight) for name, weight in total.items()]
     translation.set("reward.sources", wrap(sources, keys.origin("verifier_function")))
     weighted = ", ".join(f"{name} x {weight:g}" for name, weight in total.items())
     for key in ("verifier_function", "verifier_weight"):
         keys.record(key, KeyStatus.APPLIED, f"reward.sources: {weighted}")
     return None
+
+
+def _source(name: str, weight: float) -> dict[str, Any]:
+    """Return the source with the options that give MindSpeed-RL's scores."""
+    source = {"verifier": name, "weight": weight}
+    return {**source, "options": {"numbers": "response"}} if name == "step" else source
 
 
 def _verifier_message(name: str) -> str:

@@ -18,13 +18,20 @@ from mpmath.libmp import to_rational
 
 MAX_CHARACTERS = 4096
 MAX_AMOUNT_CHARACTERS = 100
+_ROUNDING = Fraction(1, 10**9)
 _SMALL = Fraction(1, 1000)  # below this, six decimals are less than three significant digits
 
 _NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
+_SPACED_NUMBER = re.compile(r"[-+]?\s*(?:\\?\$\s*)?\d{1,3}(?: \d{3})+(?:\.\d*)?")
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
 _MATH_MODE = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
-_TEXT = re.compile(r"\\(?:text|textbf|textrm|texttt|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
+_WIDE_SPACE = re.compile(r"~|\\q?quad(?![a-zA-Z])")
+_SPACE_OF_DIGITS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d)")
+_DEGREE = re.compile(r"(?<!\s)\s*(?:°|\^?\{?\\degree(?![a-zA-Z])\}?)")
+_NARROW_THOUSANDS = re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 _SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # spaces that do not separate words or numbers
 _SPACED_THOUSANDS = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
@@ -36,6 +43,14 @@ _AMOUNT = r"\d[\d./]*\s?(?!and\b)[A-Za-z]{2,}\.?"
 # For example 6 feet 2 inches.
 _AMOUNTS = re.compile(rf"{_AMOUNT}(?:(?:\s?,\s?(?:and\s)?|\sand\s|\s?){_AMOUNT})+")
 _AMOUNT_COMMANDS = re.compile(r"\\[a-z]+\s*\{|[{}~]|\\[ ,;]|\\quad")
+_UNIT = r"\\(?:text|mbox|mathrm)\s*\{[\s~]*(?!and\b|or\b)[A-Za-z]{2,}[^{}]*\}"
+_WORD = r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}(?![A-Za-z])"
+_UNITS = re.compile(rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?[^A-Za-z^]*\d)")
+_DIGIT = re.compile(r"\d")
+_SUBSCRIPT = re.compile(r"[\d)\]}]\s*_")
+_NEIGHBORS = re.compile(r"\d\s+\d+(?![\d\s]*/)")  # not 9 1/2
+_LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-HJ-Za-hj-z]$")
+_OPERATOR = re.compile("[-+=<>]")
 _MAX_EXPONENT = 1 << 20  # bits; a larger number would exhaust the memory as a fraction
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
 
@@ -71,13 +86,20 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
 
 def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:
     true = _number(answer)
-    claimed = _number(response if true is None else _SPACED_THOUSANDS.sub(",", response))
+    claimed = _number(response if true is None else _join_thousands(response))
     if true is not None and claimed is not None:
         return _same_number(true, claimed, tolerance, percent)
     compared = _compare_compound(answer, response, tolerance, percent)
     if compared is not None:
         return compared
     return _symbolically_equal(answer, response, tolerance, percent)
+
+
+def _join_thousands(text: str) -> str:
+    """Return the text with commas between groups of three digits that spaces separate."""
+    if _SPACED_NUMBER.fullmatch(text):
+        return text.replace(" ", ",")
+    return _SPACED_THOUSANDS.sub(",", text)
 
 
 def _plain(text: str) -> str:
@@ -92,6 +114,8 @@ def _plain(text: str) -> str:
         is_enclosed = text.startswith(opening) and text.endswith(closing)
         if is_enclosed and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
+    text = _SPACE_OF_DIGITS.sub(" ", _WIDE_SPACE.sub(" ", _NARROW_THOUSANDS.sub(",", text)))
+    text = _DEGREE.sub(lambda _: "^\\circ", text)
     text = _SIZES.sub("", text).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
     return (words.group(1) if words else text).strip()
@@ -117,9 +141,11 @@ def _is_balanced(text: str) -> bool:
 
 def _compare_compound(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
     """Compare compound answers that math-verify would merge or truncate; None for other answers."""
-    numerals = _numeral(answer), _numeral(response)
+    numerals = _numeral(answer) or _number(answer), _numeral(response)
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
+    if any(holds(response) and not holds(answer) for holds in _IGNORED_CONTENT):
+        return False
     amounts = _amounts(answer), _amounts(response)
     if any(amounts):
         return amounts[0] == amounts[1]
@@ -130,6 +156,25 @@ def _compare_compound(answer: str, response: str, tolerance: float, percent: boo
         return False
     pairs = zip(true, claimed, strict=True)
     return all(_same_number(t, c, tolerance, percent) for t, c in pairs)
+
+
+def _has_inner_unit(text: str) -> bool:
+    """Return True if a unit stands between two numbers."""
+    return any(_DIGIT.search(text, 0, match.start()) for match in _UNITS.finditer(text))
+
+
+def _has_subscript(text: str) -> bool:
+    """Return True if a number or bracket has a subscript."""
+    return _SUBSCRIPT.search(text) is not None
+
+
+def _has_neighbors(text: str) -> bool:
+    """Return True if two numbers stand next to each other, except in a mixed number."""
+    return _NEIGHBORS.search(text) is not None
+
+
+# Content that math-verify drops or multiplies.
+_IGNORED_CONTENT = (_has_inner_unit, _has_subscript, _has_neighbors)
 
 
 def _numeral(text: str) -> int | str | None:
@@ -212,12 +257,14 @@ def _assignments(text: str) -> dict[str, str] | None:
 def _number(text: str) -> Fraction | None:
     r"""Return the exact value of a plain number; None for other text.
 
-    Plain numbers are for example `-1,234.5`, `3/4`, `\frac{3}{4}` and `\$18`.
+    Plain numbers are for example `-1,234.5`, `3/4`, `1 3/4`, `\frac{3}{4}` and `\$18`.
     """
     if text.startswith(("$", "\\$")):
         text = text.removeprefix("\\").removeprefix("$").strip()
     if len(text) > 64:
         return None
+    if mixed := _MIXED.fullmatch(text):
+        return _mixed_number(*mixed.groups())
     match = _FRACTION.fullmatch(text) or _NUMBER.fullmatch(text)
     if match is None or not any(c.isdigit() for c in match.group(2)):
         return None
@@ -226,6 +273,14 @@ def _number(text: str) -> Fraction | None:
         return None
     value = Fraction(match.group(2).replace(",", "")) / denominator
     return -value if match.group(1) == "-" else value
+
+
+def _mixed_number(sign: str, whole: str, top: str, bottom: str) -> Fraction | None:
+    """Return the value of a mixed number (`9 1/2`)."""
+    if int(bottom) == 0:
+        return None
+    value = int(whole) + Fraction(int(top), int(bottom))
+    return -value if sign == "-" else value
 
 
 def _same_number(true: Fraction, claimed: Fraction, tolerance: float, percent: bool) -> bool:
@@ -242,9 +297,10 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 def _symbolically_equal(answer: str, response: str, tolerance: float, percent: bool) -> bool:
     if not _is_balanced(response):
         return False
-    true, claimed = formula(answer), formula(response)
+    true, claimed = formula(_keep_variable(answer)), formula(_keep_variable(response))
     if verified(true, claimed):
-        return True
+        has_new_percent = "%" in response and "%" not in answer
+        return percent or not has_new_percent or _equal_hundredths(true, claimed)
     if tolerance == 0.0 and not percent:
         return False
     true_value, claimed_value = _value(true), _value(claimed)
@@ -264,6 +320,25 @@ def verified(true: list[Any], claimed: list[Any]) -> bool:
     values = [value for value in (_value(true), _value(claimed)) if value is not None]
     largest = max(map(abs, values), default=1)
     return len(values) < 2 or largest >= _SMALL or abs(values[0] - values[1]) <= largest * _SMALL
+
+
+def _keep_variable(text: str) -> str:
+    """Return a sum whose last letter math-verify does not drop as a unit (`12+10t`)."""
+    text = text.rstrip()
+    if _LAST_VARIABLE.search(text) and _OPERATOR.search(text, 1):
+        return f"{text[:-1]}{{{text[-1]}}}"
+    return text
+
+
+def _equal_hundredths(true: list[Any], claimed: list[Any]) -> bool:
+    """Return True if a percentage has the value of the ground truth.
+
+    math-verify also accepts a hundred times the ground truth.
+    """
+    true_value, claimed_value = _value(true), _value(claimed)
+    if true_value is None or claimed_value is None:
+        return False
+    return abs(true_value - claimed_value) <= abs(true_value) * _ROUNDING
 
 
 def formula(text: str) -> list[Any]:
@@ -294,6 +369,7 @@ def _value(parsed: list[Any]) -> Fraction | None:
         return None
     try:
         value = parsed[0].evalf(20)
+        value = value if value.is_Float else value.doit()  # a percentage is an unevaluated product
         if not value.is_Float:
             return Fraction(float(value)) if math.isfinite(float(value)) else None
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -18,7 +18,7 @@ from torch import Tensor
 from msrl import registry
 from msrl.algorithms import kl
 from msrl.algorithms.aggregate import weighted_sum
-from msrl.algorithms.mismatch import Correction, mismatch_statistics
+from msrl.algorithms.mismatch import Correction, mismatch_statistics, off_policy_mask
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
 from msrl.algorithms.value import value_loss
 
@@ -80,7 +80,9 @@ class PolicyLoss:
     its global denominators. The mismatch correction multiplies each token's policy loss and no
     other term. Without the field `old_logprobs` the current log-probabilities, detached, replace
     them (a single update per rollout). The KL estimator `full` is the exact divergence over the
-    vocabulary, which the outputs must then contain.
+    vocabulary, which the outputs must then contain. `kl_bias_correction` multiplies each token's KL
+    by its likelihood ratio. The off-policy mask and the field `selected` also set policy losses to
+    0.
     """
 
     temperature: float
@@ -91,10 +93,12 @@ class PolicyLoss:
     dual: float | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_bias_correction: bool = False
     entropy_coef: float = 0.0
     rl_coef: float = 1.0
     sft_coef: float = 0.0
     correction: Correction = field(default_factory=Correction)
+    off_policy_limit: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs_entropy: bool = True
 
@@ -121,12 +125,13 @@ class PolicyLoss:
             outputs.sequences,
             ratio=self.ratio,
         )
+        factors = factors * self._selected(tokens, fields, before, sums)
         policy = self._policy(tokens)
         # The factors multiply the loss, not the advantages: a loss may have terms without an
         # advantage, such as the drift of cpgd.
         terms = {
             "policy_loss": (self.rl_coef, policy.loss * factors),
-            **self._further(outputs, fields, mask),
+            **self._further(outputs, fields, tokens),
         }
         loss = outputs.logprobs.new_zeros(())
         for name, (coef, values) in terms.items():
@@ -148,8 +153,26 @@ class PolicyLoss:
             tokens, **required_arguments(plugin.policy_loss, clip), **self.options
         )
 
+    def _selected(
+        self, tokens: PolicyTokens, fields: Mapping[str, Tensor], before: Tensor, sums: Sums
+    ) -> Tensor:  # [M], 0 or 1
+        """Return which tokens the policy loss trains on, and add dropped ones to `sums`."""
+        selected = fields.get("selected", torch.ones_like(tokens.advantages))
+        if self.off_policy_limit is None:
+            return selected
+        dropped = off_policy_mask(
+            tokens.logprobs,
+            fields.get("sampler_logprobs", before),
+            tokens.advantages,
+            tokens.mask,
+            tokens.sequences,
+            limit=self.off_policy_limit,
+        )
+        sums["off_policy_masked"] = dropped.to(selected.dtype).sum()
+        return selected.masked_fill(dropped, 0.0)
+
     def _further(
-        self, outputs: Outputs, fields: Mapping[str, Tensor], mask: Tensor
+        self, outputs: Outputs, fields: Mapping[str, Tensor], tokens: PolicyTokens
     ) -> dict[str, tuple[float, Tensor]]:
         """Return the coefficient and the values per token of the terms besides the policy loss."""
         terms: dict[str, tuple[float, Tensor]] = {}
@@ -157,8 +180,11 @@ class PolicyLoss:
             terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergence))
         elif "reference_logprobs" in fields:
             values = kl.per_token(
-                self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], mask
+                self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], tokens.mask
             )
+            if self.kl_bias_correction:
+                bounded = tokens.token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                values = values * bounded.exp()
             terms["kl"] = (self.rl_coef * self.kl_coef, values)
         if self.sft_coef:
             terms["sft_loss"] = (self.sft_coef, -outputs.logprobs * (fields["advantages"] > 0))

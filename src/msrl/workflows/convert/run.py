@@ -193,9 +193,9 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
         )
     print(f"Wrote {save}: {adapter.summary()}, for base model {base}; read back equal bit for bit")
     dropped = dropped_by_peft(adapter, shape)
-    if conversion.dropped:
+    if dropped:
         print(
-            f"PEFT 0.21 silently ignores adapters of {', '.join(conversion.dropped)} outside of experts. "
+            f"PEFT 0.21 silently ignores adapters of {', '.join(dropped)} outside of experts. "
             "Merge this adapter with --lora."
         )
     if not has_weights(base):

@@ -18,14 +18,19 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
-from msrl.algorithms.selection import Flags, sample_weights, trained_samples
+from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_samples
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.config.schema import AlgoConfig, Config
-from msrl.plan.derived import aggregate_constant, needs_critic, updates_per_step
+from msrl.plan.derived import (
+    aggregate_constant,
+    needs_critic,
+    needs_distribution,
+    updates_per_step,
+)
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select, with_weights
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
-from msrl.types import Floats, ScoredGroup, TrainingSample
+from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
@@ -35,6 +40,8 @@ from msrl.workflows.training.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_EPS = 1e-8  # smallest mean of importance weights that is divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,12 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class _StepLogprobs:
-    """Log-probabilities of every sequence, [T] each; None if they are not needed."""
+    """Log-probabilities and statistics of every sequence, [T] each; None if they are not needed."""
 
     policy: tuple[Floats, ...] | None  # before the first update
     reference: tuple[Floats, ...] | None
+    squared_probabilities: tuple[Floats, ...] | None = None  # sums over the vocabulary
+    entropies: tuple[Floats, ...] | None = None
 
 
 class Updater:
@@ -106,7 +115,8 @@ class Updater:
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
-        advantages = estimate_advantages(algo, rewards, values)
+        distribution = _distribution(plain, logprobs)
+        advantages = estimate_advantages(algo, rewards, values, distribution)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if not keep.all():
@@ -137,12 +147,14 @@ class Updater:
     def _with_logprobs(self, sequences: Sequences, logprobs: _StepLogprobs) -> Sequences:
         """Return the sequences with the log-probabilities that the policy's loss reads."""
         kl_loss, fields = self._config.algo.kl.loss, dict(sequences.fields)
-        if updates_per_step(self._config) > 1:
+        if self._needs_old_logprobs:
             assert logprobs.policy is not None
             fields["old_logprobs"] = logprobs.policy
         if kl_loss.coef and kl_loss.estimator != "full":
             assert logprobs.reference is not None
             fields["reference_logprobs"] = logprobs.reference
+        if logprobs.entropies is not None:
+            fields["entropies"] = logprobs.entropies
         return sequences._replace(fields=fields)
 
     def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
@@ -182,13 +194,23 @@ class Updater:
         for number, indices in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
             sequences = select(prepared.sequences, indices)
+            if self._config.algo.top_entropy < 1.0:
+                sequences = with_top_entropy(sequences, self._config.algo.top_entropy)
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, mode, constant)
-                reports.append(self._trainers.update(weighted, self._limits(), loss, lr))
+                update_loss = self._normalized(loss, sequences)
+                reports.append(self._trainers.update(weighted, self._limits(), update_loss, lr))
         metrics = mean_report(reports)
         if len(reports) < len(batches):
             metrics["empty_updates"] = float(len(batches) - len(reports))
         return {**metrics, "lr": lr}
+
+    def _normalized(self, loss: PolicyLoss, sequences: Sequences) -> PolicyLoss:
+        """Return the loss of an update with importance weights of mean 1, if that is configured."""
+        if not self._config.algo.mismatch.normalize:
+            return loss
+        mean = mean_importance_weight(loss.correction, sequences)
+        return replace(loss, correction=replace(loss.correction, scale=1.0 / max(mean, _EPS)))
 
     def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """Set the KL coefficients of the next step from the divergence of this one.
@@ -210,6 +232,15 @@ class Updater:
                 horizon=controller.horizon,
             )
 
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """True if the updates of a step need the log-probabilities from before the first one."""
+        return updates_per_step(self._config) > 1 or self._config.algo.mismatch.normalize
+
+    def _statistic(self, sequences: Sequences, name: TokenStatistic) -> tuple[Floats, ...]:
+        limits = self._limits(forward=True)
+        return self._trainers.token_statistic(sequences, limits, self._loss.temperature, name)
+
     def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
@@ -222,11 +253,17 @@ class Updater:
             self._limits(forward=True),
         )
         policy = reference = None
-        if updates_per_step(self._config) > 1 or kl.reward.coef:
+        estimates_norms = needs_distribution(self._config)
+        if self._needs_old_logprobs or kl.reward.coef or estimates_norms:
             policy = self._trainers.logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
             reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
-        return _StepLogprobs(policy, reference)
+        squares = entropies = None
+        if estimates_norms:
+            squares = self._statistic(sequences, "squared_probability")
+        if self._config.algo.top_entropy < 1.0:
+            entropies = self._statistic(sequences, "entropy")
+        return _StepLogprobs(policy, reference, squares, entropies)
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train
@@ -247,12 +284,14 @@ def policy_loss(config: Config) -> PolicyLoss:
         dual=algo.clip.dual,
         kl_coef=algo.kl.loss.coef,
         kl_estimator=algo.kl.loss.estimator,
+        kl_bias_correction=algo.kl.loss.bias_correction,
         entropy_coef=algo.entropy_coef,
         rl_coef=algo.rl_coef,
         sft_coef=algo.sft.coef,
         correction=Correction(
             mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high
         ),
+        off_policy_limit=mismatch.off_policy_limit,
         options={
             name: value
             for name, value in algo.options.items()
@@ -278,6 +317,7 @@ def estimate_advantages(
     algo: AlgoConfig,
     rewards: TokenRewards,
     values: Reals | None = None,  # [N], if the estimator needs a critic
+    distribution: Mapping[str, Reals] | None = None,  # [N] each, if the estimator needs it
 ) -> Reals:  # [N]
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
@@ -297,6 +337,7 @@ def estimate_advantages(
         "lam": advantage.lam,
         "values": values,
         "turns": None,
+        **(distribution or {}),
     }
     return estimate(rewards, **required_arguments(estimate, arguments), **options)
 
@@ -344,12 +385,57 @@ def token_divergence(
     from msrl.algorithms import kl
 
     def response_tokens(rows: Sequence[Floats]) -> Tensor:  # [N]
-        masked = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
-        return torch.from_numpy(np.concatenate(masked)).double()
+        return torch.from_numpy(loss_token_values(sequences, rows))
 
     policy_logprobs, reference_logprobs = response_tokens(policy), response_tokens(reference)
     mask = torch.ones(len(policy_logprobs), dtype=torch.bool)
     return kl.per_token(estimator, policy_logprobs, reference_logprobs, mask).numpy()
+
+
+def _distribution(sequences: Sequences, logprobs: _StepLogprobs) -> dict[str, Reals]:  # [N] each
+    """Return the statistics of the policy's distribution at every response token."""
+    if logprobs.squared_probabilities is None:
+        return {}
+    assert logprobs.policy is not None
+    return {
+        "logprobs": loss_token_values(sequences, logprobs.policy),
+        "squared_probabilities": loss_token_values(sequences, logprobs.squared_probabilities),
+    }
+
+
+def loss_token_values(sequences: Sequences, rows: Sequence[Floats]) -> Reals:  # [T] each -> [N]
+    """Return the values of all loss tokens, end to end."""
+    masked = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
+    return np.concatenate(masked).astype(np.float64)
+
+
+def with_top_entropy(sequences: Sequences, share: float) -> Sequences:
+    """Return the sequences of an update with the field `selected` in place of `entropies`.
+
+    It is 1 for the loss tokens with the highest entropies, `share` of all of them, else 0.
+    """
+    fields = dict(sequences.fields)
+    entropies = fields.pop("entropies")
+    flags = top_share(loss_token_values(sequences, entropies), share).astype(np.float32)
+    counts = [int(mask.sum()) for mask in sequences.loss_masks]
+    pieces = np.split(flags, np.cumsum(counts)[:-1])
+    selected = tuple(np.zeros(len(mask), np.float32) for mask in sequences.loss_masks)
+    for row, mask, piece in zip(selected, sequences.loss_masks, pieces, strict=True):
+        row[mask] = piece
+    return sequences._replace(fields={**fields, "selected": selected})
+
+
+def mean_importance_weight(correction: Correction, sequences: Sequences) -> float:
+    """Return the mean importance weight over the loss tokens or sequences of an update."""
+    import torch
+
+    old, sampler = (
+        torch.from_numpy(loss_token_values(sequences, sequences.fields[name]))
+        for name in ("old_logprobs", "sampler_logprobs")
+    )
+    counts = np.array([int(mask.sum()) for mask in sequences.loss_masks])
+    numbers = np.repeat(np.arange(np.count_nonzero(counts)), counts[counts > 0])
+    return correction.mean_weight(old, sampler, torch.from_numpy(numbers))
 
 
 def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:

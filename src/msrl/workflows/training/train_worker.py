@@ -17,7 +17,7 @@ from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
 from msrl.trainer.settings import RankSettings
-from msrl.types import Floats, MicroBatch
+from msrl.types import Floats, MicroBatch, TokenStatistic
 from msrl.workflows.training.weight_transfer import Bucket, pack
 
 if TYPE_CHECKING:
@@ -98,6 +98,12 @@ class TrainWorker:
     ) -> list[Floats] | None:
         """Return log-probabilities of the labels, [N] per micro-batch."""
         return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
+
+    def token_statistic(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
+    ) -> list[Floats] | None:
+        """Return a statistic of the policy's distribution at the labels, [N] per micro-batch."""
+        return self._training_rank.token_statistic(micro_batches, temperature, name)
 
     # Critic and reward models
 

@@ -14,7 +14,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, balanced, per_token
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
-from msrl.types import Floats, Ints, MicroBatch
+from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.transport.base import Calls, Workers
 
@@ -81,6 +81,12 @@ class TrainerGroup:
     ) -> tuple[Floats, ...]:
         """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
         return self._per_token("logprobs", sequences, limits, temperature, of_reference)
+
+    def token_statistic(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float, name: TokenStatistic
+    ) -> tuple[Floats, ...]:
+        """Return a statistic of the policy's distribution at every token, [T] each; 0 if masked."""
+        return self._per_token("token_statistic", sequences, limits, temperature, name)
 
     # Critic and reward models
 
