@@ -139,6 +139,7 @@ def make_manifest(
         eos_token_id=_eos_token_id(job.tokenizer, renderer),
         stop_token_ids=() if renderer is None else renderer.stop_token_ids,
         truncated=counts["truncated"],
+        num_without_answer=counts["without_answer"],
         chat_template="" if renderer is None else chat_template(renderer),
     )
 
@@ -149,6 +150,8 @@ def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
     dropped = ", ".join(reasons) or "none"
     packed = f" in {manifest.num_rows:,} rows" if manifest.pack else ""
     truncated = f"; truncated: {manifest.truncated:,}" if manifest.truncated else ""
+    if manifest.num_without_answer:
+        truncated += f"; without a ground truth: {manifest.num_without_answer:,}"
     return (
         f"{prefix}: {manifest.num_examples:,} {_NOUNS[manifest.kind]}{packed}, "
         f"{manifest.num_tokens:,} tokens (longest {manifest.max_tokens:,}), {wall_s:.1f} s; "
