@@ -25,7 +25,7 @@ from msrl.data.templates import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
-from msrl.workflows.preprocess import run
+from msrl.workflows.preprocess import make_job, needs_processes, run
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command
@@ -383,6 +383,29 @@ def test_prompts_without_a_ground_truth_are_written_and_counted(tmp_path):
     )
     assert (manifest.num_examples, manifest.num_without_answer) == (2, 2)
     assert [prompt.answer for prompt in PromptDataset(tmp_path / "x")] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads", "size", "expected"),
+    [
+        ({}, "true", 30 << 20, False),
+        ({}, "true", 130 << 20, True),
+        ({}, "false", 1, True),
+        ({"template": "native"}, "true", 1, True),
+        ({"workers": 1}, "true", 1 << 40, False),
+    ],
+)
+def test_processes_start_only_where_they_are_faster(
+    tmp_path, monkeypatch, settings, threads, size, expected
+):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+    file = tmp_path / "x.jsonl"
+    with file.open("wb") as empty:
+        empty.truncate(min(size, 1 << 32))
+    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    values = {"handler": "alpaca", "template": "qwen", "tokenizer": tokenizer, "workers": 2}
+    section = Config.model_validate({"preprocess": {**values, **settings}}).preprocess
+    assert needs_processes(make_job(section), (file,), section.workers) == expected
 
 
 def test_incomplete_data_is_refused(tmp_path):

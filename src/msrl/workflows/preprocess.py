@@ -24,6 +24,7 @@ from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS
+from msrl.data.own_handler import is_own
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates import Template, load_template, template_names
@@ -35,6 +36,7 @@ from msrl.types import DatasetManifest
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _REPORT_EVERY_S = 5.0
+_PROCESS_BYTES = 64 << 20  # of input for each worker process
 
 
 def run(config: Config) -> DatasetManifest:
@@ -55,7 +57,8 @@ def run(config: Config) -> DatasetManifest:
     )
     with _exit_when_terminated(), dataset as writer:
         progress = PreprocessProgress(start)
-        for result in tokenize_all(job, read_batches(files), settings.workers):
+        workers = settings.workers if needs_processes(job, files, settings.workers) else 1
+        for result in tokenize_all(job, read_batches(files), workers):
             writer.add(result)
             progress.report(writer)
         writer.finish()
@@ -113,6 +116,22 @@ def tokenize_all(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) -> bool:
+    """Return True if worker processes are faster than the threads of the tokenizer.
+
+    Starting a process costs as much as tokenizing several megabytes. The threads of the tokenizer
+    do not help where Python does most of the work: in a chat template or in a user's handler.
+    """
+    if workers == 1:
+        return False
+    is_native = job.renderer is not None and job.renderer.template.native
+    threads = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
+    if is_native or is_own(job.handler.name) or threads in ("false", "off", "no", "f", "n", "0"):
+        return True
+    size = sum(file.stat().st_size for file in files)
+    return size >= _PROCESS_BYTES * workers
 
 
 def make_manifest(
