@@ -98,7 +98,7 @@ def _module(device: torch.device) -> Any:
 @contextmanager
 def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
     """Without the platform's fused attention, where a job asks for torch's own."""
-    fused_attention.kernel_of.cache_clear()
+    fused_attention.select_kernel.cache_clear()
     if isinstance(job, Training) and not job.fused:
         vars(platform)["varlen_attention"] = lambda dtype, head_dim: ""
     try:
@@ -169,7 +169,9 @@ def _attention_used(worker: TrainingRank) -> str:
     )
     return (
         "torch"
-        if fused_attention.kernel_of(worker.position.device.type, worker.position.dtype, head_dim)
+        if fused_attention.select_kernel(
+            worker.position.device.type, worker.position.dtype, head_dim
+        )
         is None
         else "fused"
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from msrl.trainer.model.attention import _attend
-from msrl.trainer.model.context import padded_lengths, places, rows_of
+from msrl.trainer.model.context import padded_lengths, rank_positions, unpadded_positions
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -15,16 +15,16 @@ from msrl.trainer.model.context import padded_lengths, places, rows_of
 def test_every_token_is_computed_by_one_rank_and_shares_are_equal(num_ranks, multiple):
     lengths = [1, 7, 24, 13, 13]
     padded = padded_lengths(lengths, num_ranks, multiple)
-    shares = [places(padded, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [rank_positions(padded, rank, num_ranks) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1 and len(shares[0]) % multiple == 0
-    rows = np.concatenate([rows_of(lengths, padded)[share] for share in shares])
+    rows = np.concatenate([unpadded_positions(lengths, padded)[share] for share in shares])
     assert sorted(rows[rows >= 0].tolist()) == list(range(sum(lengths)))
 
 
 def test_a_rank_has_an_early_and_a_late_piece_and_ranks_see_as_many_keys():
     # Worked out by hand: 12 tokens on 3 ranks are 6 pieces of 2; rank 0 has the first and the last.
     padded = padded_lengths([12], 3, 1)
-    shares = [places(padded, rank, 3).tolist() for rank in range(3)]
+    shares = [rank_positions(padded, rank, 3).tolist() for rank in range(3)]
     assert shares == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert {sum(position + 1 for position in share) for share in shares} == {26}
 

@@ -20,7 +20,7 @@ from msrl.platforms.cuda import flash_attention
 from msrl.platforms.npu import fusion_attention
 from msrl.trainer.model import fused_attention as fused
 from msrl.trainer.model.attention import block_diagonal_attention, packed_attention
-from msrl.trainer.model.context import padded_lengths, places
+from msrl.trainer.model.context import padded_lengths, rank_positions
 from msrl.trainer.model.packed import PackedSequences
 from support import assert_mentions
 
@@ -82,7 +82,7 @@ def test_context_parallel_shares_agree_with_the_full_attention(window: int | Non
     query, key, value = (torch.cat((x, x))[: sum(padded)] for x in (query, key, value))
     expected = block_diagonal_attention(query, key, value, padded, SCALE, window)
     for rank in range(num_ranks):
-        local = torch.from_numpy(places(padded, rank, num_ranks))
+        local = torch.from_numpy(rank_positions(padded, rank, num_ranks))
         actual = fused.fused_context_attention(
             plain_kernel, query[local], key, value, padded, rank, num_ranks, SCALE, window
         )
@@ -228,19 +228,19 @@ def test_a_platform_without_a_kernel_logs_the_reason_and_uses_torch(
     )
     assert_mentions(get("cuda").varlen_attention(torch.float32, 128), "flash attention", "float32")
     assert_mentions(get("cuda").varlen_attention(torch.bfloat16, 264), "flash attention", 256, 264)
-    fused.kernel_of.cache_clear()
+    fused.select_kernel.cache_clear()
     query, key, value = inputs()
     expected = block_diagonal_attention(query, key, value, LENGTHS, SCALE)
     packed = PackedSequences(LENGTHS, query, query)
     torch.testing.assert_close(packed_attention(query, key, value, packed, SCALE), expected)
     assert not caplog.text, "the CPU has no fused kernel, so nothing is logged"
-    fused.kernel_of.cache_clear()
+    fused.select_kernel.cache_clear()
     monkeypatch.setattr(type(get("cpu")), "varlen_attention", lambda *_: "no such heads")
     for _ in range(2):
         torch.testing.assert_close(packed_attention(query, key, value, packed, SCALE), expected)
     assert_mentions(caplog.text, "no such heads")
     assert caplog.text.count("scaled_dot_product_attention") == 1
-    fused.kernel_of.cache_clear()
+    fused.select_kernel.cache_clear()
     monkeypatch.setattr(type(get("cpu")), "varlen_attention", lambda *_: plain_kernel)
     torch.testing.assert_close(packed_attention(query, key, value, packed, SCALE), expected)
-    fused.kernel_of.cache_clear()
+    fused.select_kernel.cache_clear()

@@ -58,12 +58,12 @@ def initialize(
     seed: int,
     timeout_s: float,
 ) -> None:
-    """Join the process groups. `init_method` is torch's, such as `tcp://127.0.0.1:4711` or
-    `file:///...`.
+    """Join the process groups.
+
+    `init_method` is torch's, such as `tcp://127.0.0.1:4711` or `file:///...`.
     """
-    platform.device(
-        rank
-    )  # select this rank's device before anything draws random numbers or sends from the default one
+    # Select the device of this rank before random numbers or messages use the default device.
+    platform.device(rank)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.collective_backend,
@@ -73,10 +73,14 @@ def initialize(
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp_size,
-        create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-    )  # fmt: skip
+        layout.tp,
+        layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp_size,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     platform.seed(seed)
 

@@ -1,5 +1,6 @@
-"""Guard against gradients that are not finite: the update is skipped and counted; too many in a row
-save the batch and end the run.
+"""Guard against gradients that are not finite.
+
+It skips and counts such updates. Too many consecutive ones end the run after the batch is saved.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from msrl.types import MicroBatch
 
 
 class GradientError(MsrlError):
-    """Too many consecutive updates with a gradient that is not finite. All ranks raise it in the
-    same update.
+    """Too many consecutive updates with a gradient that is not finite.
+
+    All ranks raise it in the same update.
     """
 
 
 @dataclass(slots=True)
 class GradientGuard:
-    """Guard of one replica. The norm of the gradient is that of all ranks, so all ranks decide
-    alike.
+    """Guard of one model replica.
+
+    All ranks see the same gradient norm, so they make the same decision.
     """
 
     max_skipped: int  # consecutive skipped updates; the last one ends the run
@@ -34,8 +37,9 @@ class GradientGuard:
     num_in_a_row: int = 0
 
     def must_skip(self, norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Return True if the update must be skipped. Raises GradientError for the last of
-        `max_skipped` consecutive ones.
+        """Return True if the update must be skipped.
+
+        Raises GradientError for the last of `max_skipped` consecutive ones.
         """
         if math.isfinite(norm):
             self.num_in_a_row = 0
@@ -47,14 +51,17 @@ class GradientGuard:
             )
             where = f" {self._save(micro_batches)}" if self.folder is not None else ""
             raise GradientError(
-                f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite ({norm}), so the run ends without saving"
-                f" this step.{where} Inspect the batch, lower train.optimizer.lr, or resume from the last checkpoint."
+                f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite "
+                f"({norm}), so the run ends without saving"
+                f" this step.{where} Inspect the batch, lower train.optimizer.lr, or resume from "
+                "the last checkpoint."
             )
         return True
 
     def _save(self, micro_batches: Sequence[MicroBatch]) -> str:
-        """Write the batch; return a sentence on it. A full disk must not keep this rank from ending
-        like the others.
+        """Write the batch; return a sentence on it.
+
+        A full disk must not keep this rank from ending like the others.
         """
         try:
             return f"The batch is in {self._write(micro_batches)}."

@@ -55,8 +55,13 @@ class LanguageModelReplica(ModelReplica):
         """
         minimize = functools.partial(self._minimize, loss, num_tokens)
         return self.update(
-            micro_batches, minimize, num_tokens=num_tokens, lr=lr, gives_hidden=self._is_chunked, references=references
-        )  # fmt: skip
+            micro_batches,
+            minimize,
+            num_tokens=num_tokens,
+            lr=lr,
+            gives_hidden=self._is_chunked,
+            references=references,
+        )
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
@@ -108,6 +113,7 @@ class LanguageModelReplica(ModelReplica):
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Return the logits over the unpadded vocabulary, [N, vocabulary] float32 per micro-batch.
+
         None except on the last stage.
         """
         unmasked = [
@@ -129,8 +135,9 @@ class LanguageModelReplica(ModelReplica):
     def label_logprobs(
         self, output: Output, batch: DeviceBatch, temperature: float, *, with_entropy: bool = False
     ) -> Logprobs:
-        """Return the log-probabilities of the labels. A backward pass overwrites logits with their
-        gradient.
+        """Return the log-probabilities of the labels.
+
+        A backward pass overwrites logits with their gradient.
         """
         count = len(batch.labels)
         if isinstance(output, HiddenStates):
@@ -140,9 +147,14 @@ class LanguageModelReplica(ModelReplica):
                 len(output.output_weight), temperature, with_entropy=with_entropy
             )
             results = chunked_logprobs(
-                output.values, output.output_weight, labels, columns,
-                num_rows=self.settings.logit_chunk, softcap=output.softcap, other=batch.reference,
-            )  # fmt: skip
+                output.values,
+                output.output_weight,
+                labels,
+                columns,
+                num_rows=self.settings.logit_chunk,
+                softcap=output.softcap,
+                other=batch.reference,
+            )
         else:
             labels = F.pad(batch.labels, (0, len(output) - count))
             columns = self._columns(output.shape[-1], temperature, with_entropy=with_entropy)
@@ -172,9 +184,14 @@ class LanguageModelReplica(ModelReplica):
     ) -> VocabColumns:
         """Return this rank's columns of the vocabulary, `width` of them with padding."""
         return columns_of(
-            width, vocab_size=self.shape.vocab_size, tp_rank=self.position.tp_rank, temperature=temperature, with_entropy=with_entropy,
-            elements_at_once=self.position.platform.elements_at_once, group=groups.tp_group(),
-        )  # fmt: skip
+            width,
+            vocab_size=self.shape.vocab_size,
+            tp_rank=self.position.tp_rank,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            elements_at_once=self.position.platform.elements_at_once,
+            group=groups.tp_group(),
+        )
 
     def _join_vocabulary(self, logits: Tensor) -> Tensor:
         shards = [torch.empty_like(logits) for _ in range(self.position.layout.tp)]

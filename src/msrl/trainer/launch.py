@@ -1,9 +1,8 @@
-"""Start the ranks of a run as processes of this machine, hear what they report, and end all of them
-when one fails.
+"""Ranks of a run as processes of this machine: start, messages, and end of all ranks if one fails.
 
-A rank runs `function(rank: RankContext, payload)` of some module after `platform.prepare()`. It
-reports through its pipe and is asked to stop through the same pipe. The payload travels as a pickle
-between processes of our own.
+A rank calls `platform.prepare()` and then `function(rank: RankContext, payload)` of a module. It
+sends reports and receives the request to stop through a pipe. The payload is pickled, which is safe
+because only processes of this run read it.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 
-_AFTERMATH_S = 1.0  # how long after its peers' failures a rank's death may become known
+_KILL_DETECTION_S = (
+    1.0  # time to wait, after a rank fails, for the death of the rank that caused it
+)
 
 
 class RankError(Exception):
-    """A rank failed; the message is its own traceback."""
+    """Failure of a rank. The message holds the traceback of the rank."""
 
 
-class Line(Protocol):
-    """A rank's line to the process that started it: a pipe on one machine;
-    `workflows/sft_cluster.py` has another.
-    """
+class RankConnection(Protocol):
+    """Connection of a rank to its parent: a pipe, or the queue of `workflows/sft/cluster.py`."""
 
     def send(self, message: tuple[str, object], /) -> None: ...
 
     def poll(self) -> bool:
-        """Whether the run is to end."""
+        """Return True if the rank is asked to stop."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Who a rank is, and its line to the process that started it."""
+    """Number of a rank and its connection to the process that started it."""
 
     rank: int
     world_size: int
     init_method: str
-    pipe: Line
+    pipe: RankConnection
 
     def report(self, message: object) -> None:
         self.pipe.send(("report", message))
@@ -67,8 +66,10 @@ class RankContext:
 
 
 class LocalRanks:
-    """A context manager around the processes of all ranks. Raises MsrlError where they are more
-    than the devices of this machine.
+    """Context manager of the processes of all ranks.
+
+    Raises:
+        MsrlError: This machine has fewer devices than ranks.
     """
 
     def __init__(
@@ -103,31 +104,26 @@ class LocalRanks:
         return self
 
     def _start(self, folder: Path) -> None:
-        """Start all ranks; their temporary files go to `folder` too."""
+        """Start all ranks, with `folder` for their temporary files."""
         job = folder / "job.pickle"
         job.write_bytes(pickle.dumps((self._target, self._payload)))
         env = {**os.environ, **temporary.environment(folder), **self._env}
         for rank in range(self._num_ranks):
-            ours, theirs = connection.Pipe()
-            arguments = [
-                str(rank),
-                str(self._num_ranks),
-                self._platform.name,
-                str(theirs.fileno()),
-                str(job),
-                str(os.getpid()),
-            ]
-            command = [sys.executable, "-m", "msrl.trainer.launch", *arguments]
+            parent_end, rank_end = connection.Pipe()
+            descriptor = rank_end.fileno()
+            arguments = [rank, self._num_ranks, self._platform.name, descriptor, job, os.getpid()]
+            command = [sys.executable, "-m", "msrl.trainer.launch", *map(str, arguments)]
+            # In a new session, so that only this process gets signals to its process group.
             process = subprocess.Popen(
                 command,
                 env=env,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-            )  # a signal to the group of this process reaches this process alone, which decides what it means
-            theirs.close()
+            )
+            rank_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_end)
 
     def __exit__(
         self,
@@ -148,14 +144,17 @@ class LocalRanks:
         self._stack.close()
 
     def ask_to_stop(self) -> None:
-        """Let rank 0 know that the run is to end after the step in hand."""
+        """Ask rank 0 to end the run after the current step."""
         self.was_asked_to_stop = True
         with contextlib.suppress(OSError):  # the rank has ended already
             self._pipes[0].send("stop")
 
     def messages(self) -> Iterator[Any]:
-        """What the ranks report, until all have ended. Raises the first failure: MsrlError for the
-        user's, RankError for ours.
+        """Yield the ranks' reports until all ranks have ended.
+
+        Raises:
+            MsrlError: A rank reported an error that the user can fix.
+            RankError: A rank failed otherwise.
         """
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while open_pipes:
@@ -171,14 +170,15 @@ class LocalRanks:
                 elif kind == "mistake":
                     raise MsrlError(message)
                 else:
-                    self._check_deaths()
+                    self._raise_if_killed()
                     raise RankError(f"rank {open_pipes[pipe]} failed:\n{message}")
 
-    def _check_deaths(self) -> None:
-        """Name the rank that was killed, if there is one: the others fail in consequence, and may
-        be heard first.
+    def _raise_if_killed(self) -> None:
+        """Raise RankError for a rank that was killed.
+
+        Its peers fail as a result and may report before its death is seen.
         """
-        deadline = time.monotonic() + _AFTERMATH_S
+        deadline = time.monotonic() + _KILL_DETECTION_S
         while time.monotonic() < deadline:
             for rank, process in enumerate(self._processes):
                 if (process.poll() or 0) < 0:
@@ -188,21 +188,25 @@ class LocalRanks:
     def _check_exit(self, rank: int) -> None:
         code = self._processes[rank].wait()
         if code:
-            how = (
+            reason = (
                 f"was ended by {signal.Signals(-code).name}"
                 if code < 0
-                else f"left with code {code}"
+                else f"exited with code {code}"
             )
-            raise RankError(f"rank {rank} {how}; its last words, if any, are above")
+            raise RankError(f"rank {rank} {reason}; its output, if any, is above")
 
 
 def _check_devices(num_ranks: int, platform: Platform) -> None:
-    """A device for every rank: no back end lets two share one."""
-    there = num_ranks if platform.shares_main_memory else platform.device_count()
-    if num_ranks > there:
+    """Raise MsrlError if there are more ranks than devices.
+
+    No communication backend lets ranks share a device.
+    """
+    num_devices = num_ranks if platform.shares_main_memory else platform.device_count()
+    if num_ranks > num_devices:
         raise MsrlError(
-            f"cluster.devices_per_node: {num_ranks} ranks want a device of {platform.name} each, and this machine has {there}; set it and"
-            " train.parallel to fit"
+            f"cluster.devices_per_node: {num_ranks} ranks need one {platform.name} device each, "
+            f"but this machine has {num_devices}."
+            " Change it and train.parallel to match."
         )
 
 
@@ -214,37 +218,32 @@ def run_ranks(
     platform: Platform,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Everything that the ranks of `module:function` report, once they have all ended."""
+    """Run `module:function` on all ranks and return all their reports."""
     with LocalRanks(target, payload, num_ranks=num_ranks, platform=platform, env=env) as ranks:
         return list(ranks.messages())
 
 
 def quiet_megatron() -> None:
-    """Keep Megatron's hints about absent CUDA libraries off the terminal; what goes wrong still
-    raises.
-    """
+    """Silence warnings of Megatron and torch about missing CUDA libraries. Errors still raise."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.")
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def main() -> None:
-    """A rank's own beginning."""
+    """Run one rank; the entry point of its process."""
     rank, world_size, platform, descriptor, job, parent = sys.argv[1:]
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # service managers signal every process of a unit, whatever its session
+    # Service managers signal every process of a unit, also those in other sessions.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _end_with(int(parent))
+    _end_with_parent(int(parent))
     quiet_megatron()
     with connection.Connection(int(descriptor)) as pipe:
         try:
@@ -252,9 +251,8 @@ def main() -> None:
             target, payload = pickle.loads(Path(job).read_bytes())
             module, _, function = target.partition(":")
             store = f"file://{Path(job).with_name('rendezvous')}"
-            getattr(importlib.import_module(module), function)(
-                RankContext(int(rank), int(world_size), store, pipe), payload
-            )
+            context = RankContext(int(rank), int(world_size), store, pipe)
+            getattr(importlib.import_module(module), function)(context, payload)
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
         except BaseException:

@@ -1,5 +1,6 @@
-"""Replica of a model larger than memory, to verify a conversion of it. Import this after
-`platform.prepare()`.
+"""Replica of a model larger than memory, to verify a conversion of it.
+
+Import this after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class LayerwiseReplica(LanguageModelReplica):
-    """A replica of the whole model that holds one layer at a time; forward passes on the CPU only."""
+    """Replica of a model that holds one layer at a time. Runs only forward passes on CPU."""
 
     def load_model(self) -> tuple[PolicyModel, Shape]:
         """Return the model without weights, which a layer reads when it runs."""

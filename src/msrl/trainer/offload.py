@@ -21,8 +21,9 @@ class HostMemory:
     def __init__(
         self, kinds: Mapping[str, Tensors], *, discarded: frozenset[str] = frozenset()
     ) -> None:
-        """Take the tensors of each kind. The values of `discarded` kinds are not stored: they come
-        back as zeros.
+        """Take the tensors of each kind.
+
+        The values of `discarded` kinds are not stored: they come back as zeros.
         """
         self._kinds, self._discarded = dict(kinds), discarded
         self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor | int]]] = {}

@@ -28,7 +28,7 @@ from msrl.config.sections import train
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool
 ) -> ChainedOptimizer:
-    """Return the optimizer of a rank's model, which may consist of several virtual pipeline stages."""
+    """Return the optimizer of a rank's model, which may have several virtual pipeline stages."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -74,8 +74,9 @@ def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Returns the norm
-    before.
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before.
     """
     norm = float(chain.get_grad_norm() or 0.0)
     for optimizer in parts(chain):

@@ -69,8 +69,9 @@ def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
 
 
 def num_updates(replica: ModelReplica) -> int:
-    """Return AdamW's count of steps, which its bias correction uses. All ranks must call it, since
-    one may have nothing to train.
+    """Return AdamW's count of steps, which its bias correction uses.
+
+    All ranks must call it, since one may have nothing to train.
     """
     counted = [
         each

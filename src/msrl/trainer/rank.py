@@ -40,9 +40,14 @@ class TrainingRank:
         torch.use_deterministic_algorithms(settings.deterministic)
         platform = resolve(settings.platform)
         groups.initialize(
-            platform, rank=rank, world_size=world_size, init_method=init_method, layout=settings.layout,
-            seed=settings.seed, timeout_s=settings.timeout_s,
-        )  # fmt: skip
+            platform,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            layout=settings.layout,
+            seed=settings.seed,
+            timeout_s=settings.timeout_s,
+        )
         self.settings = settings
         self.position = position = groups.rank_position(settings, platform, rank, world_size)
         self.policy = policy_class(settings.policy, position)
@@ -111,8 +116,9 @@ class TrainingRank:
             return reference.logprobs(micro_batches, temperature)
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the policy's logits, [N, vocabulary] float32 per micro-batch. None except on the
-        last stage.
+        """Return the policy's logits, [N, vocabulary] float32 per micro-batch.
+
+        None except on the last stage.
         """
         return self.policy.logits(micro_batches)
 

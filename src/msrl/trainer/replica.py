@@ -217,8 +217,9 @@ class ModelReplica:
     def _step(
         self, micro_batches: Sequence[MicroBatch], lr: float, grad_clip: float | None
     ) -> tuple[float, bool]:
-        """Clip the gradients and apply them, unless they are not finite. Returns their norm, and
-        True if they were skipped.
+        """Clip the gradients and apply them, unless they are not finite.
+
+        Returns their norm, and True if they were skipped.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -1,4 +1,4 @@
-"""Learning rates as a pure function of the step, so that nothing of a schedule has to be saved."""
+"""Learning-rate schedules, which depend only on the update number and need no saved state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up over `warmup` updates, then constant, or linear or cosine down to `min_lr`;
-    `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) is constant until the last `decay`
-    updates, which go down linearly. A fraction is of all updates.
+    """Learning-rate schedule: linear warm-up, then constant or a decay to `min_lr`.
+
+    `linear` and `cosine` decay after the warm-up. `wsd` (warm-up, stable, decay; arXiv:2404.06395,
+    section 4) is constant until the last `decay` updates, in which it decays linearly. A `warmup`
+    or `decay` below 1 is a fraction of all updates, otherwise a number of updates.
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
@@ -27,18 +29,16 @@ class Schedule:
 
     @property
     def decay_updates(self) -> int:
-        """Updates at the end of `wsd`; 0 for the others."""
+        """Number of updates of the decay of `wsd`; 0 for other kinds."""
         return self._updates(self.decay) if self.kind == "wsd" else 0
 
     def _updates(self, length: float) -> int:
-        return (
-            math.ceil(length * self.num_updates)
-            if isinstance(length, float) and length < 1
-            else int(length)
-        )
+        if isinstance(length, float) and length < 1:
+            return math.ceil(length * self.num_updates)
+        return int(length)
 
     def at(self, update: int) -> float:
-        """Learning rate of update number `update`, counted from 0."""
+        """Return the learning rate of update number `update`, counted from 0."""
         if update < self.warmup_updates:
             return self.lr * (update + 1) / self.warmup_updates
         if self.kind == "constant":

@@ -1,5 +1,6 @@
-"""Settings of training ranks and of the model replicas that they hold. Light to import: the process
-that starts the ranks makes them.
+"""Settings of training ranks and of the model replicas that they hold.
+
+Light to import: the process that starts the ranks makes them.
 """
 
 from __future__ import annotations

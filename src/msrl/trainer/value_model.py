@@ -53,6 +53,7 @@ class ValueModelReplica(ModelReplica):
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
         """Return the value before each label, [N] per micro-batch, 0 where the mask is not set.
+
         None except on the last stage.
         """
 

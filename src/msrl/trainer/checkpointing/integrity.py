@@ -32,6 +32,7 @@ def record_file(path: Path) -> Record:
 
 def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
     """Return a sentence per file that differs from its record; names are relative to `root`.
+
     Several files are read at a time.
     """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -67,15 +68,17 @@ def with_checksum(contents: Mapping[str, Any]) -> str:
 
 
 def has_checksum(text: str) -> bool:
-    """Return True if the JSON includes a checksum, right or wrong. Raises ValueError for text that
-    is not JSON.
+    """Return True if the JSON includes a checksum, right or wrong.
+
+    Raises ValueError for text that is not JSON.
     """
     return _DIGEST in json.loads(text)
 
 
 def read_with_checksum(text: str) -> dict[str, Any]:
-    """Return the contents that `with_checksum` wrote. Raises ValueError for other text or a wrong
-    checksum.
+    """Return the contents that `with_checksum` wrote.
+
+    Raises ValueError for other text or a wrong checksum.
     """
     contents = json.loads(text)
     if not isinstance(contents, dict) or contents.pop(_DIGEST, None) != _digest(contents):

@@ -63,7 +63,7 @@ def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
     """
     return {
         name.removeprefix(prefix): file.get_tensor(name)
-        for name in file.keys()  # noqa: SIM118 - an open file is no mapping
+        for name in file.keys()  # noqa: SIM118 - not a mapping
         if name.startswith(prefix)
     }
 
@@ -152,8 +152,9 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Publication of the parts of all ranks as a checkpoint. `state` are the contents of
-    `state.json` besides the files.
+    """Publication of the parts of all ranks as a checkpoint.
+
+    `state` are the contents of `state.json` besides the files.
     """
 
     root: Path

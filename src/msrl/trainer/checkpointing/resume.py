@@ -45,8 +45,9 @@ class SavedTraining:
         return training_dir(self.root, self.step)
 
     def state(self) -> dict[str, Any]:
-        """Return the saved state besides tensors. Raises MsrlError if it cannot be read, or an
-        earlier version saved it in another form.
+        """Return the saved state besides tensors.
+
+        Raises MsrlError if it cannot be read, or an earlier version saved it in another form.
         """
         path = self.training_dir / STATE
         try:
@@ -87,8 +88,9 @@ class Retention:
     best: int | None = None
 
     def surplus(self, root: Path, up_to: int | None = None) -> list[int]:
-        """Return the steps of the checkpoints under `root` to remove. Later ones than `up_to` were
-        skipped by a resume and are ignored.
+        """Return the steps of the checkpoints under `root` to remove.
+
+        Later ones than `up_to` were skipped by a resume and are ignored.
         """
         steps = [step for step in saved_steps(root) if up_to is None or step <= up_to]
         surplus, total = list[int](), self._bytes(root, self.best) if self.best in steps else 0
@@ -122,8 +124,9 @@ def training_dir(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Return the steps of all checkpoints of a training under `root`, ascending. Their files are
-    not checked.
+    """Return the steps of all checkpoints of a training under `root`, ascending.
+
+    Their files are not checked.
     """
     return [step for step in _iterations(root) if training_dir(root, step).is_dir()]
 
@@ -144,7 +147,8 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
     reason = why_not_writable(root)
     if reason is not None:
         raise MsrlError(
-            f"checkpoint.save={root}: the folder cannot be created or written ({reason}). Set it to another folder."
+            f"checkpoint.save={root}: the folder cannot be created or written ({reason}). Set it "
+            "to another folder."
         )
     _refuse_other_files(root)
     start_step = resume.step if resume else 0
@@ -176,7 +180,8 @@ def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -
     else:
         problem = f"and this training starts after step {resume.step if resume else 0}"
         remedy = "Resume from the newest one (--resume auto), set checkpoint.save to another folder"
-    return f"checkpoint.save={root}: the folder holds {present}, {problem}. {remedy}, or remove {them}."
+    holds = f"the folder holds {present}, {problem}"
+    return f"checkpoint.save={root}: {holds}. {remedy}, or remove {them}."
 
 
 def _refuse_other_files(root: Path) -> None:
@@ -190,7 +195,8 @@ def _refuse_other_files(root: Path) -> None:
     )
     if names and not any(name in _OURS or name.startswith("iter_") for name in names):
         raise MsrlError(
-            f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new or empty folder."
+            f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new "
+            "or empty folder."
         )
 
 
@@ -220,7 +226,8 @@ def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
     if step not in steps:
         known = f"; the folder has steps {', '.join(map(str, steps))}" if steps else ""
         raise MsrlError(
-            f"checkpoint.resume={resume}: no complete training checkpoint found{known}. Set it to another checkpoint."
+            f"checkpoint.resume={resume}: no complete training checkpoint found{known}. Set it to "
+            "another checkpoint."
         )
     saved = SavedTraining(root, step)
     damage = saved.damage()
@@ -230,8 +237,9 @@ def _iteration(root: Path, step: int, resume: str) -> SavedTraining:
 
 
 def _newest_complete(root: Path, resume: str) -> tuple[SavedTraining, tuple[str, ...]]:
-    """Return the newest complete checkpoint, and a line on it and on each newer one. Raises
-    MsrlError if there is none.
+    """Return the newest complete checkpoint, and a line on it and on each newer one.
+
+    Raises MsrlError if there is none.
     """
     damaged = dict[int, str]()
     for step in reversed(saved_steps(root)):
@@ -246,7 +254,8 @@ def _newest_complete(root: Path, resume: str) -> tuple[SavedTraining, tuple[str,
         damaged[step] = damage
     which = "; ".join(f"step {step}: {problem}" for step, problem in damaged.items())
     details = (
-        f" ({which}). Restore the files, or start a new training in another folder (checkpoint.save)."
+        f" ({which}). Restore the files, or start a new training in another folder "
+        "(checkpoint.save)."
         if damaged
         else "."
     )

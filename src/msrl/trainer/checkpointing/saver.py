@@ -26,8 +26,9 @@ _FAILURES = (OSError, SafetensorError)  # of a full or absent disk
 
 
 class Saver:
-    """Writer of a training's checkpoints into `root`; `hf_dir` has config and tokenizer. All ranks
-    must call it for the same steps.
+    """Writer of a training's checkpoints into `root`; `hf_dir` has config and tokenizer.
+
+    All ranks must call it for the same steps.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Saver:
         self._finished: list[SavedTraining] = []
 
     def save(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
-        """Save after `step` steps. In the background, return once the tensors that training changes
-        are copied. Raises MsrlError.
+        """Save after `step` steps.
+
+        In the background, return once the tensors that training changes are copied. Raises
+        MsrlError.
         """
         try:
             if self._in_background:
@@ -118,6 +121,7 @@ class Saver:
 
     def _failed(self, step: int, error: Exception) -> MsrlError:
         return MsrlError(
-            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier checkpoints are complete."
+            f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier "
+            "checkpoints are complete."
             " Free disk space or set another folder, then resume with --resume auto."
         )

@@ -57,8 +57,9 @@ def save(
     hf_dir: Path,
     retention: Retention = KEEP_ALL,
 ) -> SavedTraining:
-    """Write a complete checkpoint after `step` steps. `extra` is the workflow's state (JSON);
-    `hf_dir` has config and tokenizer.
+    """Write a complete checkpoint after `step` steps.
+
+    `extra` is the workflow's state (JSON); `hf_dir` has config and tokenizer.
     """
     part, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
     part.write()
@@ -193,7 +194,8 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
     if tuple(state.get("freeze", ())) != freeze:
         before = list(state.get("freeze", []))
         raise MsrlError(
-            f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the same value, or start a new training from"
+            f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the "
+            "same value, or start a new training from"
             " its weights with checkpoint.load."
         )
     if (rank.critic is None) != ("critic" not in state):
@@ -201,7 +203,8 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
             ("no critic", "has one") if rank.critic else ("a critic", "has none")
         )
         raise MsrlError(
-            f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and this training {own_critic}. Set the same"
+            f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and "
+            f"this training {own_critic}. Set the same"
             " estimator, or start a new training from its weights with checkpoint.load."
         )
 
@@ -223,7 +226,7 @@ def _saved_states(
     file_name: Callable[[Coords], str],
     kinds: Sequence[str],
 ) -> dict[str, dict[str, Tensor]]:
-    """Return this rank's tensors by kind and name, from the files of all ranks of the saved layout."""
+    """Return this rank's tensors by kind and name, from the files of all saved ranks."""
     cut = ParallelLayout.from_json(saved.state()["cut"])
     files = {at: safe_open(saved.training_dir / file_name(at), "pt") for at in cut.ranks()}
     states: dict[str, dict[str, Tensor]] = {}

@@ -1,11 +1,12 @@
-"""The one core attention: causal within each sequence of a packed micro-batch, with windows, capped
-scores or sinks where a model has them.
+"""Core attention: causal per packed sequence, with optional window, softcap and sinks.
 
-It is handed to Megatron through the layer spec in place of its own, which knows neither packing nor
-fast kernels on CPU. Where the platform has a fused kernel for sequences of any lengths, that
-computes it (`fused_attention.py`); what follows is torch's own otherwise. Letters: N tokens of a
-packed micro-batch, h query heads and g key/value groups of this rank, d head size, S sequences of L
-tokens.
+The layer spec passes it to Megatron in place of Megatron's core attention, which has neither
+packing nor fast kernels on CPU. It uses the platform's fused kernel for packed sequences if there
+is one (`fused_attention.py`), otherwise torch's attention.
+
+Letters: N tokens of a packed micro-batch (n of them on this rank under context parallelism), h
+query heads and g key/value groups of this rank, d head size, v head size of the values, S sequences
+of L tokens, Q of which have queries.
 """
 
 from __future__ import annotations
@@ -25,88 +26,89 @@ from torch.utils.checkpoint import checkpoint
 from msrl import platforms
 from msrl.models.shape import PLAIN, Attention
 from msrl.trainer.model.context import ContextShare, gather_sequences
-from msrl.trainer.model.fused_attention import fused_attention, fused_context_attention, kernel_of
+from msrl.trainer.model.fused_attention import (
+    fused_attention,
+    fused_context_attention,
+    select_kernel,
+)
 from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.rope import rotate
 
-_BLOCK = 512  # queries at once where scores must be seen: what bounds the memory of a long sequence
+# Queries per call if the attention needs a mask or explicit scores. Bounds the memory of long
+# sequences.
+_BLOCK = 512
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None,
+    query: Tensor,  # [S, h, Q, d], positions first, first + 1, ...
+    key: Tensor,  # [S, g, L, d], positions 0, 1, ...; L = first + Q
+    value: Tensor,  # [S, g, L, v]
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,  # [h]
     first: int = 0,
-) -> Tensor:  # fmt: skip
-    """[S, h, Q, d] queries of positions `first` on against [S, g, L, d] keys and [S, g, L, v]
-    values of positions 0 on, L = first + Q.
-    """
+) -> Tensor:  # [S, h, Q, v]
+    """Return the causal attention of the queries."""
     is_grouped = query.shape[1] != key.shape[1]
-    is_usual = softcap is None and sinks is None
-    width = value.shape[-1]
+    width, head_dim = value.shape[-1], query.shape[-1]
+    if softcap is not None or sinks is not None:
+        factor = head_dim**-0.5 if scale is None else scale
+        explicit = partial(_explicit_attention, scale=factor, softcap=softcap, sinks=sinks)
+        return _in_blocks(explicit, query, key, value, window, first)
     if (
-        is_usual and width < query.shape[-1]
-    ):  # torch's fused kernels want one width, and without them all weights are kept
-        value = F.pad(value, (0, query.shape[-1] - width))
+        width < head_dim
+    ):  # torch's fused kernels need one width; its fallback stores all attention weights
+        value = F.pad(value, (0, head_dim - width))
         return _attend(query, key, value, scale, window, None, None, first)[..., :width]
-    if window is None and is_usual and first == 0:
+    if window is None and first == 0:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
-    if is_usual:
-        return _in_blocks(
-            partial(_masked, scale=scale, enable_gqa=is_grouped), query, key, value, window, first
-        )
-    in_the_open = partial(
-        _in_the_open,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return _in_blocks(in_the_open, query, key, value, window, first)
+    masked = partial(_masked_attention, scale=scale, enable_gqa=is_grouped)
+    return _in_blocks(masked, query, key, value, window, first)
 
 
-def _as_computed(x: Tensor) -> Tensor:
-    """Heads in the type that they are computed in on the platform that has the name of its devices'
-    type.
-    """
-    is_wider = (
-        platforms.get(x.device.type).upcast_attention and x.dtype.itemsize < torch.float32.itemsize
-    )
-    return x.float() if is_wider else x
+def _upcast(x: Tensor) -> Tensor:
+    """Convert heads to float32 if the platform of their device computes attention in it."""
+    is_narrow = x.dtype.itemsize < torch.float32.itemsize
+    return x.float() if is_narrow and platforms.get(x.device.type).upcast_attention else x
 
 
-class _Kernel(Protocol):
+class _BlockAttention(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor: ...
 
 
 def _in_blocks(
-    kernel: _Kernel, query: Tensor, key: Tensor, value: Tensor, window: int | None, first_query: int
+    attention: _BlockAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    first_query: int,
 ) -> Tensor:
-    """`kernel` on a block of queries at a time, with the keys that any of them sees."""
+    """Call `attention` on one block of queries at a time, with only the keys that they see."""
     length, outputs = key.shape[2], list[Tensor]()
     for start in range(first_query, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
         visible = _visible(start, stop, first, window, query.device)
-        parts = (
-            query[:, :, start - first_query : stop - first_query],
-            key[:, :, first:stop],
-            value[:, :, first:stop],
-        )
-        outputs.append(kernel(*parts, visible))
+        block = query[:, :, start - first_query : stop - first_query]
+        outputs.append(attention(block, key[:, :, first:stop], value[:, :, first:stop], visible))
     return torch.cat(outputs, dim=2)
 
 
 def _visible(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the keys [first, stop) each of the queries [start, stop) sees: [stop - start, stop -
-    first] bool.
+    """Return which keys [first, stop) are visible to the queries [start, stop).
+
+    The shape is [stop - start, stop - first], bool.
     """
-    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(
-        first, stop, device=device
-    )
+    queries = torch.arange(start, stop, device=device)
+    distance = queries[:, None] - torch.arange(first, stop, device=device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _masked(
+def _masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,7 +122,7 @@ def _masked(
     )
 
 
-def _in_the_open(
+def _explicit_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,18 +132,20 @@ def _in_the_open(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with capped scores (Gemma 2, arXiv:2408.00118, section 2) or sinks (see
-    `Attention`): no fused kernel of torch has them.
+    """Compute attention with softcap or sinks, which torch's kernels lack.
 
-    Scores are not kept for the backward pass but made again.
+    Softcap is from Gemma 2 (arXiv:2408.00118, section 2); for sinks see `Attention`.
+
+    The backward pass recomputes the scores instead of storing them.
     """
     inputs = query, key, value, visible, scale, softcap, sinks
     return cast(
-        "Tensor", checkpoint(_by_scores, *inputs, use_reentrant=False, preserve_rng_state=False)
+        "Tensor",
+        checkpoint(_score_attention, *inputs, use_reentrant=False, preserve_rng_state=False),
     )
 
 
-def _by_scores(
+def _score_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,7 +154,10 @@ def _by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same, softmax in float32; the share of the scores that a sink takes goes nowhere."""
+    """Compute attention from explicit scores, with a float32 softmax.
+
+    The weight of a sink is dropped after the softmax.
+    """
     groups = key.shape[1]
     queries = query.unflatten(1, (groups, -1))  # [S, g, h / g, queries, d]
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)).float() * scale
@@ -178,27 +185,28 @@ def block_diagonal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [N, h, d]
-    """Causal attention inside each sequence; no token sees another sequence. One kernel call per
-    run of equal lengths.
+    """Compute causal attention within each sequence, with one kernel call per run of equal lengths.
 
-    With `window`, a token sees itself and the `window` - 1 tokens before it. With `softcap`, a
-    score s becomes softcap * tanh(s / softcap). With `sinks`, the softmax of a head is over its
+    With `window`, a token attends to itself and the `window` - 1 tokens before it. With `softcap`,
+    a score s becomes softcap * tanh(s / softcap). With `sinks`, the softmax of a head is over its
     scores and its sink.
     """
     outputs: list[Tensor] = []
-    start, given = 0, query.dtype
-    query, key, value = map(_as_computed, (query, key, value))
-    for length, count in _runs(lengths):
+    start, dtype = 0, query.dtype
+    query, key, value = map(_upcast, (query, key, value))
+    for length, count in _equal_runs(lengths):
         stop = start + length * count
-        q, k, v = (
-            x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value)
-        )
-        mixed = _attend(
-            q, k, v, scale, window if window and window < length else None, softcap, sinks
-        )
-        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+        q, k, v = (_sequences(x[start:stop], count, length) for x in (query, key, value))
+        effective_window = window if window and window < length else None
+        output = _attend(q, k, v, scale, effective_window, softcap, sinks)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
         start = stop
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(given)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)
+
+
+def _sequences(x: Tensor, count: int, length: int) -> Tensor:
+    """Reshape [count * length, h, d] to [count, h, length, d]."""
+    return x.unflatten(0, (count, length)).transpose(1, 2)
 
 
 def context_attention(
@@ -211,38 +219,38 @@ def context_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [n, h, d]
-    """`block_diagonal_attention` for the tokens of one rank of a context-parallel group; keys and
-    values are gathered from all.
+    """Compute `block_diagonal_attention` for this rank's tokens in a context-parallel group.
+
+    Keys and values are gathered from all ranks.
     """
     key, value = gather_sequences(key, context), gather_sequences(value, context)
     num_ranks, rank = dist.get_world_size(context.group), dist.get_rank(context.group)
     outputs: list[Tensor] = []
-    start, given = 0, query.dtype
-    query, key, value = map(_as_computed, (query, key, value))
-    for length, count in _runs(context.lengths):
+    start, dtype = 0, query.dtype
+    query, key, value = map(_upcast, (query, key, value))
+    for length, count in _equal_runs(context.lengths):
         stop, size = start + length * count, length // (2 * num_ranks)
-        k, v = (x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
-        both = (
-            query[start // num_ranks : stop // num_ranks]
-            .unflatten(0, (count, 2, size))
-            .transpose(2, 3)
-        )  # [count, 2, h, size, d]
-        mixed = [
-            _attend(
-                both[:, half],
-                k[:, :, : first + size],
-                v[:, :, : first + size],
-                scale,
-                window,
-                softcap,
-                sinks,
-                first,
+        k, v = (_sequences(x[start:stop], count, length) for x in (key, value))
+        own = query[start // num_ranks : stop // num_ranks]
+        pieces = own.unflatten(0, (count, 2, size)).transpose(2, 3)  # [count, 2, h, size, d]
+        halves: list[Tensor] = []
+        for half, first in enumerate((rank * size, (2 * num_ranks - 1 - rank) * size)):
+            end = first + size
+            halves.append(
+                _attend(
+                    pieces[:, half],
+                    k[:, :, :end],
+                    v[:, :, :end],
+                    scale,
+                    window,
+                    softcap,
+                    sinks,
+                    first,
+                )
             )
-            for half, first in enumerate((rank * size, (2 * num_ranks - 1 - rank) * size))
-        ]
-        outputs.append(torch.stack(mixed, 1).transpose(2, 3).flatten(0, 2))
+        outputs.append(torch.stack(halves, 1).transpose(2, 3).flatten(0, 2))
         start = stop
-    return torch.cat(outputs).to(given)
+    return torch.cat(outputs).to(dtype)
 
 
 def packed_attention(
@@ -255,14 +263,13 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [n, h, v]
-    """The attention of this rank's tokens, rotated already; by the platform's fused kernel where it
-    has one that computes such scores.
+    """Return the attention of this rank's tokens, whose queries and keys are rotated.
+
+    The platform's fused kernel computes it, unless there is none or the model has softcap or sinks.
     """
-    kernel = (
-        kernel_of(query.device.type, query.dtype, query.shape[-1])
-        if softcap is None and sinks is None
-        else None
-    )
+    kernel = None
+    if softcap is None and sinks is None:
+        kernel = select_kernel(query.device.type, query.dtype, query.shape[-1])
     if kernel is not None and packed.context is None:
         return fused_attention(kernel, query, key, value, packed.lengths, scale, window)
     if kernel is not None and packed.context is not None:
@@ -279,8 +286,8 @@ def packed_attention(
     )
 
 
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring equal lengths as (length, count)."""
+def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of equal neighboring lengths as (length, count)."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][0] == length:
@@ -291,18 +298,28 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class CoreAttention(MegatronModule):
-    """Megatron's slot for the attention between the projections; built by the layer spec with its
-    arguments.
+    """Core attention module of a layer, between the projections.
 
-    `traits` are the model's, `layer` is the number of the layer that it stands in, counted from 0
-    over the whole model.
+    Megatron's layer spec creates it with Megatron's arguments.
+
+    `traits` are the model's; `layer` is the number of its layer in the model, counted from 0 over
+    all pipeline stages.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: object, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: object = None, traits: Attention = PLAIN, layer: int = 0, **_: object,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: object = None,
+        traits: Attention = PLAIN,
+        layer: int = 0,
+        **_: object,
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale if traits.scale is None else traits.scale
         self.softcap = traits.softcap

@@ -133,8 +133,9 @@ class ExpertBalance:
         return self.moe.num_experts * (shares * sums).sum() / self._num_tokens
 
     def end(self, *, is_skipped: bool) -> dict[str, float]:
-        """Move the biases, unless the update was skipped, and return the metrics. All ranks must
-        call it and get the same result.
+        """Move the biases, unless the update was skipped, and return the metrics.
+
+        All ranks must call it and get the same result.
 
         The metrics are the losses, averaged over layers and without their coefficients, and the
         highest load of an expert in any layer as a multiple of the mean load.

@@ -82,7 +82,8 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of differing lengths, MoE or not
+        # The default refuses sequences of differing lengths, even without experts.
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         persist_layer_norm=False,
         bias_activation_fusion=False,
@@ -92,7 +93,8 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
     )
-    # Megatron refuses biases of experts that are split, which it would add once per shard; `ExpertOutput` adds them once.
+    # Megatron refuses biases of split experts, which it would add once per shard. `ExpertOutput`
+    # adds them once.
     config.add_bias_linear = shape.output_bias
     return config
 
@@ -126,13 +128,17 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=_layer_class(shape, is_mixture=is_mixture),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=_attention_spec(shape, layer) if shape.mla is None else _latent_attention_spec(shape, shape.mla),
+            self_attention=(
+                _attention_spec(shape, layer)
+                if shape.mla is None
+                else _latent_attention_spec(shape, shape.mla)
+            ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=mixture_spec(shape.moe) if shape.moe is not None and is_mixture else GatedMlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
-    )  # fmt: skip
+    )
 
 
 def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
@@ -153,10 +159,13 @@ def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, q_layernorm=norm, k_layernorm=norm,
+            linear_qkv=ColumnParallelLinear,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
             core_attention=core_attention,
         ),
-    )  # fmt: skip
+    )
 
 
 def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
@@ -265,7 +274,8 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
         if not isinstance(form, Replicated):
             mark_shard(weights[placed.name], form.axis if isinstance(form, Sharded) else 0)
         if placed.rule.expert is not None:
-            # Experts are data parallel over other ranks than the rest; Megatron marks them only where they are spread over ranks.
+            # Experts are data parallel over other ranks than other weights. Megatron marks them
+            # only if they are distributed over ranks.
             vars(weights[placed.name]).update(allreduce=False)
             if isinstance(form, Replicated):
                 mark_expert_copy(weights[placed.name])
@@ -291,8 +301,9 @@ def mark_expert_copy(parameter: Tensor) -> None:
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select. Raises MsrlError as `models.select.chosen`
-    does.
+    """Freeze the parameters that the patterns select.
+
+    Raises MsrlError as `models.select.chosen` does.
     """
     names = chosen(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())

@@ -155,15 +155,18 @@ def _run_experts(
 
 
 class ExpertOutput(RowParallelLinear):
-    """Second matrix of an expert. Where an expert is split, each shard adds its share of the bias,
-    since their outputs are summed.
+    """Second matrix of an expert.
+
+    Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
 
     The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True  # the dispatcher sums; with nothing to sum the output would be a view, which takes no bias
+        # The dispatcher sums the outputs. Without it, the output would be a view if there is
+        # nothing to sum, and a view cannot take the bias.
+        self.explicit_expert_comm = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
         output, bias = super().forward(input_)

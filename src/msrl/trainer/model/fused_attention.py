@@ -1,8 +1,9 @@
-"""The platform's fused attention over sequences of any lengths, where it has one; none of it is run
-on CPU, whose own is torch's.
+"""Fused attention kernels of a platform for packed sequences.
+
+CPU has none and uses torch's attention.
 
 Letters: N tokens of a packed micro-batch (n of them on this rank), h query heads and g key/value
-groups of this rank, d head size.
+groups of this rank, d head size, v head size of the values, P positions with padding.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +24,21 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def kernel_of(device: str, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
-    """The fused attention of a platform, which has the name of its devices' type; None where it has
-    none, which is said once.
+def select_kernel(device: str, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
+    """Return the fused attention kernel for devices of a type (`cuda`, `npu`, ...), or None.
+
+    The platform's reason for having none is logged once.
     """
-    found = platforms.get(device).varlen_attention(dtype, head_dim)
-    if isinstance(found, str):
-        if found:
+    kernel = platforms.get(device).varlen_attention(dtype, head_dim)
+    if isinstance(kernel, str):
+        if kernel:
             _log.warning(
-                "attention: %s; torch's scaled_dot_product_attention is used, sequences of one length at a time",
-                found,
+                "attention: %s; using torch's scaled_dot_product_attention, one call per sequence "
+                "length",
+                kernel,
             )
         return None
-    return found
+    return kernel
 
 
 def fused_attention(
@@ -47,9 +50,9 @@ def fused_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:  # [N, h, v]
-    """`block_diagonal_attention` of plain scores in one call of the kernel."""
+    """Compute `block_diagonal_attention` without softcap and sinks in one call of the kernel."""
     ends = tuple(accumulate(lengths))
-    return _called(kernel, query, key, value, ends, ends, scale, window)
+    return _call_kernel(kernel, query, key, value, ends, ends, scale, window)
 
 
 def fused_context_attention(
@@ -63,45 +66,43 @@ def fused_context_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:  # [n, h, v]
-    """`context_attention` of plain scores in two calls: one for the early pieces of all sequences,
-    one for the late ones.
+    """Compute `context_attention` without softcap and sinks in two calls.
+
+    One call computes the early pieces of all sequences, the other one the late pieces.
     """
     sizes = [length // (2 * num_ranks) for length in lengths]
-    own = query.split([2 * size for size in sizes])
+    queries = query.split([2 * size for size in sizes])
     keys, values = key.split(list(lengths)), value.split(list(lengths))
     halves: list[tuple[Tensor, ...]] = []
     for half, piece in enumerate((rank, 2 * num_ranks - 1 - rank)):
-        seen = [(piece + 1) * size for size in sizes]
-        mine = torch.cat(
-            [part[half * size : (half + 1) * size] for part, size in zip(own, sizes, strict=True)]
+        visible = [(piece + 1) * size for size in sizes]
+        q = torch.cat(
+            [q[half * size : (half + 1) * size] for q, size in zip(queries, sizes, strict=True)]
         )
-        k, v = (
-            torch.cat([part[:end] for part, end in zip(parts, seen, strict=True)])
-            for parts in (keys, values)
-        )
-        mixed = _called(
-            kernel, mine, k, v, tuple(accumulate(sizes)), tuple(accumulate(seen)), scale, window
-        )
-        halves.append(mixed.split(sizes))
-    return torch.cat([part for both in zip(*halves, strict=True) for part in both])
+        k = torch.cat([k[:end] for k, end in zip(keys, visible, strict=True)])
+        v = torch.cat([v[:end] for v, end in zip(values, visible, strict=True)])
+        query_ends, key_ends = tuple(accumulate(sizes)), tuple(accumulate(visible))
+        output = _call_kernel(kernel, q, k, v, query_ends, key_ends, scale, window)
+        halves.append(output.split(sizes))
+    return torch.cat(list(chain.from_iterable(zip(*halves, strict=True))))
 
 
-def _called(
-    kernel: VarlenAttention, query: Tensor, key: Tensor, value: Tensor, query_ends: tuple[int, ...], key_ends: tuple[int, ...],
-    scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
-    """The kernel's answer; values narrower than the keys (latent attention) are filled up with
-    zeros, as fused kernels want one width.
+def _call_kernel(
+    kernel: VarlenAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: tuple[int, ...],
+    key_ends: tuple[int, ...],
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Call the kernel.
+
+    Fused kernels need keys and values of one width, so narrower values (latent attention) are
+    padded with zeros.
     """
-    width = value.shape[-1]
-    filled = value if width == query.shape[-1] else F.pad(value, (0, query.shape[-1] - width))
-    mixed = kernel(
-        query,
-        key,
-        filled,
-        query_ends,
-        key_ends,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        window,
-    )
-    return mixed[..., :width]
+    width, head_dim = value.shape[-1], query.shape[-1]
+    padded = value if width == head_dim else F.pad(value, (0, head_dim - width))
+    factor = head_dim**-0.5 if scale is None else scale
+    return kernel(query, key, padded, query_ends, key_ends, factor, window)[..., :width]

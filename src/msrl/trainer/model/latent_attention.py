@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434) under MindSpeed's parameter names.
 
-Letters: N tokens of a packed micro-batch (n of them on this rank under sequence parallelism, else
-all), c channels, h heads of this rank; q, l: channels of the queries' latent and of the keys' and
-values'; r, p, v: channels of a head with and without position, and of its values.
+Letters: N tokens of a packed micro-batch (n tokens on this rank: fewer under sequence parallelism,
+otherwise all), c channels, h heads of this rank; q, l: channels of the latent of the queries, and
+of the keys and values; r, p, v: channels of a head with position embedding, without it, and of its
+values.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.rope import rotate
 
 
-class _Whole(torch.nn.Module):
-    """A linear layer that every tensor-parallel rank holds whole; under sequence parallelism each
-    applies it to its own tokens.
+class _ReplicatedLinear(torch.nn.Module):
+    """Linear layer that is replicated on all tensor-parallel ranks.
+
+    Under sequence parallelism, every rank applies it to its own tokens.
     """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
@@ -46,8 +48,9 @@ class _Whole(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Stands in Megatron's layer spec in place of its self-attention. `scale` multiplies the
-    products of queries and keys.
+    """Latent attention in place of Megatron's self-attention.
+
+    `scale` multiplies the products of queries and keys.
     """
 
     def __init__(
@@ -58,11 +61,8 @@ class LatentAttention(MegatronModule):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         self.num_heads = config.num_attention_heads // tp
         self.query_size = config.num_attention_heads * (mla.nope_head_dim + mla.rope_head_dim)
-        self.linear_qkv = _Whole(
-            config,
-            config.hidden_size,
-            (mla.q_lora_rank or self.query_size) + mla.kv_lora_rank + mla.rope_head_dim,
-        )
+        qkv_size = (mla.q_lora_rank or self.query_size) + mla.kv_lora_rank + mla.rope_head_dim
+        self.linear_qkv = _ReplicatedLinear(config, config.hidden_size, qkv_size)
         if mla.q_lora_rank is not None:
             self.q_layernorm = RmsNorm(config, mla.q_lora_rank, mla.norm_eps)
             self.linear_q_up_proj = _column(config, mla.q_lora_rank, self.query_size)
@@ -73,9 +73,14 @@ class LatentAttention(MegatronModule):
             config.num_attention_heads * (mla.nope_head_dim + mla.v_head_dim),
         )
         self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * mla.v_head_dim, config.hidden_size, config=config, init_method=_unused, bias=False,
-            input_is_parallel=True, skip_bias_add=True,
-        )  # fmt: skip
+            config.num_attention_heads * mla.v_head_dim,
+            config.hidden_size,
+            config=config,
+            init_method=_no_init,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
 
     def forward(
         self,
@@ -107,7 +112,7 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(mixed.flatten(1).unsqueeze(1))
 
     def _queries(self, query: Tensor) -> Tensor:
-        """[n, 1, q] or [n, 1, all heads' channels] -> [N, 1, h, p + r]."""
+        """Project [n, 1, q], or [n, 1, channels of all heads], to [N, 1, h, p + r]."""
         if self.mla.q_lora_rank is not None:
             return self.linear_q_up_proj(self.q_layernorm(query))[0].unflatten(
                 -1, (self.num_heads, -1)
@@ -116,21 +121,21 @@ class LatentAttention(MegatronModule):
             return scatter_to_tensor_model_parallel_region(query).unflatten(
                 -1, (self.num_heads, -1)
             )
-        whole = gather_from_sequence_parallel_region(query)
+        gathered = gather_from_sequence_parallel_region(query)
         first = parallel_state.get_tensor_model_parallel_rank() * self.num_heads
-        return whole.unflatten(-1, (self.config.num_attention_heads, -1)).narrow(
-            -2, first, self.num_heads
-        )
+        heads = gathered.unflatten(-1, (self.config.num_attention_heads, -1))
+        return heads.narrow(-2, first, self.num_heads)
 
     def _keys_and_values(self, latent: Tensor) -> Tensor:
-        """[n, 1, l] -> [N, 1, h, p + v]."""
+        """Project [n, 1, l] to [N, 1, h, p + v]."""
         return self.linear_kv_up_proj(self.kv_layernorm(latent))[0].unflatten(
             -1, (self.num_heads, -1)
         )
 
     def _for_own_heads(self, shared: Tensor) -> Tensor:
-        """What the heads of all ranks use, [n, 1, r] -> [N, 1, r]; its gradient is summed over the
-        ranks.
+        """Gather channels that the heads of all ranks share, [n, 1, r] -> [N, 1, r].
+
+        The gradient is summed over the ranks.
         """
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared)
@@ -139,10 +144,10 @@ class LatentAttention(MegatronModule):
 
 def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
     return ColumnParallelLinear(
-        inputs, outputs, config=config, init_method=_unused, bias=False, gather_output=False
+        inputs, outputs, config=config, init_method=_no_init, bias=False, gather_output=False
     )
 
 
-def _unused(weight: Tensor) -> Any:
-    """In place of an initialisation: weights are always loaded."""
+def _no_init(weight: Tensor) -> Any:
+    """Skip the initialization, since weights are always loaded."""
     return weight

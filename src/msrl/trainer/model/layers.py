@@ -1,8 +1,9 @@
-"""The layers of ours that stand in Megatron's layer spec. Letters: N tokens, c channels, f channels
-of the feed-forward part on this rank.
+"""Custom layers for Megatron's layer spec: RMS norm, gated MLP, layer with post-norms.
 
-The gate, and on CPU, where torch has no fused kernel for it, the norm, bring their own derivatives:
-what limits them is how often a tensor goes through memory, and how many are kept.
+The gate has a custom backward pass, and so has the norm on CPU, where torch has no fused kernel for
+it. Memory limits both: how often a tensor is read and written, and how many are stored.
+
+Letters: N tokens, c channels, f feed-forward channels of this rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RmsNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,8 +54,9 @@ class RmsNorm(torch.nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32; only x and one number per row are
-    kept.
+    """y = w n with n = x / sqrt(mean(x^2) + eps), in float32.
+
+    The backward pass needs only x, w and one number per row.
     """
 
     @staticmethod
@@ -85,8 +87,11 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up (arXiv:2002.05202), where gate and up lie side by side, which alone are kept.
-    On CPU both gradients are written into one tensor.
+    """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor.
+
+    The backward pass needs only this tensor.
+
+    On CPU, both gradients are written directly into one tensor.
     """
 
     @staticmethod
@@ -112,14 +117,15 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of silu(gate) * up by both, side by side, from operations that every device has."""
+    """Return the gradients of silu(gate) * up with respect to gate and up, [..., 2 f].
+
+    It uses only operations that every device has.
+    """
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
 
 class GatedMlp(MLP):
-    """Megatron's feed-forward part with activation(gate) * up in the middle, and nothing else of
-    what it can do.
-    """
+    """Megatron's MLP with activation(gate) * up, without its other options."""
 
     def __init__(self, config: TransformerConfig, **_: object) -> None:
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -138,8 +144,9 @@ class GatedMlp(MLP):
 
 
 class PostNormLayer(TransformerLayer):
-    """Megatron's layer with a norm behind the attention and one behind the feed-forward part,
-    before each is added to the residual.
+    """Megatron's layer with norms of the outputs of attention and MLP.
+
+    They apply before an output is added to the residual.
 
     The norms have MindSpeed's names.
     """
@@ -155,5 +162,8 @@ class PostNormLayer(TransformerLayer):
     def _add_normed(
         norm: RmsNorm, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-        """Megatron's slot for bias, dropout and sum, none but the sum of which these models have."""
+        """Replace Megatron's addition of bias, dropout and residual.
+
+        These models have neither bias nor dropout.
+        """
         return lambda output, residual, dropout: residual + norm(output[0])

@@ -100,8 +100,9 @@ class Adapters:
         settings: LoraConfig,
         seed: int,
     ) -> None:
-        """Freeze the model and add adapters to the target layers. Raises MsrlError for a layer that
-        cannot have one.
+        """Freeze the model and add adapters to the target layers.
+
+        Raises MsrlError for a layer that cannot have one.
         """
         assert settings.rank is not None
         self.settings, self._shape, self.rank = settings, shape, settings.rank
@@ -146,7 +147,7 @@ class Adapters:
         return self._row_hook if _is_row(placed.layout) else self._column_hook
 
     def _mask(self, adapted: Adapted) -> None:
-        """Keep those rows of B at zero that belong to layers which are fused with an adapted one."""
+        """Keep the rows of B at zero that belong to layers fused with an adapted one."""
         rule = adapted.placed.rule
         chosen = [
             is_layer(rule.mcore, (), self.settings.targets)
@@ -168,8 +169,10 @@ class Adapters:
     def _dropped(
         self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()
     ) -> Tensor:
-        """Apply dropout before A. Ranks that hold different parts of x draw different numbers, from
-        Megatron's generator of that name.
+        """Apply dropout before A.
+
+        Ranks that hold different parts of x draw different numbers, from Megatron's generator of
+        that name.
 
         `draws` is the name; the default is the generator of tensor-parallel ranks.
         """
@@ -270,8 +273,9 @@ class Adapters:
         }
 
     def load(self, root: Path, step: int) -> None:
-        """Load the adapters of a checkpoint of any parallel layout. Raises MsrlError if it lacks
-        one or has one of another shape.
+        """Load the adapters of a checkpoint of any parallel layout.
+
+        Raises MsrlError if it lacks one or has one of another shape.
         """
         checkpoint = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}
@@ -307,7 +311,8 @@ class Adapters:
         for name, parameter in self.named().items():
             if mine[name].shape != parameter.shape:
                 raise MsrlError(
-                    f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it {list(parameter.shape)}"
+                    f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it "
+                    f"{list(parameter.shape)}"
                 )
         return mine
 
@@ -336,7 +341,8 @@ def _own(
     sources = shards.get((placed.rule.mcore, part))
     if sources is None:
         raise MsrlError(
-            f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those that it was trained with"
+            f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those "
+            "that it was trained with"
         )
     layout = factor_layout(placed.layout, part)
     return layouts.split(layout, layouts.join(layout, sources), placed.num_shards)[placed.shard]

@@ -24,10 +24,10 @@ class PackedSequences:
     lengths: tuple[int, ...]  # of the sequences, their sum is N
     cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
     sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
-    interleaved: bool = False  # True: pairs are neighboring channels; False: channel i is paired with channel i + r / 2
-    context: ContextShare | None = (
-        None  # under context parallelism: `lengths` are the padded ones, cos and sin of this rank's tokens
-    )
+    # True: pairs are neighboring channels. False: channel i is paired with channel i + r / 2.
+    interleaved: bool = False
+    # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
+    context: ContextShare | None = None
     expert_groups: Tensor | None = (
         None  # [n, G] bool, members of each group; None outside training passes (see `balance.py`)
     )

@@ -1,8 +1,8 @@
-"""Counts of tokens that come again: on a platform that compiles its kernels for each shape, they
-are padded to a multiple.
+"""Padding of token counts to a multiple, on platforms that compile kernels for each shape.
 
-Every micro-batch has its own number of tokens and of positions to learn. A kernel that is compiled
-for one of them is used once, and compiling takes longer than the few rows of padding do.
+The numbers of tokens and of trained tokens differ between micro-batches. Without padding, most
+compiled kernels would be used only once, and compiling takes longer than computing a few rows of
+padding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from msrl import platforms
 
 @functools.cache
 def token_multiple(device: str, dtype: torch.dtype) -> int:
-    """What counts of tokens are a multiple of on the platform that has the name of its devices'
-    type; 1: they may be anything.
+    """Return the multiple that token counts are padded to on devices of a type (`cpu`, `cuda`,
+    ...); 1 for no padding.
     """
     return platforms.get(device).token_multiple(dtype)
 
 
 def pad_tokens(x: Tensor) -> Tensor:
-    """[n, ...] with zeros after its last row; `x` itself where there is nothing to pad."""
+    """Append rows of zeros to `x`, [n, ...]. Returns `x` itself if it needs no padding."""
     missing = -len(x) % token_multiple(x.device.type, x.dtype)
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

@@ -54,14 +54,15 @@ class EmptyLayer(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, context: Tensor | None = None, **_: object
     ) -> tuple[Tensor, Tensor | None]:
-        # A copy: the schedule frees the output of a stage once it is sent, and keeps the input for the backward pass.
+        # A copy: the schedule frees the output of a stage once it is sent, and stores the input
+        # for the backward pass.
         return hidden_states.clone(), context
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: the ranks that this rank sends to and receives from, and the process group of
-    the direction.
+    """Direction of a pipeline: its process group, and the ranks that this rank sends to and
+    receives from.
     """
 
     group: dist.ProcessGroup
@@ -71,6 +72,7 @@ class _Lane:
 
 class Links(P2PCommunicator):
     """Communication of a rank with its neighbors in a pipeline of virtual stages, which is a ring.
+
     All ranks must create it together.
 
     A rank waits for what it receives and never for what it sent: after its last forward pass it
@@ -109,45 +111,41 @@ class Links(P2PCommunicator):
             for tensor in (tensor_send_next, tensor_send_prev)
         ]
         shapes = [
-            self._shape(torch.empty(_NUM_DIMENSIONS)) if asked else None
-            for asked in (recv_prev, recv_next)
+            self._shape(torch.empty(_NUM_DIMENSIONS)) if must_receive else None
+            for must_receive in (recv_prev, recv_next)
         ]
-        coming = [
-            self._post(
-                lane, None if tensor is None else self._shape(torch.tensor(tensor.shape)), shape
-            )
-            for lane, tensor, shape in zip(self._lanes, sent, shapes, strict=True)
-        ]
+        pending: list[list[Any]] = []
+        for lane, tensor, shape in zip(self._lanes, sent, shapes, strict=True):
+            sent_shape = None if tensor is None else self._shape(torch.tensor(tensor.shape))
+            pending.append(self._post(lane, sent_shape, shape))
         received: list[Tensor | None] = []
-        for i, lane in enumerate(self._lanes):
-            _wait(coming[i])
-            shape = shapes[i]
-            room = (
-                None
-                if shape is None
-                else torch.empty(
+        for i, (lane, shape) in enumerate(zip(self._lanes, shapes, strict=True)):
+            _wait(pending[i])
+            buffer = None
+            if shape is not None:
+                buffer = torch.empty(
                     shape.tolist(), device=self._device, dtype=self.config.pipeline_dtype
                 )
-            )
-            coming[i] = self._post(lane, sent[i], room)
-            received.append(room)
-        for requests in coming:
+            pending[i] = self._post(lane, sent[i], buffer)
+            received.append(buffer)
+        for requests in pending:
             _wait(requests)
-        return _leaf(received[0]), _leaf(received[1]), None
+        return _require_grad(received[0]), _require_grad(received[1]), None
 
     def _shape(self, sizes: Tensor) -> Tensor:
         return sizes.to(self._device, torch.int64)
 
-    def _post(self, lane: _Lane, out: Tensor | None, room: Tensor | None) -> list[Any]:
-        """Begin to send `out` and to fill `room`; return the requests of the latter."""
-        operations = [] if out is None else [dist.P2POp(dist.isend, out, lane.target, lane.group)]
-        operations += (
-            [] if room is None else [dist.P2POp(dist.irecv, room, lane.source, lane.group)]
-        )
+    def _post(self, lane: _Lane, out: Tensor | None, buffer: Tensor | None) -> list[Any]:
+        """Begin to send `out` and to receive into `buffer`; return the requests of the latter."""
+        operations: list[dist.P2POp] = []
+        if out is not None:
+            operations.append(dist.P2POp(dist.isend, out, lane.target, lane.group))
+        if buffer is not None:
+            operations.append(dist.P2POp(dist.irecv, buffer, lane.source, lane.group))
         requests: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         if out is not None:
             self._sent.append((requests[0], out))
-        return requests[-1:] if room is not None else []
+        return requests[-1:] if buffer is not None else []
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -160,7 +158,7 @@ def _wait(requests: Sequence[Any]) -> None:
         request.wait()
 
 
-def _leaf(tensor: Tensor | None) -> Tensor | None:
+def _require_grad(tensor: Tensor | None) -> Tensor | None:
     """Make a received tensor require a gradient, as the schedules expect."""
     return None if tensor is None else tensor.requires_grad_()
 

@@ -1,8 +1,7 @@
-"""The rotary position embedding (RoFormer, arXiv:2104.09864): frequencies with every scaling that a
-config may ask for, and the rotation.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864): frequencies with all supported scalings,
+and the rotation.
 
-Letters: N tokens of a packed micro-batch, h heads, d head size, r channels of a head that are
-rotated.
+Letters: N tokens of a packed micro-batch, h heads, d head size, r rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ from msrl.trainer.model.packed import PackedSequences
 
 def rope_frequencies(
     shape: Shape,
-    num_positions: int = 0,  # length of the sequence, which matters to `dynamic` scaling alone
+    num_positions: int = 0,  # length of the sequence; only `dynamic` scaling uses it
 ) -> Tensor:  # [r / 2] float32
-    """Angle per position of each pair of channels (section 3.2.2), scaled as transformers does."""
+    """Return the angle per position of each pair of channels (section 3.2.2), scaled as in
+    transformers.
+    """
     scaling = shape.rope_scaling
     if isinstance(scaling, DynamicRopeScaling):
         return 1.0 / _wavelengths(shape, _dynamic_theta(shape, scaling, num_positions))
@@ -38,29 +39,30 @@ def rope_frequencies(
         return frequencies / scaling.factor
     if isinstance(scaling, Llama3RopeScaling):
         return _llama3(frequencies, scaling)
-    return (
-        _yarn(wavelengths, shape, scaling) if isinstance(scaling, YarnRopeScaling) else frequencies
-    )
+    if isinstance(scaling, YarnRopeScaling):
+        return _yarn(wavelengths, shape, scaling)
+    return frequencies
 
 
 def _wavelengths(shape: Shape, theta: float) -> Tensor:
-    """Positions per radian of each pair of channels, [r / 2]."""
+    """Return the positions per radian of each pair of channels, [r / 2]."""
     channels = shape.rotated_channels
     exponents = torch.arange(0, channels, 2, dtype=torch.int64, device="cpu").float() / channels
     return theta**exponents
 
 
 def _dynamic_theta(shape: Shape, scaling: DynamicRopeScaling, num_positions: int) -> float:
-    """The base grows with the part of a sequence that is longer than the model's length."""
-    stretch = scaling.factor * max(
-        num_positions, scaling.max_position_embeddings
-    ) / scaling.max_position_embeddings - (scaling.factor - 1)
+    """Return the base, which grows with the length of a sequence beyond the model's maximum."""
+    max_length = scaling.max_position_embeddings
+    growth = scaling.factor * max(num_positions, max_length) / max_length - (scaling.factor - 1)
     channels = shape.rotated_channels
-    return shape.rope_theta * stretch ** (channels / (channels - 2))
+    return shape.rope_theta * growth ** (channels / (channels - 2))
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Slow down the low frequencies and blend the middle ones (Llama 3.1's `rope_type: llama3`)."""
+    """Reduce the low frequencies and interpolate the middle ones (`rope_type: llama3` of Llama
+    3.1).
+    """
     context = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     slowed = frequencies / scaling.factor
@@ -74,33 +76,35 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, shape: Shape, scaling: YarnRopeScaling) -> Tensor:
-    """Slow down the channels that turn fewer than `beta_slow` times in the original length, with a
-    ramp to `beta_fast` turns.
+    """Reduce the frequencies of channels with fewer than `beta_slow` rotations in the original
+    length.
+
+    Channels with more than `beta_fast` rotations keep their frequencies; those in between are
+    interpolated linearly.
     """
     channels = shape.rotated_channels
 
-    def channel_of(turns: float) -> float:
-        """The channel pair that turns so often in the original length."""
+    def find_channel(rotations: float) -> float:
+        """Return the channel pair with this number of rotations in the original length."""
         context = scaling.original_max_position_embeddings
         return (
-            channels * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
+            channels
+            * math.log(context / (rotations * 2 * math.pi))
+            / (2 * math.log(shape.rope_theta))
         )
 
-    low, high = channel_of(scaling.beta_fast), channel_of(scaling.beta_slow)
+    low, high = find_channel(scaling.beta_fast), find_channel(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, channels - 1)
     width = high - low or 0.001
-    kept = 1 - (
-        (torch.arange(channels // 2, dtype=torch.float32, device="cpu") - low) / width
-    ).clamp(0, 1)
-    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    pairs = torch.arange(channels // 2, dtype=torch.float32, device="cpu")
+    weight = 1 - ((pairs - low) / width).clamp(0, 1)  # of the original frequency
+    return 1.0 / (scaling.factor * wavelengths) * (1 - weight) + 1.0 / wavelengths * weight
 
 
 class RotaryTable:
-    """Cosines and sines of all positions up to the longest sequence seen so far, ready to be
-    gathered per token.
-    """
+    """Table of cosines and sines of all positions up to the longest sequence so far."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -118,7 +122,7 @@ class RotaryTable:
         self._cos, self._sin = self._table(self._frequencies, num_positions)
 
     def _table(self, frequencies: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """[positions, r] cosines and signed sines."""
+        """Return cosines and signed sines, [positions, r] each."""
         angles = torch.outer(
             torch.arange(num_positions, dtype=torch.float32, device="cpu"), frequencies
         )
@@ -131,7 +135,7 @@ class RotaryTable:
         return rows[0].to(self._device, self._dtype), rows[1].to(self._device, self._dtype)
 
     def __call__(self, lengths: Sequence[int]) -> PackedSequences:
-        """The packing of sequences of these lengths, positions starting again in each."""
+        """Return the packing of sequences of these lengths, each with positions from 0."""
         scaling, longest = self._shape.rope_scaling, max(lengths)
         if isinstance(scaling, DynamicRopeScaling) and longest > scaling.max_position_embeddings:
             tables = [
@@ -151,17 +155,16 @@ class RotaryTable:
 
 
 def _swap(x: Tensor, interleaved: bool) -> Tensor:
-    """Each channel replaced by the other one of its pair."""
-    return (
-        x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        if interleaved
-        else x.roll(x.shape[-1] // 2, -1)
-    )
+    """Swap the channels of each pair."""
+    if interleaved:
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x.roll(x.shape[-1] // 2, -1)
 
 
 class _Rotate(torch.autograd.Function):
-    """x * cos + swap(x) * sin, with the first sine of a pair negated; its inverse up to the sign of
-    sin, so nothing of x is kept.
+    """Rotation x * cos + swap(x) * sin, with the first sine of each pair negated.
+
+    The gradient is the rotation by the negated sine, so the backward pass does not need x.
     """
 
     @staticmethod
@@ -188,8 +191,9 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Tensor:  # [N, 1, h, d]
-    """Rotary position embedding of the first r channels; the others pass. Pairs are halves (Llama)
-    or neighbours (GLM, `interleaved`).
+    """Apply the rotary position embedding to the first r channels of every head.
+
+    The channels of a pair are r / 2 apart (Llama) or neighbors (GLM, `interleaved`).
     """
     channels = cos.shape[-1]
     if channels == x.shape[-1]:

@@ -97,7 +97,8 @@ def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
     ]
     if changed:
         raise MsrlError(
-            f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of {', '.join(changed)}."
+            f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of "
+            f"{', '.join(changed)}."
             f" Install megatron-core {VERSION}."
         )
 

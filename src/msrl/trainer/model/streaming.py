@@ -1,9 +1,9 @@
-"""Forward passes of a model that is larger than memory: the weights of one layer are read when it
-runs, and let go of after it.
+"""Forward passes of a model that is larger than memory: every layer reads its weights when it runs
+and frees them after it.
 
-A model is any torch module, transformers' or Megatron's. In memory are one decoder layer, or the
-embedding, or the output layer, each as one piece: of the many pieces that a mixture of experts
-would otherwise make and free, the holes do not go back to the system.
+A model is any torch module, from transformers or Megatron. Only one decoder layer, the embedding or
+the output layer is in memory, in one allocation: freeing the many small tensors of a mixture of
+experts would fragment memory, which the system does not get back.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ import torch
 from torch import Tensor, nn
 
 Fill = Callable[[str, Tensor], None]
-"""Writes the parameter of that name into a float32 tensor of its shape."""
+"""Function that writes the parameter of a name into a float32 tensor of its shape."""
 
 
 def put(into: Tensor, value: Tensor, name: str) -> None:
-    """Copy `value`, of any type, into a tensor of the same shape. Raises RuntimeError for another
-    shape, which torch might stretch.
+    """Copy `value`, of any type, into a tensor of the same shape.
+
+    Raises:
+        RuntimeError: The shapes differ. torch might broadcast them.
     """
     if value.shape != into.shape:
         raise RuntimeError(
-            f"{name} is {list(value.shape)}, but the module makes it {list(into.shape)}"
+            f"{name} has shape {list(value.shape)}, but the module expects {list(into.shape)}"
         )
     into.copy_(value)
 
 
 @contextlib.contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made inside have their parameters' shapes alone (on torch's `meta` device);
-    buffers are as ever.
+    """Create modules with parameters on torch's `meta` device, which have only a shape.
+
+    Buffers are unchanged.
     """
     register = nn.Module.register_parameter
 
@@ -52,58 +55,61 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def stream_weights(model: nn.Module, fill: Fill) -> None:
-    """Have `model` ask for its parameters by name when it runs, in float32; until then it holds
-    none.
+    """Let `model` read its parameters by name, in float32, when it runs.
 
-    A parameter that is used outside the module that owns it (Megatron's tied output layer) is not
-    covered: see `layerwise`.
+    It holds none before and after.
+
+    This does not cover a parameter that is used outside the module that owns it (Megatron's tied
+    output layer): see `layerwise`.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.data.to("meta"), requires_grad=False))
-    for prefix, unit in _units(model):
-        unit.register_forward_pre_hook(_filler(prefix, fill))
-        unit.register_forward_hook(_emptier)
+    for prefix, unit in _streamed_modules(model):
+        unit.register_forward_pre_hook(_load_hook(prefix, fill))
+        unit.register_forward_hook(_free_parameters)
 
 
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers, and besides them every module that owns parameters itself, with their
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _streamed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the decoder layers and all modules outside of them that own parameters, with their
     names.
     """
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.endswith("layers")
-    ]
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.endswith("layers"):
+            lists.append(name)
     outermost = tuple(
-        f"{name}." for name in lists if not any(name.startswith(f"{other}.") for other in lists)
+        f"{name}." for name in lists if not name.startswith(tuple(f"{other}." for other in lists))
     )
     for name, module in model.named_modules():
         is_layer = f"{name.rpartition('.')[0]}." in outermost
-        owns_parameters = next(module.parameters(recurse=False), None) is not None
-        if is_layer or (owns_parameters and not name.startswith(outermost)):
+        if is_layer or (_owns_parameters(module) and not name.startswith(outermost)):
             yield name, module
 
 
-def _filler(prefix: str, fill: Fill) -> Callable[[nn.Module, Any], None]:
-    def fill_unit(unit: nn.Module, _: Any) -> None:
-        owned = [
-            (path, module)
-            for path, module in unit.named_modules()
-            if next(module.parameters(recurse=False), None) is not None
+def _load_hook(prefix: str, fill: Fill) -> Callable[[nn.Module, Any], None]:
+    """Return a hook that loads all parameters of a module into one allocation."""
+
+    def load(unit: nn.Module, _: Any) -> None:
+        owners = [
+            (path, module) for path, module in unit.named_modules() if _owns_parameters(module)
         ]
         memory, begin = torch.empty(sum(parameter.numel() for parameter in unit.parameters())), 0
-        for path, module in owned:
+        for path, module in owners:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 into = memory[begin : begin + parameter.numel()].view(parameter.shape)
                 begin += parameter.numel()
-                fill(".".join(part for part in (prefix, path, name) if part), into)
+                fill(".".join(filter(None, (prefix, path, name))), into)
                 setattr(module, name, nn.Parameter(into, requires_grad=False))
 
-    return fill_unit
+    return load
 
 
-def _emptier(unit: nn.Module, *_: Any) -> None:
+def _free_parameters(unit: nn.Module, *_: Any) -> None:
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(

@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank from sequences. S sequences, N tokens of a micro-batch."""
+"""Micro-batches of a data-parallel rank. S sequences, N tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set. N is a multiple of
-    `pad_to_multiple`.
+    """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set.
+
+    N is a multiple of `pad_to_multiple`.
     """
 
     max_sequences: int
@@ -23,8 +24,9 @@ class BatchLimits:
     pad_to_multiple: int = 1
 
     def group(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the indices of the sequences of each micro-batch. Raises MsrlError for a sequence
-        longer than `max_tokens`.
+        """Return the indices of the sequences of each micro-batch.
+
+        Raises MsrlError for a sequence longer than `max_tokens`.
         """
         if self.max_tokens is not None:
             return bins(lengths, self.max_tokens)

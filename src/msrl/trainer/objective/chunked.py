@@ -20,9 +20,15 @@ from msrl.trainer.objective.logprobs import Distribution, VocabColumns, gradient
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, columns: VocabColumns, num_rows: int, softcap: float | None,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        columns: VocabColumns,
+        num_rows: int,
+        softcap: float | None,
         other: Distribution | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         parts: list[tuple[Tensor | None, ...]] = []
         for start, (h, ids) in zip(
             range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True

@@ -24,8 +24,9 @@ from msrl.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """Inputs of a pass and of its loss. The model's inputs are those of this rank, the loss's
-    fields those of the whole micro-batch.
+    """Inputs of a pass and of its loss.
+
+    The model's inputs are those of this rank, the loss's fields those of the whole micro-batch.
     """
 
     tokens: Tensor  # [1, n]

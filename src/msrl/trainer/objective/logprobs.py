@@ -150,7 +150,8 @@ def gradient_in_place(
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.parts(len(logits)):
         surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
-        # With respect to a logit, the derivative of the entropy is -p (log p + H), that of the divergence p (log p - log q - D).
+        # With respect to a logit, the derivative of the entropy is -p (log p + H), and that of the
+        # divergence is p (log p - log q - D).
         factor: Tensor = -slope[rows, None]
         if for_divergence is not None:
             assert divergence is not None and other is not None
@@ -182,8 +183,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logits, labels, normalizer, entropy, divergence = ctx.saved_tensors
         for_logprobs, for_entropy, for_divergence = grads
         gradient_in_place(
-            logits, labels, normalizer, entropy, ctx.columns, for_logprobs, for_entropy, for_divergence, divergence, ctx.other
-        )  # fmt: skip
+            logits,
+            labels,
+            normalizer,
+            entropy,
+            ctx.columns,
+            for_logprobs,
+            for_entropy,
+            for_divergence,
+            divergence,
+            ctx.other,
+        )
         return logits, None, None, None
 
 
@@ -197,8 +207,9 @@ def columns_of(
     elements_at_once: int,
     group: dist.ProcessGroup,
 ) -> VocabColumns:
-    """Return the columns of a rank that has `width` of them with padding. Temporary tensors have
-    about `elements_at_once` elements.
+    """Return the columns of a rank that has `width` of them with padding.
+
+    Temporary tensors have about `elements_at_once` elements.
     """
     return VocabColumns(
         first=tp_rank * width,

@@ -119,7 +119,8 @@ class PolicyLoss:
             ratio=self.ratio,
         )
         policy = self._policy(tokens)
-        # The factors multiply the loss, not the advantages: a loss may have terms without an advantage, such as the drift of cpgd.
+        # The factors multiply the loss, not the advantages: a loss may have terms without an
+        # advantage, such as the drift of cpgd.
         terms = {
             "policy_loss": (self.rl_coef, policy.loss * factors),
             **self._further(outputs, fields, mask),

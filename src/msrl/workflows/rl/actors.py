@@ -56,8 +56,9 @@ class TrainActor:
         self._settings, self._rank, self._world_size = settings, rank, world_size
 
     def rendezvous(self) -> str:
-        """Return the rendezvous address of the ranks. Rank 0 reserves it until all ranks have
-        joined.
+        """Return the rendezvous address of the ranks.
+
+        Rank 0 reserves it until all ranks have joined.
         """
         self._rendezvous = Rendezvous()
         return self._rendezvous.init_method
@@ -127,8 +128,7 @@ class TrainActor:
             raise
 
     def weights(self) -> tuple[Bucket, ...]:
-        """Return the policy's weights of this pipeline stage under their Hugging Face names, then
-        offload the policy.
+        """Return the policy's weights of this stage by Hugging Face name, then offload the policy.
 
         Only the first rank of a stage returns weights; all ranks must call it.
         """
@@ -141,9 +141,7 @@ class TrainActor:
     def save(
         self, step: int, extra: Mapping[str, Any], retention: Retention
     ) -> list[SavedTraining]:
-        """Save a checkpoint, or begin to, and return the saves that were completed since the last
-        call.
-        """
+        """Save a checkpoint, or begin to; return the saves completed since the last call."""
         self._saver.save(step, extra, retention)
         return self._saver.finished()
 

@@ -23,8 +23,9 @@ from msrl.workflows.rl.worker_groups import TrainerGroup
 
 
 class CriticUpdater:
-    """Computes values with the critics of the ranks and trains them. The ranks' checkpoints hold
-    all of its state.
+    """Computes values with the critics of the ranks and trains them.
+
+    The ranks' checkpoints hold all of its state.
     """
 
     def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int) -> None:
@@ -40,8 +41,9 @@ class CriticUpdater:
         )
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> Reals:  # [N]
-        """Return the value of the state before each response token. The loss masks of `sequences`
-        mark all response tokens.
+        """Return the value of the state before each response token.
+
+        The loss masks of `sequences` mark all response tokens.
         """
         rows = self._trainers.values(sequences, limits)
         values = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]

@@ -161,8 +161,9 @@ def _train(
 
 @contextmanager
 def _finish_saves_on_reward_error(trainers: TrainerGroup) -> Iterator[None]:
-    """Complete pending checkpoints if a reward source ends the run; ranks and engines still work in
-    this case.
+    """Complete pending checkpoints if a reward source ends the run.
+
+    Ranks and engines still work in this case.
     """
     try:
         yield
@@ -282,8 +283,9 @@ def _scorer(job: RLSetup) -> Scorer:
 
 
 def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
-    """Return the settings of an engine with random weights, which the ranks replace before the
-    first prompt.
+    """Return the settings of an engine.
+
+    It starts with random weights, which the ranks replace before the first prompt.
     """
     max_length = max_model_len(config)
     settings = engine_settings(

@@ -1,6 +1,4 @@
-"""Setup of a GRPO run before Ray starts: prompts and their order, sampling, placement, the
-checkpoint to resume from.
-"""
+"""Setup of a GRPO run before Ray starts: prompts, sampling, placement, checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -204,9 +202,7 @@ def count_steps(config: Config, num_prompts: int) -> int:
 
 
 def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
-    """Return the prompts of a prefix without those that are too long, and print the number of
-    dropped prompts.
-    """
+    """Return the prompts of a prefix that are not too long; print how many were dropped."""
     dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
     limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
     if dataset.max_tokens > limit:

@@ -64,9 +64,7 @@ class Updater:
     def __init__(
         self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]
     ) -> None:
-        """Initialize with the `state()` in the checkpoint to resume from; an empty mapping for a
-        new run.
-        """
+        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
         self._config, self._trainers = config, trainers
         self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
@@ -87,8 +85,7 @@ class Updater:
     def prepare(
         self, groups: Sequence[ScoredGroup], clock: Clock, dropped: Sequence[ScoredGroup] = ()
     ) -> PreparedStep:
-        """Compute the log-probabilities and values that the configuration needs, then the
-        advantages.
+        """Compute the required log-probabilities and values, then the advantages.
 
         The `dropped` groups of a step count only in the statistics of its rewards.
         """
@@ -149,8 +146,9 @@ class Updater:
         return sequences._replace(fields=fields)
 
     def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
-        """Run all updates of a step, the critic's first. The policy has none in the critic's
-        warm-up.
+        """Run all updates of a step, the critic's first.
+
+        The policy has none in the critic's warm-up.
 
         An update whose samples are all masked is skipped and counted.
 
@@ -312,8 +310,9 @@ def samples_with_advantages(
     keep: Flags,  # [P, G]
     advantages: Reals,  # [N]
 ) -> tuple[TrainingSample, ...]:
-    """Return a sample per completion. Advantages are whitened over the trained samples, then
-    clipped, then weighted.
+    """Return a sample per completion.
+
+    Advantages are whitened over the trained samples, then clipped, then weighted.
     """
     settings = config.algo.advantage
     if settings.whiten:
@@ -356,9 +355,7 @@ def token_divergence(
 
 
 def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:
-    """Return the indices of the samples of each update of a step; a function of the seed and the
-    step.
-    """
+    """Return the sample indices of each update of a step; a function of the seed and the step."""
     updates = config.train.updates
     size = updates.samples_per_update or num_samples
     batches: list[list[int]] = []

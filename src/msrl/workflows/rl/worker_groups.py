@@ -1,6 +1,4 @@
-"""Worker groups of the driver: all training ranks as one trainer, all rollout engines as one
-engine.
-"""
+"""Worker groups: all training ranks as one trainer, all rollout engines as one engine."""
 
 from __future__ import annotations
 
@@ -32,8 +30,9 @@ WORKERS = {"actor": "training rank", "rollout": "rollout engine"}  # role: its n
 
 
 class TrainerGroup:
-    """All training ranks. The group packs sequences and distributes them over the data-parallel
-    ranks.
+    """All training ranks.
+
+    The group packs sequences and distributes them over the data-parallel ranks.
     """
 
     def __init__(
@@ -97,24 +96,20 @@ class TrainerGroup:
         *,
         of_reference: bool = False,
     ) -> tuple[Floats, ...]:
-        """Return the log-probabilities of the tokens of every sequence, [T] each; 0 where the loss
-        mask is False.
-        """
+        """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
         return self._per_token("logprobs", sequences, limits, temperature, of_reference)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
-        """Return the critic's values of the states before the tokens of every sequence, [T] each; 0
-        where the loss mask is False.
-        """
+        """Return the critic's values before each token of every sequence, [T] each; 0 if masked."""
         return self._per_token("values", sequences, limits)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
-        """Return the score of a reward model at the last token of each sequence; a micro-batch
-        holds at most `batch` sequences.
+        """Return the score of a reward model at the last token of each sequence.
 
-        A rank returns the value at the position before each label, so every sequence gets one more
-        token as the label, which is not read. The first sequence is repeated until their number is
-        divisible by the number of data-parallel ranks.
+        A micro-batch holds at most `batch` sequences. A rank returns the value at the position
+        before each label, so every sequence gets one more token as the label, which is not read.
+        The first sequence is repeated until their number is divisible by the number of
+        data-parallel ranks.
         """
         padded = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self._dp_size)]
         with_label = tuple(np.append(ids, ids[-1]) for ids in padded)
@@ -162,15 +157,11 @@ class TrainerGroup:
     def save(
         self, step: int, extra: Mapping[str, Any], retention: Retention
     ) -> list[SavedTraining]:
-        """Save a checkpoint, or begin to, and return the checkpoints that were completed since the
-        last call.
-        """
+        """Save a checkpoint, or begin to; return the checkpoints completed since the last call."""
         return self._wait([actor.save.remote(step, extra, retention) for actor in self._actors])[0]
 
     def finish_saves(self) -> list[SavedTraining]:
-        """Wait for a pending save and return the checkpoints that were completed since the last
-        call.
-        """
+        """Wait for a pending save; return the checkpoints completed since the last call."""
         return self._wait([actor.finish_saves.remote() for actor in self._actors])[0]
 
     def _wait(self, refs: Sequence[Any]) -> list[Any]:
@@ -228,9 +219,7 @@ class EngineGroup:
         return tuple(by_index[i] for i in range(len(prompts)))
 
     def forget_prompts(self) -> None:
-        """Clear the engines' records of prompts that they have seen, so that they do not influence
-        later completions.
-        """
+        """Clear the engines' records of past prompts, which would influence later completions."""
         self._wait([actor.forget_prompts.remote() for actor in self._actors])
 
     def release(self) -> None:

@@ -1,9 +1,8 @@
-"""The ranks of supervised fine-tuning on the machines of a cluster, in place of
-`trainer/launch.py`'s processes of this one.
+"""Ranks of supervised fine-tuning as Ray actors on the machines of a cluster.
 
-Every rank is a Ray actor that lives the life of `sft_rank.py`. What rank 0 reports goes to a
-mailbox on the machine of the process that the user started, and the wish to stop comes from there.
-The machines have the same files under the same paths.
+They replace the local processes of `trainer/launch.py`. Every actor runs `sft/rank.py`. Rank 0
+reports to a message queue on the machine of the driver, which also holds the request to stop. All
+machines must have the same files under the same paths.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from msrl.trainer.launch import RankContext, quiet_megatron
 from msrl.workflows.sft.setup import SftSetup
 from msrl.workflows.training.settings import worker_variables
 
-_LOOK_S = 0.2  # between two looks into the mailbox
+_POLL_INTERVAL_S = 0.2  # of the message queue
 
 
 class MessageQueue:
-    """What the ranks report, in order, and whether they are to stop. An actor."""
+    """Actor that holds the ranks' messages in order, and the request to stop."""
 
     def __init__(self) -> None:
         self._messages, self._is_stopped = list[Any](), False
@@ -44,9 +43,9 @@ class MessageQueue:
         self._messages.append(message)
 
     def take(self) -> list[Any]:
-        """All that has come since."""
-        taken, self._messages = self._messages, []
-        return taken
+        """Remove and return all messages."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -55,54 +54,63 @@ class MessageQueue:
         return self._is_stopped
 
 
-class _Line:
-    """A rank's line to the mailbox. What was sent is there when `send` returns, so that nothing is
-    lost when the rank ends.
+class _QueueConnection:
+    """Connection of a rank to the message queue.
+
+    `send` waits until the message has arrived, so that no message is lost when the rank ends.
     """
 
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
 
     def send(self, message: tuple[str, object]) -> None:
-        ray.get(self._mailbox.put.remote(message[1]))
+        ray.get(self._queue.put.remote(message[1]))
 
     def poll(self) -> bool:
-        return ray.get(self._mailbox.is_stopped.remote())
+        return ray.get(self._queue.is_stopped.remote())
 
 
 class RankActor:
-    """One rank."""
+    """Actor of one training rank."""
 
-    def __init__(self, rank: int, world_size: int, mailbox: Any) -> None:
-        self._rank, self._world_size, self._mailbox = rank, world_size, mailbox
+    def __init__(self, rank: int, world_size: int, queue: Any) -> None:
+        self._rank, self._world_size, self._queue = rank, world_size, queue
 
     def rendezvous(self) -> str:
-        """Where the ranks meet; asked of rank 0."""
+        """Reserve and return the rendezvous address of the ranks. Only rank 0 is called."""
         self._rendezvous = Rendezvous()
         return self._rendezvous.init_method
 
     def run(self, init_method: str, folder: str, platform: str, job: SftSetup) -> None:
-        """Train until the end. Paths of the job are relative to `folder`."""
+        """Run the training. Paths of the job are relative to `folder`.
+
+        Raises:
+            MsrlError: The machine has no such folder.
+        """
         try:
             os.chdir(folder)
         except OSError as error:
             host = ray.util.get_node_ip_address()
             raise MsrlError(
-                f"{host}: cannot work in {folder} ({error.strerror}); every machine of the cluster needs the run's folders under the same"
-                " paths, of a shared file system"
+                f"{host}: cannot work in {folder} ({error.strerror}). Use a shared file system, so "
+                "that every machine of the cluster has"
+                " the run's folders under the same paths."
             ) from None
         get(platform).prepare()
         quiet_megatron()
         from msrl.workflows.sft import rank as sft_rank
 
-        sft_rank.main(
-            RankContext(self._rank, self._world_size, init_method, _Line(self._mailbox)), job
+        context = RankContext(
+            self._rank, self._world_size, init_method, _QueueConnection(self._queue)
         )
+        sft_rank.main(context, job)
 
 
 class ClusterRanks:
-    """A context manager around all ranks, as `LocalRanks` is. Raises MsrlError where the cluster
-    does not answer, or lacks devices.
+    """Context manager of all ranks in a cluster, with the interface of `LocalRanks`.
+
+    Raises:
+        MsrlError: The cluster does not answer or has too few devices.
     """
 
     def __init__(self, config: Config, job: SftSetup, platform: Platform) -> None:
@@ -140,46 +148,45 @@ class ClusterRanks:
             plan([Role("actor", num_ranks)], num_ranks // nodes, nodes, resource=resource)
         )
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._mailbox = (
+        self._queue = (
             ray.remote(MessageQueue).options(num_cpus=0, scheduling_strategy=here).remote()
         )
-        session.keep([self._mailbox])
-        own = self._platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1)
-        actor = ray.remote(
-            runtime_env={"env_vars": {**own, **worker_variables(self._config, self._platform)}}
-        )(RankActor)
+        session.keep([self._queue])
+        env = {
+            **self._platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1),
+            **worker_variables(self._config, self._platform),
+        }
+        actor = ray.remote(runtime_env={"env_vars": env})(RankActor)
         self._actors = [
-            session.start(actor, placed, "actor", rank, rank, num_ranks, self._mailbox)
+            session.start(actor, placed, "actor", rank, rank, num_ranks, self._queue)
             for rank in range(num_ranks)
         ]
 
     def ask_to_stop(self) -> None:
-        """Have the run end after the step in hand. Notes it alone, so that a signal's handler may
-        call it; `messages` passes it on.
+        """Request the end of the run after the current step.
+
+        Signal handlers may call this, because it only sets a flag; `messages` forwards the request
+        to the ranks.
         """
         self.was_asked_to_stop = True
 
     def messages(self) -> Iterator[Any]:
-        """What the ranks report, until all have ended. Raises the first failure, as `wait_all`
-        does.
+        """Yield the ranks' messages until all ranks have ended.
+
+        Raises the first failure, as `wait_all` does.
         """
         labels = [f"training rank {rank}" for rank in range(len(self._actors))]
+        timeout_s = self._config.cluster.rpc_timeout_s
         (address,) = wait_all(
-            [self._actors[0].rendezvous.remote()],
-            timeout_s=self._config.cluster.rpc_timeout_s,
-            labels=labels[:1],
+            [self._actors[0].rendezvous.remote()], timeout_s=timeout_s, labels=labels[:1]
         )
-        job = ray.put(self._job)
-        is_told = False
-        for _ in until_done(
-            [
-                actor.run.remote(address, str(Path.cwd()), self._platform.name, job)
-                for actor in self._actors
-            ],
-            labels,
-            _LOOK_S,
-        ):
-            yield from ray.get(self._mailbox.take.remote())
-            if self.was_asked_to_stop and not is_told:
-                is_told = True
-                ray.get(self._mailbox.stop.remote())
+        job, folder = ray.put(self._job), str(Path.cwd())
+        runs = [
+            actor.run.remote(address, folder, self._platform.name, job) for actor in self._actors
+        ]
+        has_forwarded_stop = False
+        for _ in until_done(runs, labels, _POLL_INTERVAL_S):
+            yield from ray.get(self._queue.take.remote())
+            if self.was_asked_to_stop and not has_forwarded_stop:
+                has_forwarded_stop = True
+                ray.get(self._queue.stop.remote())

@@ -1,6 +1,4 @@
-"""One rank of supervised fine-tuning: read the step's rows, train on this rank's share of them,
-report, save.
-"""
+"""Training loop of one rank of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -33,11 +31,9 @@ LOSS = SftLoss()
 
 
 def main(context: RankContext, job: SftSetup) -> None:
-    """The life of a rank."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # what ends a job may send it to all processes; the one that started us asks to stop
+    """Train as one rank until the run ends."""
+    # A job manager may signal all processes of a job. Only the parent decides when ranks stop.
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     training_rank = TrainingRank(
         job.settings, context.rank, context.world_size, context.init_method
@@ -62,133 +58,131 @@ def main(context: RankContext, job: SftSetup) -> None:
             saver.end()
             _report_saved(context, saver.finished())
             raise
-        has_improved = is_over = False
-        if held_out is not None and _is_due(
-            config.eval.every_steps, step + 1, job.num_steps, at_end=True
-        ):
-            report, best = _evaluated(training_rank, config, held_out, report, best)
+        has_improved = stops_early = False
+        if held_out is not None and _is_due(config.eval.every_steps, step + 1, job.num_steps):
+            report, best = _evaluate_step(training_rank, config, held_out, report, best)
             has_improved = best.step == step + 1
-            is_over = config.eval.patience is not None and best.since >= config.eval.patience
+            stops_early = config.eval.patience is not None and best.since >= config.eval.patience
         if context.rank == 0:
             context.report(report)
         is_stopped = training_rank.any_rank(context.rank == 0 and context.asked_to_stop())
-        must_save = is_stopped or is_over or (config.checkpoint.keep_best and has_improved)
-        if must_save or _is_due(
-            config.checkpoint.every_steps, step + 1, job.num_steps, at_end=True
-        ):
-            _save(saver, job, step + 1, best)
+        must_save = is_stopped or stops_early or (config.checkpoint.keep_best and has_improved)
+        if must_save or _is_due(config.checkpoint.every_steps, step + 1, job.num_steps):
+            saver.save(step + 1, {**job.state, **best_state(best)}, retention(config, best))
         _report_saved(context, saver.finished())
-        if is_over and context.rank == 0 and best is not None:
+        if stops_early and context.rank == 0 and best is not None:
             context.report(
-                f"ended early: {best.since} evaluations without a lower loss than {best.value:.4f} of step {best.step}"
+                f"ended early: {best.since} evaluations without a lower loss than {best.value:.4f} "
+                f"of step {best.step}"
             )
-        if is_stopped or is_over:
+        if is_stopped or stops_early:
             break
     _report_saved(context, saver.finished(must_wait=True))
     training_rank.close()
 
 
-def _report_saved(context: RankContext, finished: Sequence[SavedTraining]) -> None:
-    for saved in finished if context.rank == 0 else ():
-        context.report(saved)
+def _report_saved(context: RankContext, checkpoints: Sequence[SavedTraining]) -> None:
+    if context.rank == 0:
+        for saved in checkpoints:
+            context.report(saved)
 
 
-def _save(saver: Saver, job: SftSetup, step: int, best: Best | None) -> None:
-    saver.save(step, {**job.state, **best_state(best)}, retention(job.config, best))
-
-
-def _is_due(every: int | None, step: int, num_steps: int, *, at_end: bool) -> bool:
-    return (every is not None and step % every == 0) or (at_end and step == num_steps)
+def _is_due(every: int | None, step: int, num_steps: int) -> bool:
+    """Return True every `every` steps and after the last step."""
+    return (every is not None and step % every == 0) or step == num_steps
 
 
 def _step(
     training_rank: TrainingRank, job: SftSetup, train: Rows | TextRows, step: int
 ) -> StepReport:
-    config, started = job.config, time.perf_counter()
+    """Train on the rows of a step and return its report."""
+    config, start_time = job.config, time.perf_counter()
     rows = train.sequences(job.order.of_step(step).tolist())
-    mine, num_tokens, num_all = _share(training_rank, config, rows)
-    if not num_tokens:  # of all ranks' rows
-        nothing = ("no token of this step is learnt, so there is no update",)
-        return StepReport(
-            step + 1, {"train/loss_tokens": 0.0}, {"step": time.perf_counter() - started}, nothing
-        )
-    metrics = training_rank.train_step(mine, LOSS, num_tokens=num_tokens, lr=job.schedule.at(step))
-    seconds = time.perf_counter() - started
-    report = {f"train/{name}": value for name, value in metrics.items()}
-    report |= {"perf/tokens_per_s": num_all / seconds, "train/loss_tokens": float(num_tokens)}
-    report |= mfu(
-        training_rank.policy.shape,
-        config,
-        training_rank.position.platform,
-        rows,
-        num_tokens,
-        seconds,
-    )
-    notes = (
-        ("the gradient was not finite, so this update was left out",) if metrics["skipped"] else ()
-    )
-    return StepReport(step + 1, report, {"step": seconds}, notes)
+    num_tokens = sum(map(num_loss_tokens, rows))
+    if not num_tokens:
+        notes = ("skipped the update: the loss mask covers no token of this step",)
+        seconds = time.perf_counter() - start_time
+        return StepReport(step + 1, {"train/loss_tokens": 0.0}, {"step": seconds}, notes)
+    batches = _own_batches(training_rank, config, rows)
+    lr = job.schedule.at(step)
+    train_metrics = training_rank.train_step(batches, LOSS, num_tokens=num_tokens, lr=lr)
+    seconds = time.perf_counter() - start_time
+    metrics = {f"train/{name}": value for name, value in train_metrics.items()}
+    metrics |= {
+        "perf/tokens_per_s": sum(map(_num_tokens, rows)) / seconds,
+        "train/loss_tokens": float(num_tokens),
+    }
+    platform = training_rank.position.platform
+    metrics |= mfu(training_rank.policy.shape, config, platform, rows, num_tokens, seconds)
+    notes = ("skipped the update: the gradient was not finite",) if train_metrics["skipped"] else ()
+    return StepReport(step + 1, metrics, {"step": seconds}, notes)
 
 
-def _evaluated(
+def _evaluate_step(
     training_rank: TrainingRank,
     config: Config,
     held_out: Rows | TextRows,
     report: StepReport,
     best: Best | None,
 ) -> tuple[StepReport, Best]:
-    """The report with what the held-out rows say, and the best evaluation so far; the same on every
-    rank.
+    """Evaluate after a step.
+
+    Returns:
+        The report with the metrics of the evaluation, and the best evaluation so far; both are
+        equal on all ranks.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     loss = _evaluate(training_rank, config, held_out)
     metrics = {**report.metrics, "eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-    seconds = {**report.seconds, "eval": time.perf_counter() - started}
-    return replace(report, metrics=metrics, seconds=seconds), Best.after(
-        best, report.step, loss, is_loss=True
-    )
+    seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
+    best = Best.after(best, report.step, loss, is_loss=True)
+    return replace(report, metrics=metrics, seconds=seconds), best
 
 
-def _share(
+def _num_tokens(row: Sequences) -> int:
+    return sum(map(len, row.token_ids))
+
+
+def _own_batches(
     training_rank: TrainingRank, config: Config, rows: Sequence[Sequences]
-) -> tuple[list[MicroBatch], int, int]:
-    """This data-parallel rank's micro-batches, and the loss tokens and tokens of all ranks' rows."""
-    lengths = [sum(map(len, row.token_ids)) for row in rows]
-    mine = [
-        rows[i]
-        for i in balanced(lengths, training_rank.position.dp_size)[training_rank.position.dp_rank]
-    ]
+) -> list[MicroBatch]:
+    """Return the micro-batches of this data-parallel rank's share of the rows.
+
+    A row is never split.
+    """
+    position, train = training_rank.position, config.train
+    shares = balanced([_num_tokens(row) for row in rows], position.dp_size)
+    own_rows = [rows[i] for i in shares[position.dp_rank]]
     limits = BatchLimits(
-        config.train.micro_batch,
-        config.train.max_tokens_per_micro_batch,
-        training_rank.sequence_multiple,
+        train.micro_batch, train.max_tokens_per_micro_batch, training_rank.sequence_multiple
     )
-    merged = _merge(mine)
-    starts = [0, *itertools.accumulate(len(row.token_ids) for row in mine)]
-    groups = limits.group([sum(map(len, row.token_ids)) for row in mine])
-    members = [
-        [i for row in group for i in range(starts[row], starts[row + 1])] for group in groups
-    ]
-    return micro_batches(merged, members, limits), sum(map(num_loss_tokens, rows)), sum(lengths)
+    first = [
+        0,
+        *itertools.accumulate(len(row.token_ids) for row in own_rows),
+    ]  # sequence of each row
+    batches: list[list[int]] = []
+    for group in limits.group([_num_tokens(row) for row in own_rows]):
+        batches.append([i for row in group for i in range(first[row], first[row + 1])])
+    return micro_batches(_merge(own_rows), batches, limits)
 
 
 def _merge(rows: Sequence[Sequences]) -> Sequences:
-    return Sequences(
-        tuple(ids for row in rows for ids in row.token_ids),
-        tuple(mask for row in rows for mask in row.loss_masks),
-        {},
-    )
+    token_ids = tuple(ids for row in rows for ids in row.token_ids)
+    loss_masks = tuple(mask for row in rows for mask in row.loss_masks)
+    return Sequences(token_ids, loss_masks, {})
 
 
 def _evaluate(training_rank: TrainingRank, config: Config, held_out: Rows | TextRows) -> float:
-    """Mean loss per token over the held-out rows, each counted once: what does not divide over the
-    ranks is padded without weight.
+    """Return the mean loss per token over the held-out rows.
+
+    Every rank needs the same number of rows, so copies of the first one with an empty loss mask are
+    added.
     """
     count = min(len(held_out), config.eval.prompts or len(held_out))
     rows = held_out.sequences(range(count))
-    short = -count % training_rank.position.dp_size
-    padding = [
-        Sequences(rows[0].token_ids, tuple(mask & False for mask in rows[0].loss_masks), {})
-    ] * short
-    mine, num_tokens, _ = _share(training_rank, config, [*rows, *padding])
-    return training_rank.evaluate(mine, LOSS, num_tokens=num_tokens)["loss"]
+    num_padding = -count % training_rank.position.dp_size
+    empty_masks = tuple(mask & False for mask in rows[0].loss_masks)
+    padding = [Sequences(rows[0].token_ids, empty_masks, {})] * num_padding
+    batches = _own_batches(training_rank, config, [*rows, *padding])
+    num_tokens = sum(map(num_loss_tokens, rows))
+    return training_rank.evaluate(batches, LOSS, num_tokens=num_tokens)["loss"]

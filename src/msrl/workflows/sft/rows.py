@@ -1,6 +1,4 @@
-"""The rows that supervised fine-tuning reads: which of the data are held out, what happens to long
-ones, which examples share a row.
-"""
+"""Rows of supervised fine-tuning: held-out split, handling of long rows, packing."""
 
 from __future__ import annotations
 
@@ -17,21 +15,19 @@ from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
 from msrl.types import RenderedExample
 
-_SPLIT = 0x5117  # a stream of random numbers of its own
+_SPLIT = 0x5117  # part of the seed, so that the split has its own random stream
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A dataset as rows of sequences: row i holds what the dataset's rows `members[i]` hold, each
-    cut to `longest_row` tokens.
-    """
+    """Rows of sequences; row i holds the rows `members[i]` of the dataset."""
 
     dataset: SftDataset
     members: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]  # tokens of each row
-    longest_row: int | None = None
-    num_dropped: int = 0  # rows of the dataset that are left out
-    num_cut: int = 0  # rows of the dataset that lost their end
+    max_tokens: int | None = None  # every row of the dataset is truncated to this length
+    num_dropped: int = 0  # rows of the dataset
+    num_truncated: int = 0  # rows of the dataset
 
     def __len__(self) -> int:
         return len(self.members)
@@ -41,97 +37,108 @@ class Rows:
         return max(self.lengths)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
-        """The sequences of each row."""
-        return [
-            sft_sequences(
-                [e for i in self.members[row] for e in _cut(self.dataset[i], self.longest_row)]
-            )
-            for row in rows
-        ]
+        """Return the sequences of each row."""
+        return [self._row(row) for row in rows]
+
+    def _row(self, row: int) -> Sequences:
+        examples: list[RenderedExample] = []
+        for i in self.members[row]:
+            examples += _truncate(self.dataset[i], self.max_tokens)
+        return sft_sequences(examples)
 
     def notes(self, capacity: int | None) -> list[str]:
-        """What a user should know of how the rows came about, one sentence each."""
-        said = [f"{self.num_dropped} rows left out"] if self.num_dropped else []
-        said += [f"{self.num_cut} rows cut to {self.longest_row} tokens"] if self.num_cut else []
-        if len(self.members) < sum(map(len, self.members)):
+        """Return notes for the user on dropped, truncated and packed rows."""
+        notes: list[str] = []
+        if self.num_dropped:
+            notes.append(f"{self.num_dropped} rows dropped")
+        if self.num_truncated:
+            notes.append(f"{self.num_truncated} rows truncated to {self.max_tokens} tokens")
+        num_examples = sum(map(len, self.members))
+        if len(self.members) < num_examples:
             size = capacity or self.longest
-            filled = sum(self.lengths) / (size * len(self))
-            said.append(
-                f"{sum(map(len, self.members))} examples packed into {len(self)} rows of {size} tokens, {filled:.1%} full"
+            fill = sum(self.lengths) / (size * len(self))
+            notes.append(
+                f"{num_examples} examples packed into {len(self)} rows of {size} tokens, "
+                f"{fill:.1%} full"
             )
-            said += (
-                []
-                if capacity
-                else ["data.seq_length is not set, so that rows are as long as the longest example"]
-            )
-        return said
+            if not capacity:
+                notes.append(
+                    "data.seq_length is not set, so the longest example sets the row length"
+                )
+        return notes
 
 
 def split(num_rows: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which rows are learnt and which are held out, each ascending; at least one is held out where
-    `fraction` is above 0.
+    """Return the rows to train on and the held-out rows, both ascending.
+
+    At least one row is held out if `fraction` is above 0.
     """
     count = math.ceil(num_rows * fraction)
-    drawn = np.random.Generator(
-        np.random.Philox(np.random.SeedSequence([seed, _SPLIT]))
-    ).permutation(num_rows)[:count]
-    held_out = frozenset(drawn.tolist())
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLIT])))
+    held_out = frozenset(generator.permutation(num_rows)[:count].tolist())
     return tuple(i for i in range(num_rows) if i not in held_out), tuple(sorted(held_out))
 
 
 def open_rows(config: Config, dataset: SftDataset, indices: Sequence[int] | None = None) -> Rows:
-    """The rows of a preprocessed dataset (of those in `indices`), packed if `data.pack` asks for it
-    and they are not yet.
+    """Return the rows of a preprocessed dataset, or those in `indices`.
 
-    Raises MsrlError for rows longer than `data.seq_length` unless `data.too_long` says what to do,
-    and where none is left.
+    They are packed if `data.pack` is set and the dataset is not packed yet.
+
+    Raises:
+        MsrlError: Rows are longer than `data.seq_length` and `data.too_long` refuses them, or no
+        row remains.
     """
     limit, policy = config.data.seq_length, config.data.too_long
     numbers = range(len(dataset)) if indices is None else indices
-    tokens = dataset.lengths()
-    lengths = {number: tokens[number] for number in numbers}
-    long = [number for number, length in lengths.items() if limit is not None and length > limit]
-    if long and policy == "refuse":
+    num_tokens = dataset.lengths()
+    lengths = {number: num_tokens[number] for number in numbers}
+    too_long = [
+        number for number, length in lengths.items() if limit is not None and length > limit
+    ]
+    if too_long and policy == "refuse":
         longest = max(lengths.values())
         raise MsrlError(
-            f"data.seq_length={limit}: the longest row of {dataset.prefix} has {longest} tokens; raise it,"
-            " preprocess with that seq_length, or set data.too_long to drop or truncate"
+            f"data.seq_length={limit}: the longest row of {dataset.prefix} has {longest} tokens. "
+            "Raise it,"
+            " preprocess with that seq_length, or set data.too_long to drop or truncate."
         )
-    dropped = (
-        set(long)
-        if policy == "drop"
-        else {n for n in long if not _has_loss(_cut(dataset[n], limit))}
-    )
-    kept = {
+    dropped = set(too_long)
+    if policy != "drop":
+        dropped = {
+            number for number in too_long if not _has_loss(_truncate(dataset[number], limit))
+        }
+    kept_lengths = {
         number: min(length, limit or length)
         for number, length in lengths.items()
         if number not in dropped
     }
-    if not kept:
+    if not kept_lengths:
         raise MsrlError(
-            f"data prefix {dataset.prefix}: no row is left of {len(lengths)}; raise data.seq_length={limit}"
+            f"data.seq_length={limit}: none of the {len(lengths)} rows of {dataset.prefix} fits. "
+            "Raise it."
         )
-    members = _packed(config, dataset, kept)
-    sums = tuple(sum(kept[number] for number in row) for row in members)
+    members = _pack_rows(config, dataset, kept_lengths)
+    row_lengths = tuple(sum(kept_lengths[number] for number in row) for row in members)
+    num_truncated = len(too_long) - len(dropped)
     return Rows(
-        dataset, members, sums, limit if long else None, len(dropped), len(long) - len(dropped)
+        dataset, members, row_lengths, limit if too_long else None, len(dropped), num_truncated
     )
 
 
-def _packed(
+def _pack_rows(
     config: Config, dataset: SftDataset, lengths: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
+    """Return the dataset rows of each packed row; one each if the dataset is not to be packed."""
     numbers = tuple(lengths)
     if not config.data.pack or (dataset.manifest is not None and dataset.manifest.pack):
         return tuple((number,) for number in numbers)
     sizes = list(lengths.values())
-    return tuple(
-        tuple(numbers[i] for i in row) for row in bins(sizes, config.data.seq_length or max(sizes))
-    )
+    packed = bins(sizes, config.data.seq_length or max(sizes))
+    return tuple(tuple(numbers[i] for i in row) for row in packed)
 
 
-def _cut(examples: Sequence[RenderedExample], limit: int | None) -> Sequence[RenderedExample]:
-    """The first `limit` tokens of a row."""
+def _truncate(examples: Sequence[RenderedExample], limit: int | None) -> Sequence[RenderedExample]:
+    """Return the first `limit` tokens of a row; all if it is None."""
     if limit is None:
         return examples
     starts = accumulate((len(example.token_ids) for example in examples), initial=0)

@@ -1,8 +1,6 @@
-"""Supervised fine-tuning: check what can be known, start the ranks, log what they report, end with
-a report and a checkpoint.
+"""Driver of supervised fine-tuning: checks, start of the ranks, logs, export of the result.
 
-The loop over steps is in `sft_rank.py`; it runs in every rank. Here is the process that the user
-started.
+The loop over steps is in `sft/rank.py`, which runs on every rank.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from msrl.trainer.launch import LocalRanks
 from msrl.types import StepReport
 from msrl.workflows.sft.rows import Rows
 from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, training_rows
-from msrl.workflows.sft.text_rows import TextRows, blend_of
-from msrl.workflows.training import resume_checks as resume_checks
+from msrl.workflows.sft.text_rows import TextRows, weights_by_prefix
+from msrl.workflows.training import resume_checks
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
@@ -56,35 +54,34 @@ CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "trai
 
 
 def run(config: Config) -> None:
-    """Train as the configuration says. Raises MsrlError for what is wrong with it before any rank
-    is started.
+    """Train a model as configured.
+
+    Raises:
+        MsrlError: The configuration is invalid. It is checked before any rank starts.
     """
     platform = resolve(config.cluster.platform)
     job = prepare(config, platform.name)
     check_memory(config, "train-sft", platform, longest=job.longest_row)
     saved = job.resume
     verify_models(loaded_models(config, "train-sft", saved))
-    with (
-        lasting_output(),
-        RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES) as log,
-        EndAtOnce(),
-    ):
-        log.note(
-            f"starting {counted(world_size(config), 'training rank')} on {platform.name}; the run is written to {log.path}"
-        )
+    run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
+    with lasting_output(), run_log as log, EndAtOnce():
+        count = counted(world_size(config), "training rank")
+        log.note(f"starting {count} on {platform.name}; the run is written to {log.path}")
         with _ranks(config, job, platform) as ranks:
             messages = ranks.messages()
-            next(messages, None)  # Started: until then there is nothing to save
+            next(messages, None)  # `Started`; before it there is nothing to save
             with Interrupts(ranks.ask_to_stop):
-                last, ends = _followed(messages, log)
+                last, end = _log_messages(messages, log)
         is_stopped = was_stopped_early(ranks.was_asked_to_stop, last, job.num_steps)
-        log.finish({**_results(config, last or saved, log.path, is_done=not is_stopped), **ends})
+        results = _results(config, last or saved, log.path, is_done=not is_stopped)
+        log.finish({**results, **({} if end is None else {"end": end})})
     if is_stopped:
         raise KeyboardInterrupt
 
 
 def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | ClusterRanks:
-    """Processes of this machine; with `cluster.address`, of the machines of that cluster."""
+    """Return the ranks: Ray actors if `cluster.address` is set, otherwise local processes."""
     if config.cluster.address is not None:
         from msrl.workflows.sft.cluster import ClusterRanks
 
@@ -99,36 +96,43 @@ def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | Cl
     )
 
 
-def _followed(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, dict[str, str]]:
-    """Log all that the ranks report; the last of their checkpoints, and why the training ended
-    early if it did.
+def _log_messages(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, str | None]:
+    """Log the messages of the ranks.
+
+    Returns:
+        The last checkpoint, and the reason if early stopping ended the training.
     """
-    saved, ends = None, dict[str, str]()
+    saved, end = None, None
     for message in messages:
         if isinstance(message, StepReport):
             log.log(message)
         elif isinstance(message, str):
             log.note(message)
-            ends["end"] = message
+            end = message
         else:
             saved = message
             print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
-    return saved, ends
+    return saved, end
 
 
 def prepare(config: Config, platform: str) -> SftSetup:
-    """Everything that the ranks need to know. Raises MsrlError."""
+    """Check everything that can be checked before ranks start and return the setup of the run.
+
+    Raises:
+        MsrlError: The configuration, the data or the checkpoint is invalid.
+    """
     if config.data.train is None and not config.data.blend:
-        raise MsrlError("data.train: not set; name the output prefix of `msrl preprocess`")
+        raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
     rows = _checked_rows(config, hf_files(config))
-    num_steps = config.train.steps or math.ceil(
-        (config.train.epochs or 1) * len(rows) / config.train.global_batch
-    )
+    num_rows = (config.train.epochs or 1) * len(rows)
+    num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
     if start_step >= num_steps:
         raise MsrlError(
-            f"train.steps={num_steps}: {checkpoint_root(config)} is at step {start_step} already; raise it to go on"
+            f"train.steps={num_steps}: the checkpoint in {checkpoint_root(config)} is at step "
+            f"{start_step} already. Raise train.steps to"
+            " resume."
         )
     order, rates = row_order(config, rows), schedule(config, num_steps)
     state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
@@ -153,39 +157,48 @@ def prepare(config: Config, platform: str) -> SftSetup:
 
 
 def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
-    """The rows to train on; they and those held out fit the model and the configuration. Says how
-    they came about. Raises MsrlError.
+    """Return the rows to train on and print notes on them.
+
+    Raises:
+        MsrlError: They or the held-out rows do not fit the model or the configuration.
     """
-    is_text = config.data.handler == "pretrain"
-    for prefix in dict.fromkeys((*blend_of(config), config.data.eval)):
+    dataset_type = TextDataset if config.data.handler == "pretrain" else SftDataset
+    for prefix in dict.fromkeys((*weights_by_prefix(config), config.data.eval)):
         if prefix is not None:
-            dataset = (TextDataset if is_text else SftDataset)(prefix)
+            dataset = dataset_type(prefix)
             check_data(dataset.manifest, config, hf_dir, prefix)
             verify_data(dataset, hf_dir)
     train, held_out = training_rows(config)
-    trained_on = ", ".join(blend_of(config))
-    check_lengths(config, trained_on, train)
+    prefixes = ", ".join(weights_by_prefix(config))
+    check_lengths(config, prefixes, train)
     if held_out is not None:
-        check_lengths(config, config.data.eval or f"what is held out of {trained_on}", held_out)
-    named = {"data.train": train, "held out": held_out}
-    if held_out is not None and config.data.eval is None:
-        print(f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr)
-    for name, rows in named.items():
-        for note in rows.notes(config.data.seq_length) if rows is not None else ():
-            print(f"{name}: {note}", file=sys.stderr)
+        check_lengths(config, config.data.eval or f"the held-out part of {prefixes}", held_out)
+        if config.data.eval is None:
+            print(
+                f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr
+            )
+    _print_notes("data.train", train, config)
+    if held_out is not None:
+        _print_notes("held out", held_out, config)
     return train
+
+
+def _print_notes(name: str, rows: Rows | TextRows, config: Config) -> None:
+    for note in rows.notes(config.data.seq_length):
+        print(f"{name}: {note}", file=sys.stderr)
 
 
 def _results(
     config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
 ) -> dict[str, str]:
+    """Export the final checkpoint of a completed run; return the paths to report."""
     results = checkpoint_results(saved, is_done=is_done)
     if saved and is_done and config.checkpoint.export_hf:
         from msrl.workflows.training.export import export_hf, final_checkpoint
 
-        chosen, said = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
+        checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
         folder = export_hf(
-            chosen, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
+            checkpoint, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
         )
-        results["Hugging Face model"] = f"{folder}{said}"
+        results["Hugging Face model"] = f"{folder}{note}"
     return results

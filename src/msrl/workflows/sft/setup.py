@@ -1,5 +1,6 @@
-"""What supervised fine-tuning is made of before any rank starts: the job that ranks are told. Light
-to import.
+"""Setup of supervised fine-tuning that the driver sends to every rank.
+
+Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -17,62 +18,63 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import RankSettings
 from msrl.workflows.sft.rows import Rows, open_rows, split
-from msrl.workflows.sft.text_rows import TextRows, blend_of, open_text
+from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class SftSetup:
-    """What every rank is told. `start_step` counts the steps done before; `hf_dir` has config and
-    tokenizer; `state` is what every checkpoint holds of the training.
-    """
+    """Setup of a run, equal on all ranks."""
 
     config: Config
     settings: RankSettings
     schedule: Schedule
     order: RowOrder | BlendOrder
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
     num_steps: int
-    start_step: int
+    start_step: int  # number of steps before this run
     resume: SavedTraining | None
     checkpoint_dir: Path
-    hf_dir: Path
+    hf_dir: Path  # folder with config and tokenizer
     longest_row: int  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What rank 0 reports first: all ranks are there, and the first step begins."""
+    """First message of rank 0: all ranks have joined and the first step begins."""
 
 
 def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:
-    """The rows to train on and those held out. Raises MsrlError."""
+    """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
     if config.data.handler == "pretrain":
         return open_text(config)
     dataset = SftDataset(str(config.data.train))
-    learnt, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
-    if held_out and not learnt:
-        asked = f"data.eval_fraction={config.data.eval_fraction}"
+    trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
+    if held_out and not trained:
         raise MsrlError(
-            f"{asked}: holds out all {len(held_out)} rows of {config.data.train}; lower it, or set data.eval instead"
+            f"data.eval_fraction={config.data.eval_fraction}: all {len(held_out)} rows of "
+            f"{config.data.train} are held out. Lower it, or"
+            " set data.eval instead."
         )
-    train = open_rows(config, dataset, learnt)
+    train = open_rows(config, dataset, trained)
     if config.data.eval is not None:
         return train, open_rows(config, SftDataset(config.data.eval))
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
 def row_order(config: Config, rows: Rows | TextRows) -> RowOrder | BlendOrder:
-    """Which rows a step reads."""
+    """Return the order in which steps read the rows."""
     batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
     if isinstance(rows, TextRows):
-        return BlendOrder(rows.num_rows, tuple(blend_of(config).values()), batch, seed, shuffle)
+        weights = tuple(weights_by_prefix(config).values())
+        return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
     return RowOrder(len(rows), batch, seed, shuffle)
 
 
 def check_lengths(config: Config, prefix: str, rows: Rows | TextRows) -> None:
-    """Every row fits into a micro-batch. Raises MsrlError."""
+    """Raise MsrlError if a row does not fit into a micro-batch."""
     longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:
         raise MsrlError(
-            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} tokens; raise it"
+            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} "
+            "tokens. Raise it."
         )

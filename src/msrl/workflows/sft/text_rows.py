@@ -1,9 +1,10 @@
-"""The rows of continued pretraining: documents end to end, cut every `seq_length` tokens; one or
-several datasets.
+"""Rows of continued pretraining: concatenated documents, split every `seq_length` tokens.
 
-A row begins with the token that the row before it ended with, so that every token but the first of
-a document is learnt exactly once. No token sees another document: what a row has of each is a
-sequence of its own, whose positions start at 0.
+The documents are those of one or several datasets.
+
+A row begins with the last token of the row before it, so that every token except the first of a
+document is predicted exactly once. Tokens do not attend to other documents: the tokens of a
+document in a row form a separate sequence, whose positions start at 0.
 """
 
 from __future__ import annotations
@@ -21,63 +22,64 @@ from msrl.errors import MsrlError
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
-    """The documents of a dataset end to end."""
+class _DocumentStream:
+    """Concatenated documents of a dataset."""
 
     dataset: TextDataset
-    starts: NDArray[
-        np.int64
-    ]  # [documents + 1] of each document in the stream, and the stream's end
+    starts: NDArray[np.int64]  # [documents + 1] start of each document in the stream, and its end
     row_tokens: int
 
     @staticmethod
-    def of(dataset: TextDataset, row_tokens: int) -> _Stream:
-        return _Stream(
-            dataset,
-            np.concatenate([np.zeros(1, np.int64), np.cumsum(dataset.lengths, dtype=np.int64)]),
-            row_tokens,
-        )
+    def from_dataset(dataset: TextDataset, row_tokens: int) -> _DocumentStream:
+        ends = np.cumsum(dataset.lengths, dtype=np.int64)
+        return _DocumentStream(dataset, np.concatenate([np.zeros(1, np.int64), ends]), row_tokens)
 
     @property
     def num_rows(self) -> int:
         return max(0, -(-(int(self.starts[-1]) - 1) // (self.row_tokens - 1)))
 
     def row(self, number: int) -> Sequences:
-        """What the row has of each document; what has no token to learn is left out, unless there
-        is nothing else.
+        """Return the sequences of a row.
+
+        A sequence of one token has no token to predict and is dropped, unless the row has no other.
         """
         begin = number * (self.row_tokens - 1)
         end = min(begin + self.row_tokens, int(self.starts[-1]))
         first, last = np.searchsorted(self.starts, [begin, end - 1], side="right") - 1
-        pieces = [
-            self._piece(document, begin, end) for document in range(int(first), int(last) + 1)
+        segments = [
+            self._segment(document, begin, end) for document in range(int(first), int(last) + 1)
         ]
-        learnt = [piece for piece in pieces if len(piece) > 1] or [
-            piece for piece in pieces if len(piece)
-        ][:1]
-        return Sequences(
-            tuple(learnt), tuple(np.ones(len(piece), np.bool_) for piece in learnt), {}
-        )
+        trained = [segment for segment in segments if len(segment) > 1]
+        if not trained:
+            trained = [segment for segment in segments if len(segment)][:1]
+        masks = tuple(np.ones(len(segment), np.bool_) for segment in trained)
+        return Sequences(tuple(trained), masks, {})
 
-    def _piece(self, document: int, begin: int, end: int) -> NDArray[np.int64]:
+    def _segment(self, document: int, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the tokens of a document between two positions of the stream."""
         start = int(self.starts[document])
         return self.dataset.read_tokens(document, max(0, begin - start), max(0, end - start))
 
 
 class TextRows:
-    """The rows of all datasets, numbered through: the first row of one follows the last of the one
-    before it.
-    """
+    """Rows of all datasets. Row numbers of a dataset continue those of the dataset before it."""
 
     def __init__(self, prefixes: Sequence[str], row_tokens: int) -> None:
-        """Raises MsrlError for data that is absent, of another kind or empty."""
-        self._streams = [_Stream.of(TextDataset(prefix), row_tokens) for prefix in prefixes]
+        """Open the datasets.
+
+        Raises:
+            MsrlError: A dataset is missing, empty or of another kind.
+        """
+        self._streams = [
+            _DocumentStream.from_dataset(TextDataset(prefix), row_tokens) for prefix in prefixes
+        ]
         self._row_tokens = row_tokens
         self.num_rows = tuple(stream.num_rows for stream in self._streams)  # of each dataset
         for prefix, count in zip(prefixes, self.num_rows, strict=True):
             if not count:
                 raise MsrlError(
-                    f"data prefix {prefix}: its documents have fewer than two tokens in all, so there is nothing to learn"
+                    f"{prefix}: the documents have fewer than two tokens in total, so there is no "
+                    "token to predict."
                 )
         self._first = [0, *np.cumsum(self.num_rows).tolist()]
 
@@ -89,28 +91,32 @@ class TextRows:
         return min(self._row_tokens, max(int(stream.starts[-1]) for stream in self._streams))
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
-        """The sequences of each row."""
-        where = [(int(np.searchsorted(self._first, row, side="right")) - 1, row) for row in rows]
-        return [self._streams[d].row(row - self._first[d]) for d, row in where]
+        """Return the sequences of each row."""
+        return [self._row(row) for row in rows]
+
+    def _row(self, row: int) -> Sequences:
+        dataset = int(np.searchsorted(self._first, row, side="right")) - 1
+        return self._streams[dataset].row(row - self._first[dataset])
 
     def notes(self, capacity: int | None) -> list[str]:
-        """What a user should know of how the rows came about, one sentence each."""
-        counts = zip(self._streams, self.num_rows, strict=True)
+        """Return a note for the user on each dataset."""
         return [
-            f"{s.dataset.prefix}: {len(s.dataset)} documents in {count} rows of {self._row_tokens} tokens"
-            for s, count in counts
+            f"{stream.dataset.prefix}: {len(stream.dataset)} documents in {count} rows of "
+            f"{self._row_tokens} tokens"
+            for stream, count in zip(self._streams, self.num_rows, strict=True)
         ]
 
 
-def blend_of(config: Config) -> Mapping[str, float]:
-    """The training data by prefix with its weight."""
-    return config.data.blend or ({} if config.data.train is None else {config.data.train: 1.0})
+def weights_by_prefix(config: Config) -> Mapping[str, float]:
+    """Return the weights of the training datasets by prefix."""
+    if config.data.blend:
+        return config.data.blend
+    return {} if config.data.train is None else {config.data.train: 1.0}
 
 
 def open_text(config: Config) -> tuple[TextRows, TextRows | None]:
-    """The rows to train on and those held out. Raises MsrlError."""
+    """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
     data = config.data
-    assert data.seq_length is not None, "the configuration was not checked"
-    return TextRows(tuple(blend_of(config)), data.seq_length), TextRows(
-        [data.eval], data.seq_length
-    ) if data.eval is not None else None
+    assert data.seq_length is not None, "the configuration is checked before"
+    train = TextRows(tuple(weights_by_prefix(config)), data.seq_length)
+    return train, None if data.eval is None else TextRows([data.eval], data.seq_length)

@@ -36,23 +36,27 @@ def check_data(manifest: DatasetManifest | None, config: Config, hf_dir: Path, p
         )
     if manifest.vocab_size > shape.vocab_size:
         raise MsrlError(
-            f"data prefix {prefix}: the tokenizer has {manifest.vocab_size} tokens, but the model in {hf_dir} has {shape.vocab_size}."
+            f"data prefix {prefix}: the tokenizer has {manifest.vocab_size} tokens, but the model "
+            f"in {hf_dir} has {shape.vocab_size}."
             " Preprocess with the tokenizer of the model."
         )
     _refuse_other_tokenizer(manifest, config, prefix)
     if config.model.template is not None and manifest.template != config.model.template:
         raise MsrlError(
-            f"model.template={config.model.template}: {prefix} was preprocessed with template {manifest.template}. Use that template, or preprocess again."
+            f"model.template={config.model.template}: {prefix} was preprocessed with template "
+            f"{manifest.template}. Use that template, or preprocess again."
         )
     if manifest.kind == "pretrain":  # documents of any length are split into rows
         longest = config.data.seq_length or 0
         if longest > shape.max_position_embeddings:
             raise MsrlError(
-                f"data.seq_length={longest}: the model takes at most {shape.max_position_embeddings} tokens. Lower it."
+                f"data.seq_length={longest}: the model takes at most "
+                f"{shape.max_position_embeddings} tokens. Lower it."
             )
     elif not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
         raise MsrlError(
-            f"data prefix {prefix}: the longest example has {manifest.max_tokens} tokens, but the model takes {shape.max_position_embeddings}."
+            f"data prefix {prefix}: the longest example has {manifest.max_tokens} tokens, but the "
+            f"model takes {shape.max_position_embeddings}."
             " Preprocess with a shorter seq_length."
         )
 
@@ -78,14 +82,17 @@ def verify_data(dataset: SftDataset | TextDataset | PromptDataset, hf_dir: Path)
     if stray is not None:
         unit = "document" if isinstance(dataset, TextDataset) else "row"
         raise MsrlError(
-            f"data prefix {prefix}: {stray.file}: {unit} {stray.row}: token {stray.token} at position {stray.position} is outside of the"
-            f" vocabulary of {vocab_size} tokens of the model in {hf_dir}. Preprocess with the tokenizer of the model."
+            f"data prefix {prefix}: {stray.file}: {unit} {stray.row}: token {stray.token} at "
+            f"position {stray.position} is outside of the"
+            f" vocabulary of {vocab_size} tokens of the model in {hf_dir}. Preprocess with the "
+            "tokenizer of the model."
         )
 
 
 def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: str) -> None:
-    """Raise MsrlError if the data was made with another tokenizer. A model without a tokenizer
-    cannot be checked.
+    """Raise MsrlError if the data was made with another tokenizer.
+
+    A model without a tokenizer cannot be checked.
     """
     folder = tokenizer_path(config)
     try:
@@ -96,7 +103,8 @@ def _refuse_other_tokenizer(manifest: DatasetManifest, config: Config, prefix: s
         return
     if manifest.tokenizer_hash != model_hash:
         raise MsrlError(
-            f"data prefix {prefix}: was preprocessed with another tokenizer than the one in {folder}, so its ids mean other tokens."
+            f"data prefix {prefix}: was preprocessed with another tokenizer than the one in "
+            f"{folder}, so its ids mean other tokens."
             " Preprocess with that tokenizer, or set model.tokenizer to the tokenizer of the data."
         )
 

@@ -70,8 +70,9 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:
-    """Write the critic of a checkpoint as a sequence classifier with one label. `hf_dir` holds the
-    config that it started from.
+    """Write the critic of a checkpoint as a sequence classifier with one label.
+
+    `hf_dir` holds the config that it started from.
     """
     from msrl.checkpoint.convert import write_hf
     from msrl.checkpoint.hf.folder import copy_sidecars

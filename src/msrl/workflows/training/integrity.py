@@ -1,5 +1,6 @@
-"""Verification of the files that a command loads, before engines and ranks start. Each file is read
-once, on this machine.
+"""Verification of the files that a command loads, before engines and ranks start.
+
+Each file is read once, on this machine.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ SHOWN_BYTES = 1 << 28  # smaller amounts take at most seconds and show no progre
 
 
 def verify_models(folders: Iterable[Path]) -> None:
-    """Verify the weight files of models, each folder once. Raises MsrlError that names the damaged
-    file and its record.
+    """Verify the weight files of models, each folder once.
+
+    Raises MsrlError that names the damaged file and its record.
     """
     from msrl.checkpoint.integrity import weight_checks
 
@@ -27,8 +29,9 @@ def verify_models(folders: Iterable[Path]) -> None:
 
 
 def verify_files(checks: list[FileCheck]) -> None:
-    """Verify files, with a progress bar if there is much to read. Raises MsrlError as
-    `refuse_damaged` does.
+    """Verify files, with a progress bar if there is much to read.
+
+    Raises MsrlError as `refuse_damaged` does.
     """
     from msrl.checkpoint.integrity import refuse_damaged
 

@@ -56,7 +56,7 @@ class _Handlers:
 
 
 class EndAtOnce:
-    """Context in which the signals raise KeyboardInterrupt, because there is nothing to save yet."""
+    """Context in which signals raise KeyboardInterrupt, because there is nothing to save yet."""
 
     def __init__(self) -> None:
         self._first = _FirstSignal()
@@ -146,8 +146,9 @@ class _LastingStream:
                 raise
 
     def drop_if_unread(self) -> bool:
-        """Send all further output to /dev/null if nothing can read it. Returns True if it is
-        dropped.
+        """Send all further output to /dev/null if nothing can read it.
+
+        Returns True if it is dropped.
         """
         try:
             descriptor = self._stream.fileno()
@@ -179,8 +180,9 @@ def lasting_output() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def children_ignore_interrupts() -> Generator[None, None, None]:
-    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group. Only this
-    process decides what it stops.
+    """Start processes that ignore Ctrl-C, which a terminal sends to the whole group.
+
+    Only this process decides what it stops.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -190,7 +192,8 @@ def children_ignore_interrupts() -> Generator[None, None, None]:
 
 
 def was_stopped_early(asked: bool, saved: SavedTraining | None, num_steps: int) -> bool:
-    """Return True if a signal ended the training before its last step. A signal during the last
-    step does not.
+    """Return True if a signal ended the training before its last step.
+
+    A signal during the last step does not.
     """
     return asked and (saved is None or saved.step < num_steps)

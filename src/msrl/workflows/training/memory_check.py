@@ -30,8 +30,9 @@ class Fit:
 
     @property
     def level(self) -> Literal["ok", "note", "wrong"]:
-        """`wrong`: the training cannot fit. `note`: it may not fit if micro-batches are as full as
-        the configuration allows.
+        """`wrong`: the training cannot fit.
+
+        `note`: it may not fit if micro-batches are as full as the configuration allows.
         """
         if self.certain > self.total:
             return "wrong"
@@ -62,9 +63,13 @@ def fit(
     if shape is None or total is None:
         return None
     memory = training_memory(
-        config, shape, command, longest=longest,
-        temporary_elements=platform.elements_at_once, attention_bytes=4 if platform.upcast_attention else None,
-    )  # fmt: skip
+        config,
+        shape,
+        command,
+        longest=longest,
+        temporary_elements=platform.elements_at_once,
+        attention_bytes=4 if platform.upcast_attention else None,
+    )
     memory = _with_engine(memory, config, shape, command, platform)
     least = _least(memory, config, shape, command, longest)
     return Fit(
@@ -148,8 +153,9 @@ def remedies(config: Config, memory_fit: Fit) -> str:
 def check_memory(
     config: Config, command: str, platform: Platform, *, longest: int | None = None
 ) -> None:
-    """Raise MsrlError for a training that cannot fit. On CPU, or if only full micro-batches would
-    not fit, print a warning.
+    """Raise MsrlError for a training that cannot fit.
+
+    On CPU, or if only full micro-batches would not fit, print a warning.
     """
     memory_fit = fit(config, command, platform, longest=longest)
     if memory_fit is None or memory_fit.level == "ok":

@@ -37,8 +37,9 @@ _SFT_KEYS = (
 
 
 def remembered(config: Config, schedule: Schedule, *, command: str) -> dict[str, Any]:
-    """Return the values that a checkpoint of `command` stores for later checks. Reads the beginning
-    and end of data and weight files.
+    """Return the values that a checkpoint of `command` stores for later checks.
+
+    Reads the beginning and end of data and weight files.
     """
     prefixes = (
         {"data.train": config.data.train}
@@ -89,7 +90,8 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
     ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root}, because these have changed: {', '.join(changed)}."
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root}, because "
+            f"these have changed: {', '.join(changed)}."
             " Restore them, or start a new run with checkpoint.load."
         )
 
@@ -102,7 +104,8 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
         parts = "warm-up" + (" and decay" if schedule.decay_updates else "")
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
         print(
-            f"train.optimizer: {parts} take more than the {schedule.num_updates} updates of this run; {last}",
+            f"train.optimizer: {parts} take more than the {schedule.num_updates} updates of this "
+            f"run; {last}",
             file=sys.stderr,
         )
     before = saved.state()["extra"].get("remembered") if saved else None
@@ -111,7 +114,8 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
     was, now = Schedule(**before["schedule"]).at(next_update), schedule.at(next_update)
     if was != now:
         print(
-            f"The learning rate schedule has changed: the next update uses {now:.2e} instead of {was:.2e}",
+            f"The learning rate schedule has changed: the next update uses {now:.2e} instead of "
+            f"{was:.2e}",
             file=sys.stderr,
         )
 
@@ -129,7 +133,8 @@ def _weight_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _described(shape: Shape) -> str:
-    return f"{shape.architecture} of {shape.num_layers} layers, {shape.hidden_size} channels and {shape.vocab_size} tokens"
+    sizes = f"{shape.num_layers} layers, {shape.hidden_size} channels and {shape.vocab_size} tokens"
+    return f"{shape.architecture} of {sizes}"
 
 
 def _text(value: object) -> str:

@@ -21,8 +21,9 @@ from msrl.workflows.training.settings import run_path
 
 
 def checkpoint_root(config: Config) -> Path:
-    """Return the folder of the run's checkpoints. It is absolute, because workers may have another
-    working directory.
+    """Return the folder of the run's checkpoints.
+
+    It is absolute, because workers may have another working directory.
     """
     return (
         Path(config.checkpoint.save) if config.checkpoint.save else run_path(config) / "checkpoints"
@@ -54,7 +55,8 @@ class RunLog:
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
             print(
-                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the resume",
+                f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "
+                "resume",
                 file=sys.stderr,
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
@@ -75,8 +77,9 @@ class RunLog:
             self._trackers.log(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Write report.md and the curves, and print the results. Raises MsrlError if they cannot be
-        written.
+        """Write report.md and the curves, and print the results.
+
+        Raises MsrlError if they cannot be written.
         """
         reports = read_metrics(self.path)
         if reports:

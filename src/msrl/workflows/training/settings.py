@@ -32,8 +32,9 @@ from msrl.workflows.training.best import Best
 
 
 def weights_path(config: Config) -> Path:
-    """Return the folder of the initial weights. It is absolute, because workers may have another
-    working directory.
+    """Return the folder of the initial weights.
+
+    It is absolute, because workers may have another working directory.
     """
     path = config.checkpoint.load or config.model.path
     if path is None:
@@ -84,8 +85,9 @@ def tokenizer_path(config: Config) -> Path:
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
-    """Return the data order for a checkpoint's state. With the step it determines the position in
-    the data.
+    """Return the data order for a checkpoint's state.
+
+    With the step it determines the position in the data.
     """
     return {"order": asdict(order)}
 
@@ -116,7 +118,8 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
     ]
     if changed:
         raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the same rows, because these have changed:"
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the "
+            "same rows, because these have changed:"
             f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
         )
 
@@ -157,8 +160,9 @@ def rank_settings(
     reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks. `reward_models` are those that the ranks hold, by
-    the names of their sources.
+    """Return the settings of the training ranks.
+
+    `reward_models` are those that the ranks hold, by the names of their sources.
     """
     parallel, has_adapters = config.train.parallel, config.train.lora.rank is not None
     return RankSettings(
@@ -186,7 +190,7 @@ def rank_settings(
 
 
 def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or from the configured model."""
+    """Return the settings of the policy, which starts from `weights` or the configured model."""
     train = config.train
     return ReplicaSettings(
         model=weights.root if weights else weights_path(config),
