@@ -83,7 +83,8 @@ def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> s
         span.text
         for span in [
             *renderer.spans(conversation, is_prompt=asks),
-            *(renderer.generation_prompt() if asks else [])]
+            *(renderer.generation_prompt() if asks else []),
+        ]
     )
 
 

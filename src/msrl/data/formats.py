@@ -66,7 +66,8 @@ def _recognize_turns(columns: Mapping[str, Any]) -> RowFormat | None:
     for name in _TURNS:
         if _is_turns(columns.get(name)):
             return RowFormat("sharegpt", {"messages": name})
-    prompt, completion = columns.get("prompt"), columns.get("completion", columns.get("response"))
+    prompt: Any = columns.get("prompt")
+    completion: Any = columns.get("completion", columns.get("response"))
     if _is_turns(prompt) and _is_turns(completion):
         return RowFormat("sharegpt", {"messages": "messages"}, [*prompt, *completion])
     return None

@@ -20,7 +20,7 @@ from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_
 from msrl.trainer.objective.losses import SftLoss
 from msrl.trainer.rank import TrainingRank
 from msrl.types import MicroBatch, StepReport
-from msrl.workflows.sft.rows import Rows
+from msrl.workflows.sft.rows import MixedRows, Rows
 from msrl.workflows.sft.setup import SftSetup, Started, training_rows
 from msrl.workflows.sft.text_rows import TextRows
 from msrl.workflows.training.best import Best, best_state
@@ -93,7 +93,7 @@ def _is_due(every: int | None, step: int, num_steps: int) -> bool:
 
 
 def _step(
-    training_rank: TrainingRank, job: SftSetup, train: Rows | TextRows, step: int
+    training_rank: TrainingRank, job: SftSetup, train: Rows | MixedRows | TextRows, step: int
 ) -> StepReport:
     """Train on the rows of a step and return its report."""
     config, start_time = job.config, time.perf_counter()

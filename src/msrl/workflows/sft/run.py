@@ -20,7 +20,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.trainer.launch import LocalRanks
 from msrl.types import StepReport
-from msrl.workflows.sft.rows import Rows
+from msrl.workflows.sft.rows import MixedRows, Rows
 from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import TextRows, weights_by_prefix
 from msrl.workflows.training import resume_checks
@@ -156,7 +156,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
     )
 
 
-def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
+def _checked_rows(config: Config, hf_dir: Path) -> Rows | MixedRows | TextRows:
     """Return the rows to train on and print notes on them.
 
     Raises:
@@ -183,7 +183,7 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | TextRows:
     return train
 
 
-def _print_notes(name: str, rows: Rows | TextRows, config: Config) -> None:
+def _print_notes(name: str, rows: Rows | MixedRows | TextRows, config: Config) -> None:
     for note in rows.notes(config.data.seq_length):
         print(f"{name}: {note}", file=sys.stderr)
 

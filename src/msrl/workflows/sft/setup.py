@@ -5,7 +5,7 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from msrl.errors import MsrlError
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import RankSettings
-from msrl.workflows.sft.rows import Rows, open_rows, split
+from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
 
 
@@ -43,10 +43,18 @@ class Started:
     """First message of rank 0: all ranks have joined and the first step begins."""
 
 
-def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, TextRows | None]:
+def training_rows(
+    config: Config,
+) -> tuple[Rows | MixedRows, Rows | None] | tuple[TextRows, TextRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
     if config.data.handler == "pretrain":
         return open_text(config)
+    if config.data.blend:
+        datasets = [SftDataset(prefix) for prefix in config.data.blend]
+        _check_templates(datasets)
+        parts = tuple(open_rows(config, dataset) for dataset in datasets)
+        held_out = config.data.eval and open_rows(config, SftDataset(config.data.eval))
+        return MixedRows(parts), held_out or None
     dataset = SftDataset(str(config.data.train))
     trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not trained:
@@ -61,16 +69,27 @@ def training_rows(config: Config) -> tuple[Rows, Rows | None] | tuple[TextRows, 
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
-def row_order(config: Config, rows: Rows | TextRows) -> RowOrder | BlendOrder:
+def _check_templates(datasets: Sequence[SftDataset]) -> None:
+    """Raise MsrlError if the datasets of a blend were preprocessed with different templates."""
+    manifests = [d.manifest for d in datasets if d.manifest is not None]
+    templates = {m.chat_template: m.template for m in manifests}
+    if len(templates) > 1:
+        raise MsrlError(
+            f"data.blend: the datasets have different templates: {', '.join(templates.values())}. "
+            "Preprocess all with one template."
+        )
+
+
+def row_order(config: Config, rows: Rows | MixedRows | TextRows) -> RowOrder | BlendOrder:
     """Return the order in which steps read the rows."""
     batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-    if isinstance(rows, TextRows):
+    if isinstance(rows, TextRows | MixedRows):
         weights = tuple(weights_by_prefix(config).values())
         return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
     return RowOrder(len(rows), batch, seed, shuffle)
 
 
-def check_lengths(config: Config, prefix: str, rows: Rows | TextRows) -> None:
+def check_lengths(config: Config, prefix: str, rows: Rows | MixedRows | TextRows) -> None:
     """Raise MsrlError if a row does not fit into a micro-batch."""
     longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:

@@ -241,7 +241,8 @@ def _chat_format(config: Config) -> ChatFormat | None:
     """Return the chat format of data that was preprocessed with a packaged template; None for the
     tokenizer's own.
     """
-    manifest = read_manifest(config.data.train) if config.data.train is not None else None
+    prefix = next(iter(config.data.blend), config.data.train)  # a blend has one template
+    manifest = None if prefix is None else read_manifest(prefix)
     return (
         ChatFormat(manifest.chat_template, manifest.stop_token_ids)
         if manifest is not None and manifest.chat_template
