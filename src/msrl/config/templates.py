@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msrl
 from msrl.errors import MsrlError, nearest
@@ -75,12 +75,11 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"template {path}: not JSON: {error}") from error
-    entries: list[Any] = loaded if isinstance(loaded, list) else []
-    if not entries or not all(
-        isinstance(e, dict) and isinstance(e.get("name"), str) for e in entries
-    ):
+    entries = cast("list[Any]", loaded if isinstance(loaded, list) else [])
+    named = [entry for entry in entries if isinstance(entry, dict) and "name" in entry]
+    if not entries or len(named) < len(entries):
         raise MsrlError(f"template {path}: must be a list of objects with name, as in MindSpeed")
-    return {entry["name"]: entry for entry in entries}
+    return {str(entry["name"]): entry for entry in entries}
 
 
 def _find_entry(path: Path, name: str) -> Path:
