@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.data.columns import EXTRA, DroppedRow
-from msrl.data.formats import hint
 from msrl.data.handlers import Handler
-from msrl.data.own_handler import is_own
-from msrl.data.preference import refuse_preference
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
+from msrl.data.rows.formats import hint
+from msrl.data.rows.own_handler import is_own
+from msrl.data.rows.preference import refuse_preference
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import without_thought
 from msrl.errors import MsrlError

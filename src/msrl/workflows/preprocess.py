@@ -24,9 +24,9 @@ from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS
-from msrl.data.own_handler import is_own
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
+from msrl.data.rows.own_handler import is_own
 from msrl.data.templates import Template, load_template, template_names
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash

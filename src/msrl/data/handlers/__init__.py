@@ -9,7 +9,7 @@ A handler module defines:
 - `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining
 
 The class names of MindSpeed's handlers are accepted as aliases, or refused with a reason.
-`path/file.py:NAME` is a handler of the user; see `msrl.data.own_handler`.
+`path/file.py:NAME` is a handler of the user; see `msrl.data.rows.own_handler`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, Literal
 
 from msrl import registry
-from msrl.data import own_handler
 from msrl.data.columns import ColumnMapping, make_columns
-from msrl.data.preference import refuse_preference_columns
+from msrl.data.rows import own_handler
+from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
 
 Kind = Literal["pretrain", "sft", "prompts"]

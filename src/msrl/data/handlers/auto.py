@@ -1,6 +1,6 @@
 """Rows in any usual format, recognized by their columns.
 
-`msrl.data.formats` lists the formats.
+`msrl.data.rows.formats` lists the formats.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping, make_columns
-from msrl.data.formats import recognize, unknown_columns
 from msrl.data.handlers import alpaca, r1, sharegpt
+from msrl.data.rows.formats import recognize, unknown_columns
 from msrl.errors import MsrlError
 from msrl.types import Conversation
 
