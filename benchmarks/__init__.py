@@ -1,1 +1,1 @@
-"""Ours beside the peers, in turn, on the same inputs: `nox -s bench -- [NAME...]`. See __main__.py."""
+"""Benchmarks of msrl and peers on the same inputs: `nox -s bench -- [NAME...]`; see __main__.py."""

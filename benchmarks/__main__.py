@@ -1,8 +1,9 @@
-"""`nox -s bench -- [NAME...] [--rounds N] [--write]`: ours and the peers' in turn, medians and their ratios as a table.
+"""Compare msrl with peers: `nox -s bench -- [NAME...] [--rounds N] [--write]`.
 
-The peers' scripts and their inputs' maker stand in `../shared/bench` (or `--scripts`); their environment is made by the nox session.
-Figures are of this machine as busy as it is: the ratio is what counts, since both sides run in turn.
-`device` stands apart: it needs none of that (see `device.py`).
+Both sides run alternately, and the medians and their ratios are printed as a table. The ratio is
+the result, since absolute figures depend on the load of the machine. The scripts of the peers and
+of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
+environment. The benchmark `device` needs none of this (see `device.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks import device
-from benchmarks.cases import CASES, ROOT, Bench, Case, Sample, Way
+from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
 
 RESULTS = ROOT / "benchmarks" / "results.md"
-HEAD = ("| work | ours | peer | ratio | asked for | reached |", "|---|---|---|---|---|---|")
+HEAD = ("| work | ours | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
 Samples = Mapping[str, Sequence[Sample]]
 
 
@@ -38,9 +39,9 @@ def main() -> int:
     rows: list[str] = []
     details: list[str] = []
     failed = False
-    for case in chosen(args.names):
+    for case in select_cases(args.names):
         try:
-            samples = measured(case, bench, args.rounds)
+            samples = measure(case, bench, args.rounds)
         except BenchError as error:
             failed = True
             print(f"{case.name}: {error}", file=sys.stderr)
@@ -57,72 +58,76 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
     known = [case.name for case in CASES]
-    which = f"benchmarks, by name or its beginning (default: all): {', '.join(known)}; or `device`, which has options of its own"
-    parser.add_argument("names", nargs="*", help=which)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="times that each side runs, in turn (default: 3)"
+        "names",
+        nargs="*",
+        help=f"Names of benchmarks or their beginnings (default: all): {', '.join(known)}. "
+        "`device` has separate options.",
     )
     parser.add_argument(
-        "--write", action="store_true", help=f"also write {RESULTS.relative_to(ROOT)}"
+        "--rounds", type=int, default=3, help="Number of runs of each side (default: 3)."
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"Also write {RESULTS.relative_to(ROOT)}."
     )
     parser.add_argument(
         "--scripts",
         type=Path,
         default=ROOT / "../shared/bench",
-        help="folder of the peers' scripts",
+        help="Folder of the peers' scripts.",
     )
     parser.add_argument(
         "--peers",
         type=Path,
         default=ROOT / ".nox" / "peers",
-        help="virtual environment of the peers",
+        help="Virtual environment of the peers.",
     )
     inputs = Path(os.environ.get("MSRL_BENCH_INPUTS", ROOT / ".nox" / "bench_inputs"))
     parser.add_argument(
-        "--inputs", type=Path, default=inputs, help="folder of the inputs; made where it is absent"
+        "--inputs", type=Path, default=inputs, help="Folder of the inputs, created if missing."
     )
     args = parser.parse_args()
     args.scripts, args.inputs = args.scripts.resolve(), args.inputs.resolve()
     for name in args.names:
-        if not any(one.startswith(name) for one in known):
+        if not any(benchmark.startswith(name) for benchmark in known):
             parser.error(f"no benchmark begins with {name!r}; there are {', '.join(known)}")
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more")
     return args
 
 
-def chosen(names: Sequence[str]) -> list[Case]:
+def select_cases(names: Sequence[str]) -> list[Case]:
+    """Return the benchmarks whose names begin with one of `names`; without names, all."""
     return [
         case for case in CASES if not names or any(case.name.startswith(name) for name in names)
     ]
 
 
 def make_inputs(bench: Bench) -> None:
-    """Makes the shared inputs with the peers' own script, unless they are there."""
+    """Create the shared inputs with the peers' script if they are missing."""
     if not (bench.scripts / "make_inputs.py").exists():
         raise BenchError(
-            f"{bench.scripts}: the peers' scripts are not here; name their folder with --scripts"
+            f"{bench.scripts}: no script make_inputs.py. Set --scripts to the peers' scripts."
         )
     if not (bench.inputs / "qwen3_06b" / "model.safetensors").exists():
-        say("making the inputs")
-        maker = [bench.peers_python, bench.scripts / "make_inputs.py", bench.inputs]
-        timed(maker, environment=quiet_environment(), cwd=ROOT)
+        log("creating the inputs")
+        command = [bench.peers_python, bench.scripts / "make_inputs.py", bench.inputs]
+        timed(command, environment=quiet_environment(), cwd=ROOT)
     bench.work.mkdir(exist_ok=True)
 
 
-def measured(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
-    """The samples of ours and of each peer, one of each per round."""
-    say(f"{case.name}: preparing")
+def measure(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
+    """Return the samples of msrl and of each peer, one of each per round."""
+    log(f"{case.name}: preparing")
     case.prepare(bench)
-    ways: dict[str, Way] = {"ours": case.ours, **case.peers}
-    samples: dict[str, list[Sample]] = {name: [] for name in ways}
+    sides: dict[str, Measurement] = {"ours": case.ours, **case.peers}
+    samples: dict[str, list[Sample]] = {name: [] for name in sides}
     for number in range(1, rounds + 1):
-        for name, way in ways.items():
-            sample = way(bench)
+        for name, run in sides.items():
+            sample = run(bench)
             samples[name].append(sample)
-            say(
-                f"{case.name}: round {number} of {rounds}: {name} {figure(sample.value)} {case.unit}"
-            )
+            result = f"{name} {figure(sample.value)} {case.unit}"
+            log(f"{case.name}: round {number} of {rounds}: {result}")
     return samples
 
 
@@ -133,35 +138,42 @@ def table_rows(case: Case, samples: Samples) -> list[str]:
 
 
 def table_row(case: Case, peer: str, ours: float, theirs: float) -> str:
-    """A row of the table: `ratio` is ours / peer, so that less is better for seconds, more for rates."""
+    """Return a table row. The ratio is ours / peer: lower is better for seconds, not for rates."""
     ratio = ours / theirs
-    goal = case.goals.get(peer)
-    asked = "" if goal is None else f"{'at least' if case.higher_is_better else 'at most'} {goal:g}"
-    reached = (
-        ""
-        if goal is None
-        else ("yes" if (ratio >= goal if case.higher_is_better else ratio <= goal) else "**no**")
-    )
     figures = f"{figure(ours)} {case.unit} | {peer} {figure(theirs)} {case.unit} | {ratio:.2f}"
-    return f"| {case.work} | {figures} | {asked} | {reached} |"
+    return f"| {case.work} | {figures} | {goal_cells(case, peer, ratio)} |"
+
+
+def goal_cells(case: Case, peer: str, ratio: float) -> str:
+    """Return the table cells of a goal and of whether it is reached."""
+    goal = case.goals.get(peer)
+    if goal is None:
+        return " | "
+    if case.higher_is_better:
+        return f"at least {goal:g} | {'yes' if ratio >= goal else '**no**'}"
+    return f"at most {goal:g} | {'yes' if ratio <= goal else '**no**'}"
 
 
 def detail_lines(case: Case, samples: Samples) -> list[str]:
-    """Every sample, and the medians of the further figures of ours."""
-    lines = [
-        f"- {case.name}, {name}: {', '.join(figure(s.value) for s in taken)} {case.unit}"
-        for name, taken in samples.items()
-    ]
-    for name, taken in samples.items():
-        more = {
-            key: statistics.median(s.more[key] for s in taken if key in s.more)
-            for key in taken[0].more
-        }
-        if more:
-            lines.append(
-                f"- {case.name}, {name} besides: {', '.join(f'{key} {figure(value)}' for key, value in more.items())}"
-            )
+    """Return lines with all samples, and with the medians of their additional figures."""
+    lines = []
+    for name, runs in samples.items():
+        values = ", ".join(figure(sample.value) for sample in runs)
+        lines.append(f"- {case.name}, {name}: {values} {case.unit}")
+    for name, runs in samples.items():
+        medians = additional_medians(runs)
+        if medians:
+            values = ", ".join(f"{key} {figure(value)}" for key, value in medians.items())
+            lines.append(f"- {case.name}, {name} besides: {values}")
     return lines
+
+
+def additional_medians(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the medians of the additional figures by name."""
+    return {
+        key: statistics.median(sample.more[key] for sample in samples if key in sample.more)
+        for key in samples[0].more
+    }
 
 
 def preamble(rounds: int) -> list[str]:
@@ -182,7 +194,7 @@ def median(samples: Sequence[Sample]) -> float:
 
 
 def figure(value: float) -> str:
-    """Three significant digits, without an exponent.
+    """Format a value with three significant digits and without an exponent.
 
     >>> figure(0.50321), figure(1234.5), figure(11.26)
     ('0.503', '1,234', '11.3')
@@ -190,7 +202,7 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: for each piece of work, ours and the peers' ways to do it, and the ratio that is asked for."""
+"""Benchmarks: for each kind of work, how msrl and the peers do it, and the goal of the ratio."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from benchmarks.measure import Finished, quiet_environment, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLE_STEPS = 4
-MEDIUM, SMALL, LARGE = (
-    "qwen3_06b",
-    "small/qwen3_06b",
-    "large_8gb",
-)  # the peer's script looks for a folder of this name
+# Folders of the inputs. The peer's script requires the name qwen3_06b.
+MEDIUM, SMALL, LARGE = "qwen3_06b", "small/qwen3_06b", "large_8gb"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where everything is: the peers' scripts and their Python, the inputs, and what ours writes."""
+    """Paths of the peers' scripts and Python, of the inputs and of msrl's outputs."""
 
     scripts: Path
     peers_python: Path
@@ -35,7 +32,7 @@ class Bench:
         return self.inputs / "ours"
 
     def msrl(self, *args: str | Path) -> Finished:
-        """Runs the command that is installed beside this Python."""
+        """Run the `msrl` command of this Python environment."""
         return timed(
             [Path(sys.executable).with_name("msrl"), *args],
             environment=quiet_environment(),
@@ -43,7 +40,7 @@ class Bench:
         )
 
     def peer(self, script: str, *args: str) -> tuple[Finished, Mapping[str, float]]:
-        """Runs a peer's script; also returns the numbers of the JSON line that it prints last."""
+        """Run a peer's script; also return the numbers of its last output line, which is JSON."""
         command = [self.peers_python, self.scripts / script, self.inputs, *args]
         done = timed(command, environment=quiet_environment(), cwd=self.inputs)
         return done, json.loads(done.stdout.strip().splitlines()[-1])
@@ -51,33 +48,33 @@ class Bench:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: the figure that is compared, and others worth telling."""
+    """One measurement: the compared figure, and additional ones."""
 
     value: float
     more: Mapping[str, float] = field(default_factory=dict)
 
 
-Way = Callable[[Bench], Sample]
+Measurement = Callable[[Bench], Sample]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of work. `goals` bound the ratio ours / peer by peer: at most, or with `higher_is_better` at least."""
+    """A benchmark. `goals` limit the ratio ours / peer from above, or from below for rates."""
 
     name: str
     work: str
     unit: str
-    ours: Way
-    peers: Mapping[str, Way]
+    ours: Measurement
+    peers: Mapping[str, Measurement]
     goals: Mapping[str, float]
     prepare: Callable[[Bench], None]
     higher_is_better: bool = False
 
 
-def convert(source: str) -> Way:
-    """Converts a checkpoint among the inputs at TP 2, without verifying it."""
+def convert(source: str) -> Measurement:
+    """Convert a checkpoint of the inputs at TP 2, without verification."""
 
-    def way(bench: Bench) -> Sample:
+    def run(bench: Bench) -> Sample:
         target = bench.work / "convert"
         shutil.rmtree(target, ignore_errors=True)
         done = bench.msrl(
@@ -92,13 +89,13 @@ def convert(source: str) -> Way:
             "--no-verify",
         )
         shutil.rmtree(target)
-        return whole_process(done)
+        return process_sample(done)
 
-    return way
+    return run
 
 
 def plain_copy(bench: Bench) -> Sample:
-    """What the disk takes: `cp` of the same files."""
+    """Copy the same files with `cp`, as a measure of the disk."""
     target = bench.work / "copied"
     done = timed(
         ["cp", "-r", bench.inputs / LARGE, target],
@@ -106,27 +103,27 @@ def plain_copy(bench: Bench) -> Sample:
         cwd=bench.inputs,
     )
     shutil.rmtree(target)
-    return whole_process(done)
+    return process_sample(done)
 
 
-def copy_floor(folder: str = ".") -> Way:
-    """Reads every tensor of the checkpoint `qwen3_06b` in a folder of the inputs, and writes it again."""
-    return lambda bench: whole_process(
+def copy_floor(folder: str = ".") -> Measurement:
+    """Read and write every tensor of the checkpoint `qwen3_06b` in a folder of the inputs."""
+    return lambda bench: process_sample(
         replace(bench, inputs=bench.inputs / folder).peer("copy_floor.py")[0]
     )
 
 
-def whole_process(done: Finished) -> Sample:
+def process_sample(done: Finished) -> Sample:
     return Sample(
         done.seconds,
         {"CPU s": done.cpu_seconds, "peak anonymous MB": done.peak_anonymous_bytes / 1e6},
     )
 
 
-def warmed(
+def warm_cache(
     source: str, make: Callable[[Path], None] = lambda folder: None
 ) -> Callable[[Bench], None]:
-    """Makes a checkpoint if it is absent and reads it once, so that both sides find it in the page cache."""
+    """Create a checkpoint if it is missing and read it, so that it is in the page cache."""
 
     def prepare(bench: Bench) -> None:
         make(bench.inputs / source)
@@ -151,7 +148,7 @@ def tokenize_ceiling(bench: Bench) -> Sample:
 
 
 def preprocess(bench: Bench, source: Path, name: str, handler: str) -> list[str | Path]:
-    """The arguments that preprocess a file into the work folder."""
+    """Return the arguments to preprocess a file into the work folder."""
     flags = [
         "--tokenizer",
         bench.inputs / "tiny",
@@ -181,12 +178,12 @@ def prepare_grpo(bench: Bench) -> None:
 
 
 def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = None) -> Sample:
-    """Trains from the packaged configuration and takes the median step of the run's metrics, after the first ones."""
+    """Train with the benchmark's configuration; return the median seconds of the later steps."""
     from msrl.tracking.metrics import read_metrics
 
     runs = bench.work / "runs"
     shutil.rmtree(runs / name, ignore_errors=True)
-    places = (
+    settings = (
         f"run.dir={runs}",
         f"model.path={bench.inputs / 'tiny'}",
         f"data.train={bench.work / (data or name)}",
@@ -196,7 +193,7 @@ def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = 
         command,
         "-c",
         ROOT / "benchmarks" / f"{name}.yaml",
-        *(part for one in places for part in ("--set", one)),
+        *(argument for setting in settings for argument in ("--set", setting)),
     )
     later = read_metrics(runs / name)[SETTLE_STEPS:]
     stages = dict.fromkeys(stage for report in later for stage in report.seconds)
@@ -212,7 +209,7 @@ def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = 
     )
 
 
-def sft_ours(dtype: str) -> Way:
+def sft_ours(dtype: str) -> Measurement:
     return lambda bench: train(bench, "train-sft", "sft", f"model.dtype={dtype}")
 
 
@@ -222,7 +219,10 @@ def prepare_lengths(bench: Bench) -> None:
 
 
 def lengths_ours(bench: Bench) -> Sample:
-    """Tokens of examples per second, padding left out: whole examples of GSM8K, packed while training; the assistant's turns are learnt."""
+    """Return the tokens of examples per second, without padding.
+
+    The examples of GSM8K are packed while training; the assistant's turns are trained.
+    """
     from msrl.tracking.metrics import read_metrics
 
     sample = train(
@@ -237,12 +237,15 @@ def lengths_ours(bench: Bench) -> Sample:
 
 
 def lengths_trl(bench: Bench) -> Sample:
-    found = bench.peer(str(ROOT / "benchmarks" / "peers" / "trl_lengths.py"))[1]
-    return Sample(found["tokens_per_s"], {"step s": found["step_s"]})
+    figures = bench.peer(str(ROOT / "benchmarks" / "peers" / "trl_lengths.py"))[1]
+    return Sample(figures["tokens_per_s"], {"step s": figures["step_s"]})
 
 
-def layout_of(parallel: str, *, num_ranks: int | None = None) -> Way:
-    """A step of the packed batch in this layout, two micro-batches on one data-parallel rank; two ranks have a core each."""
+def train_in_layout(parallel: str, *, num_ranks: int | None = None) -> Measurement:
+    """Train on the packed batch in a layout, with two micro-batches on one data-parallel rank.
+
+    Two ranks have one core each.
+    """
     devices = () if num_ranks is None else (f"cluster.devices_per_node={num_ranks}",)
     sets = ("model.dtype=float32", "train.micro_batch=2", f"train.parallel.{parallel}", *devices)
     return lambda bench: train(bench, "train-sft", "sft", *sets)
@@ -252,7 +255,7 @@ def grpo_ours(bench: Bench) -> Sample:
     return train(bench, "train-grpo", "grpo")
 
 
-def step_of(script: str, *args: str) -> Way:
+def peer_step(script: str, *args: str) -> Measurement:
     return lambda bench: Sample(bench.peer(script, *args)[1]["step_s"])
 
 
@@ -264,7 +267,7 @@ CASES = (
         convert(MEDIUM),
         {"copy_floor": copy_floor()},
         {"copy_floor": 1.25},
-        warmed(MEDIUM),
+        warm_cache(MEDIUM),
     ),
     Case(
         "convert-small",
@@ -273,7 +276,7 @@ CASES = (
         convert(SMALL),
         {"copy_floor": copy_floor("small")},
         {"copy_floor": 1.25},
-        warmed(SMALL, make_small),
+        warm_cache(SMALL, make_small),
     ),
     Case(
         "large-convert",
@@ -282,7 +285,7 @@ CASES = (
         convert(LARGE),
         {"cp": plain_copy},
         {"cp": 1 / 0.6},
-        warmed(LARGE, make_large),
+        warm_cache(LARGE, make_large),
     ),
     Case(
         "preprocess",
@@ -299,7 +302,7 @@ CASES = (
         "SFT step, packed 4 x 512, fp32",
         "s/step",
         sft_ours("float32"),
-        {"raw_hf": step_of("raw_hf.py"), "trl_sft": step_of("trl_sft.py")},
+        {"raw_hf": peer_step("raw_hf.py"), "trl_sft": peer_step("trl_sft.py")},
         {"raw_hf": 1.0},
         prepare_sft,
     ),
@@ -308,7 +311,7 @@ CASES = (
         "SFT step, packed 4 x 512, bf16",
         "s/step",
         sft_ours("bfloat16"),
-        {"raw_hf": step_of("raw_hf.py", "--bf16"), "trl_sft": step_of("trl_sft.py", "--bf16")},
+        {"raw_hf": peer_step("raw_hf.py", "--bf16"), "trl_sft": peer_step("trl_sft.py", "--bf16")},
         {"raw_hf": 1.15},
         prepare_sft,
     ),
@@ -326,9 +329,9 @@ CASES = (
         "scaling",
         "SFT step on one rank (ours) and the same batch on two, fp32",
         "s/step",
-        layout_of("tp=1"),
-        {layout: layout_of(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")}
-        | {"dp2": layout_of("tp=1", num_ranks=2)},
+        train_in_layout("tp=1"),
+        {layout: train_in_layout(f"{layout[:2]}={layout[2:]}") for layout in ("tp2", "pp2", "cp2")}
+        | {"dp2": train_in_layout("tp=1", num_ranks=2)},
         {},
         prepare_sft,
     ),
@@ -337,7 +340,7 @@ CASES = (
         "GRPO step, 4 prompts x 8 samples x 64 tokens",
         "s/step",
         grpo_ours,
-        {"trl_grpo": step_of("trl_grpo.py")},
+        {"trl_grpo": peer_step("trl_grpo.py")},
         {"trl_grpo": 0.5},
         prepare_grpo,
     ),

@@ -1,4 +1,4 @@
-"""Random checkpoints: of real shapes for conversions (1 GB in one file, 8 GB in eight), of any for trainings. Light to import."""
+"""Random checkpoints for benchmarks of conversions and trainings. Light to import."""
 
 from __future__ import annotations
 
@@ -12,37 +12,61 @@ if TYPE_CHECKING:
     import torch
 
 HALF_BILLION = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 FOUR_BILLION = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 _NUM_VALUES = 10_000_019
 
 
 def make_small(folder: Path) -> None:
-    """1 GB in one file, of the shape of Qwen2.5 0.5B."""
+    """Write 1 GB in one file, with the shapes of Qwen2.5 0.5B."""
     _make(folder, HALF_BILLION, 1)
 
 
 def make_large(folder: Path) -> None:
-    """8 GB in eight files, of the shape of Qwen3 4B."""
+    """Write 8 GB in eight files, with the shapes of Qwen3 4B."""
     _make(folder, FOUR_BILLION, 8)
 
 
 def make_trainable(folder: Path, config: Mapping[str, Any]) -> None:
-    """In one file, of any shape: weights as small as where trainings begin, norms near one."""
+    """Write a checkpoint to train, in one file: weights of an initialized model, norms near one."""
     _make(folder, config, 1, std=0.02)
 
 
 def _make(
     folder: Path, config: Mapping[str, Any], num_files: int, *, std: float | None = None
 ) -> None:
-    """Writes a checkpoint, unless it is there: config.json is the last file. With `std` it is one to train."""
+    """Write a checkpoint unless it exists; config.json is the last file.
+
+    With `std`, the values are those of an initialized model.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -63,20 +87,20 @@ def _make(
     weight_map: dict[str, str] = {}
     values = torch.randn(_NUM_VALUES, generator=torch.Generator().manual_seed(0)).bfloat16()
     for number in range(num_files):
-        mine = names[number * per_file : (number + 1) * per_file]
+        file_names = names[number * per_file : (number + 1) * per_file]
         file = (
             "model.safetensors"
             if num_files == 1
             else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
         )
-        tensors = {name: _filled(sizes[name], values) for name in mine}
+        tensors = {name: _fill(sizes[name], values) for name in file_names}
         if std is not None:
             tensors = {
-                name: _begun(name, tensor, std, at)
+                name: _initialize(name, tensor, std, at)
                 for at, (name, tensor) in enumerate(tensors.items())
             }
         save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(mine, file)
+        weight_map |= dict.fromkeys(file_names, file)
     if num_files > 1:
         (folder / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -84,12 +108,12 @@ def _make(
     partial.rename(folder / "config.json")
 
 
-def _filled(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
-    """A tensor of `values`, over and over: drawing each number anew takes minutes."""
+def _fill(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of repeated `values`; drawing every number would take minutes."""
     size = math.prod(shape)
     return values.repeat(-(-size // len(values)))[:size].view(shape).clone()
 
 
-def _begun(name: str, values: torch.Tensor, std: float, at: int) -> torch.Tensor:
-    """What a training begins with; no two tensors begin alike."""
+def _initialize(name: str, values: torch.Tensor, std: float, at: int) -> torch.Tensor:
+    """Return the initial values of a tensor, different for each position `at`."""
     return values.flatten().roll(7919 * at).view(values.shape) * std + float("norm" in name)

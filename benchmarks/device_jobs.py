@@ -1,6 +1,6 @@
-"""What is asked of a device: small models and the ways to train them, real shapes to be measured, and what comes back.
+"""Jobs of the device benchmark and their results: ways to train small models, and real shapes.
 
-Light to import: the process that the user started makes the jobs, and rank processes get them as they are.
+Light to import: the driver creates the jobs and sends them to rank processes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 from benchmarks.checkpoints import HALF_BILLION
 
 STEPS = 10
-# Relative, of every loss and of the first gradient's norm. Later gradients are of weights that were rounded differently: those norms are
-# told and not judged.
+# Largest relative differences of all losses and of the first gradient norm. Later gradients are of
+# weights with different rounding, so their norms are only printed.
 LOSS_BARS = {"bfloat16": 2e-2, "float32": 1e-4}
 NORM_BARS = {"bfloat16": 2e-2, "float32": 1e-4}
 ONE_AND_A_HALF_BILLION = {
@@ -29,9 +29,10 @@ ONE_AND_A_HALF_BILLION = {
 
 @dataclass(frozen=True)
 class Training:
-    """Steps on one batch from the weights in the folder `model`; `settings` are those of the policy's `ReplicaSettings`.
+    """Training on one batch from the weights in the folder `model`.
 
-    With `resumes_at` it is saved after so many steps, and gone on with by a new worker. A deterministic one is done twice.
+    `settings` are options of the policy's `ReplicaSettings`. With `resumes_at`, the training is
+    saved after that many steps, and a new worker resumes it. A deterministic job runs twice.
     """
 
     name: str
@@ -40,29 +41,32 @@ class Training:
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_packed: bool = True
     is_deterministic: bool = False
-    fused: bool = True  # by the platform's attention, where it has one for such heads
+    fused: bool = True  # uses the platform's fused attention if it supports the heads
     resumes_at: int | None = None
     lr: float = 1e-4
 
     @property
     def reference(self) -> str:
-        """What it is compared with: the plain way to train the same."""
+        """Name of the plain training that the results are compared with."""
         return f"{self.model} with adapters" if "lora" in self.settings else self.model
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Steps of a shape in bfloat16 on `num_rows` packed rows, `rows_at_once` of them in a micro-batch; the last one under the profiler."""
+    """Steps of a shape in bfloat16 on `num_rows` packed rows, `rows_at_once` per micro-batch.
+
+    The last step runs under the profiler.
+    """
 
     name: str
     model: str
     num_rows: int
     rows_at_once: int
-    row: tuple[int, ...]  # lengths of the sequences in each
+    row: tuple[int, ...]  # lengths of the sequences in each row
     steps: int
 
     def smaller(self) -> Speed | None:
-        """The same in smaller micro-batches, for a device that has no room for these."""
+        """Return the job with half as large micro-batches, or None if they have one row."""
         return replace(self, rows_at_once=self.rows_at_once // 2) if self.rows_at_once > 1 else None
 
 
@@ -71,7 +75,7 @@ Job = Training | Speed
 
 @dataclass(frozen=True)
 class Work:
-    """The jobs of one start; `folder` has the models, `lengths` are those of the sequences to train on."""
+    """Jobs of one process, the folder of the models, and the lengths of the training sequences."""
 
     platform: str
     folder: Path
@@ -81,7 +85,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says first: its device, and the software under it."""
+    """First message of a rank: device and software versions."""
 
     device: str
     software: Mapping[str, str]
@@ -104,39 +108,41 @@ class Measured:
     peak_bytes: int
     flops: int
     peak_flops: float | None
-    costs: Mapping[
-        str, float
-    ]  # shares of the devices' time by kernel, largest first; empty where no profiler sees them
+    # Shares of the device's time by kernel, largest first; empty without a profiler of the device.
+    costs: Mapping[str, float]
 
     def __str__(self) -> str:
-        return f"{self.step_s:.3f} s a step, {self.peak_bytes / 2**30:.1f} GiB"
+        return f"{self.step_s:.3f} s per step, {self.peak_bytes / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of everything; `models` are configs by folder, `speeds` the names of those that are measured."""
+    """Sizes of all jobs: `models` are configurations by folder, `speeds` folders by title."""
 
     models: Mapping[str, Mapping[str, Any]]
-    lengths: tuple[int, ...]  # of the sequences of the trainings' batch
+    lengths: tuple[int, ...]  # of the sequences of the training batch
     chunk: int
     speeds: Mapping[str, str]
     row: tuple[int, ...]
     steps: int
-    lr: float  # so low that ten steps do not make much of a rounding error
+    lr: float  # low enough that ten steps do not amplify rounding errors much
 
     def trainings(self, *, has_fused: bool) -> list[Training]:
-        """Every way that one device has, in both types; deterministic ones last, since they need a process of their own."""
+        """Return all ways to train on one device in both dtypes.
+
+        Deterministic ones are last, since they need a separate process.
+        """
         ways = [job for job in self._ways() if job.fused or has_fused]
         jobs = [
             replace(job, dtype=dtype)
             for dtype in LOSS_BARS
             for job in ways
-            if dtype == "bfloat16" or _is_for_both(job)
+            if dtype == "bfloat16" or _has_float32(job)
         ]
         return sorted(jobs, key=lambda job: job.is_deterministic)
 
     def references(self) -> list[Training]:
-        """What they are compared with."""
+        """Return the plain trainings that the results are compared with."""
         plain = [
             Training(name, name, "float32", lr=self.lr)
             for name in ("dense", "window", "latent", "mixture")
@@ -197,8 +203,8 @@ _FAMILIES = {
 }
 
 
-def _is_for_both(job: Training) -> bool:
-    """Whether float32 is another way for it: there are no fused kernels for that."""
+def _has_float32(job: Training) -> bool:
+    """Return True if the job also runs in float32, for which there are no fused kernels."""
     return job.fused and not job.is_deterministic
 
 
@@ -232,7 +238,7 @@ def _settings(
 def _models(
     sizes: Mapping[str, int], *, head_dim: int, window: int, expert_size: int
 ) -> dict[str, Mapping[str, Any]]:
-    """Small configs of real architectures, one for each kind of attention and feed-forward part."""
+    """Return small configurations of real architectures, one per kind of attention and MLP."""
     common = {
         **sizes,
         "hidden_act": "silu",
@@ -261,46 +267,94 @@ def _models(
     }
     return {
         "dense": {
-            **common, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, "sliding_window": None,
-            "max_window_layers": 0, "tie_word_embeddings": True,
+            **common,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": 0,
+            "tie_word_embeddings": True,
         },
         "window": {
-            **common, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window,
+            **common,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": window,
             "tie_word_embeddings": False,
         },
         "latent": {
-            **common, **experts, **latent, **groups, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-            "num_key_value_heads": sizes["num_attention_heads"], "v_head_dim": head_dim, "n_routed_experts": 8, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+            **common,
+            **experts,
+            **latent,
+            **groups,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": sizes["num_attention_heads"],
+            "v_head_dim": head_dim,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+            "tie_word_embeddings": False,
         },
         "mixture": {
-            **common, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": head_dim,
-            "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None, "tie_word_embeddings": False,
+            **common,
+            **experts,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": head_dim,
+            "num_experts": 8,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "sliding_window": None,
+            "tie_word_embeddings": False,
         },
-    }  # fmt: skip
+    }
 
 
 _TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 199, "max_position_embeddings": 512,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 512,
+}
 _REAL = {
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "vocab_size": 8192, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+}
 SCALES = {
     "real": Scale(
         models={
-            **_models(_REAL, head_dim=64, window=100, expert_size=256), "qwen25_05b": HALF_BILLION, "qwen25_15b": ONE_AND_A_HALF_BILLION,
+            **_models(_REAL, head_dim=64, window=100, expert_size=256),
+            "qwen25_05b": HALF_BILLION,
+            "qwen25_15b": ONE_AND_A_HALF_BILLION,
         },
-        lengths=(512, 300, 129, 83), chunk=200, speeds={"Qwen2.5 0.5B": "qwen25_05b", "Qwen2.5 1.5B": "qwen25_15b"},
-        row=(2048, 1024, 512, 512), steps=10, lr=1e-4,
+        lengths=(512, 300, 129, 83),
+        chunk=200,
+        speeds={"Qwen2.5 0.5B": "qwen25_05b", "Qwen2.5 1.5B": "qwen25_15b"},
+        row=(2048, 1024, 512, 512),
+        steps=10,
+        lr=1e-4,
     ),
     "tiny": Scale(
         models=_models(_TINY, head_dim=16, window=8, expert_size=48),
-        lengths=(30, 17, 9, 24), chunk=20, speeds={"tiny": "dense"}, row=(16, 8, 8), steps=3, lr=1e-3,
+        lengths=(30, 17, 9, 24),
+        chunk=20,
+        speeds={"tiny": "dense"},
+        row=(16, 8, 8),
+        steps=3,
+        lr=1e-3,
     ),
-}  # fmt: skip
+}
 
 _KINDS = {
     "attention": r"flash|fmha|attention|attn",
@@ -310,11 +364,13 @@ _KINDS = {
 }
 
 
-def kind_of(kernel: str) -> str:
-    """What a kernel does, where its name says so; else its name up to its template's arguments.
+def classify_kernel(kernel: str) -> str:
+    """Return the kind of a kernel, or its name without template arguments if it is unknown.
 
-    >>> kind_of("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT"), kind_of("void at::native::elementwise_kernel<128, 4, at::native::...>")
-    ('matrix products', 'at::native::elementwise_kernel')
+    >>> classify_kernel("nvjet_tst_128x256_64x4_1x2_h_bz_coopB_TNT")
+    'matrix products'
+    >>> classify_kernel("void at::native::elementwise_kernel<128, 4, at::native::...>")
+    'at::native::elementwise_kernel'
     """
     for kind, pattern in _KINDS.items():
         if re.search(pattern, kernel, re.IGNORECASE):

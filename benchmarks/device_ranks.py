@@ -1,6 +1,6 @@
-"""What the process with the device does: every job in turn, each with a worker of its own.
+"""Rank code of the device benchmark: runs every job with a new worker.
 
-Imported by rank processes after `platform.prepare()`, by name (`benchmarks.device_ranks:main`).
+Rank processes import it by name (`benchmarks.device_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.device_jobs import (
     Trained,
     Training,
     Work,
-    kind_of,
+    classify_kernel,
 )
 from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import OptimizerConfig
@@ -53,26 +53,28 @@ _PROFILED = {
 
 
 def main(context: RankContext, work: Work) -> None:
-    """Reports what it runs on, then the result of each job in turn."""
+    """Report the device and the software, then the result of each job."""
     platform = get(work.platform)
     context.report(_facts(platform))
     for number, job in enumerate(work.jobs):
         init = f"{context.init_method}-{number}"
-        with _attention_of(job, platform):
-            found = (
-                _train(work, job, init) if isinstance(job, Training) else _measure(work, job, init)
-            )
-            if (
-                isinstance(job, Training)
-                and job.is_deterministic
-                and found != _train(work, job, f"{init}-again")
-            ):
-                raise RuntimeError("a second run gave other losses or gradients")
-            context.report(found)
-        gc.collect()  # models hold themselves
+        with _selected_attention(job, platform):
+            if isinstance(job, Training):
+                context.report(_train_repeatedly(work, job, init))
+            else:
+                context.report(_measure(work, job, init))
+        gc.collect()  # models are in reference cycles
         device = _module(platform.device(0))
         if device is not None:
             device.empty_cache()
+
+
+def _train_repeatedly(work: Work, job: Training, init: str) -> Trained:
+    """Train once; a deterministic job twice. Raises RuntimeError if the results differ."""
+    result = _train(work, job, init)
+    if job.is_deterministic and result != _train(work, job, f"{init}-again"):
+        raise RuntimeError("the second run has different losses or gradients")
+    return result
 
 
 def _facts(platform: Platform) -> Facts:
@@ -91,13 +93,13 @@ def _facts(platform: Platform) -> Facts:
 
 
 def _module(device: torch.device) -> Any:
-    """`torch.cuda`, `torch.npu`, ...; None for the CPU."""
+    """Return `torch.cuda`, `torch.npu` or similar; None for the CPU."""
     return None if device.type == "cpu" else getattr(torch, device.type)
 
 
 @contextmanager
-def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
-    """Without the platform's fused attention, where a job asks for torch's own."""
+def _selected_attention(job: Job, platform: Platform) -> Iterator[None]:
+    """Disable the platform's fused attention if the job uses torch's attention."""
     fused_attention.select_kernel.cache_clear()
     if isinstance(job, Training) and not job.fused:
         vars(platform)["varlen_attention"] = lambda dtype, head_dim: ""
@@ -110,7 +112,7 @@ def _attention_of(job: Job, platform: Platform) -> Iterator[None]:
 def _worker(
     work: Work, job: Job, init: str, *, root: Path | None = None, step: int | None = None
 ) -> TrainingRank:
-    """From the job's own model, or from a checkpoint."""
+    """Return a worker with the weights of the job's model or of a checkpoint."""
     training = job if isinstance(job, Training) else Training(job.name, job.model, "bfloat16")
     policy = ReplicaSettings(
         root or work.folder / job.model,
@@ -152,7 +154,7 @@ def _train(work: Work, job: Training, init: str) -> Trained:
 
 def _steps(
     worker: TrainingRank, batches: Sequence[MicroBatch], batch: Sequences, lr: float, steps: int
-) -> list[dict[str, float]]:  # fmt: skip
+) -> list[dict[str, float]]:
     reports: list[dict[str, float]] = []
     for _ in range(steps):
         reports.append(
@@ -167,18 +169,13 @@ def _attention_used(worker: TrainingRank) -> str:
     head_dim = (
         worker.policy.shape.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim
     )
-    return (
-        "torch"
-        if fused_attention.select_kernel(
-            worker.position.device.type, worker.position.dtype, head_dim
-        )
-        is None
-        else "fused"
-    )
+    position = worker.position
+    kernel = fused_attention.select_kernel(position.device.type, position.dtype, head_dim)
+    return "torch" if kernel is None else "fused"
 
 
 def _sequences(lengths: Sequence[int], vocab_size: int) -> Sequences:
-    """Random tokens, of which all are learnt but the first of each sequence."""
+    """Return sequences of random tokens, all of which are trained except the first ones."""
     random = np.random.default_rng(5)
     ids = tuple(random.integers(0, vocab_size, length).astype(np.int64) for length in lengths)
     return Sequences(ids, tuple(np.ones(len(row), np.bool_) for row in ids), {})
@@ -207,16 +204,20 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
     peak = _peak_bytes(worker.position.device)
     costs = _costs(step, worker.position.device.type)
     lengths = [len(ids) for ids in batch.token_ids]
-    found = Measured(
-        statistics.median(seconds), sum(lengths), peak, training_flops(worker.policy.shape, lengths, num_trained),
-        worker.position.platform.peak_flops("bfloat16"), costs,
-    )  # fmt: skip
+    measured = Measured(
+        statistics.median(seconds),
+        sum(lengths),
+        peak,
+        training_flops(worker.policy.shape, lengths, num_trained),
+        worker.position.platform.peak_flops("bfloat16"),
+        costs,
+    )
     worker.close()
-    return found
+    return measured
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """The most memory that tensors had of the device so far; of the process, where that is the CPU."""
+    """Return the peak memory of tensors on the device; on CPU, of the process."""
     module = _module(device)
     if module is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -224,7 +225,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
-    """Shares of the device's time in one step by kind of kernel, largest first."""
+    """Return shares of the device's time in one step by kind of kernel, largest first."""
     if device not in _PROFILED:
         return {}
     with torch.profiler.profile(activities=[_PROFILED[device]]) as profile:
@@ -234,7 +235,9 @@ def _costs(step: Callable[[], float], device: str) -> Mapping[str, float]:
         if event.device_type.name.lower() == device and not getattr(
             event, "is_user_annotation", False
         ):
-            own = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
-            times[kind_of(event.key)] = times.get(kind_of(event.key), 0.0) + own
+            time_us = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
+            kind = classify_kernel(event.key)
+            times[kind] = times.get(kind, 0.0) + time_us
     total = sum(times.values()) or 1.0
-    return {name: own / total for name, own in sorted(times.items(), key=lambda pair: -pair[1])}
+    by_time = sorted(times.items(), key=lambda pair: -pair[1])
+    return {name: time_us / total for name, time_us in by_time}

@@ -1,5 +1,4 @@
-"""Running a program and measuring it from outside: seconds of the whole process and of the processors, and peak anonymous memory of it and
-its children."""
+"""Measurement of programs: wall-clock time, CPU time, and peak anonymous memory with children."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ POLL_S = 0.05
 
 
 class BenchError(Exception):
-    """A program under measurement that failed, with the end of what it said."""
+    """Failure of a measured program, with the end of its output."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that ended well."""
+    """Measurements of a process that exited with code 0."""
 
     seconds: float
     cpu_seconds: float
@@ -30,7 +29,7 @@ class Finished:
 
 
 def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
-    """Runs `command` to its end. Raises BenchError when it fails."""
+    """Run `command` and measure it. Raises BenchError if it fails."""
     os.sync()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.perf_counter()
@@ -58,18 +57,17 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
 
 
 def quiet_environment() -> dict[str, str]:
-    """This environment without what would change how many threads a program takes: each decides for itself."""
-    chosen = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    return {name: value for name, value in os.environ.items() if name not in chosen} | {
-        "HF_HUB_OFFLINE": "1"
-    }
+    """Return this environment without variables that change numbers of threads."""
+    dropped = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
+    return variables | {"HF_HUB_OFFLINE": "1"}
 
 
 class _Memory:
-    """Watches the anonymous memory of a process tree in a thread: what it took itself, without pages of mapped files."""
+    """Thread that tracks the anonymous memory of a process tree, without mapped files."""
 
     def __init__(self, pid: int) -> None:
-        import psutil  # no benchmark of a device needs it
+        import psutil  # not needed by the device benchmark
 
         self._root, self._gone = psutil.Process(pid), psutil.NoSuchProcess
         self._peak = 0
@@ -97,7 +95,7 @@ class _Memory:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """RssAnon and RssShmem of /proc/PID/status (proc(5)), in bytes."""
+    """Return RssAnon plus RssShmem of /proc/PID/status (proc(5)) in bytes."""
     try:
         rows = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()

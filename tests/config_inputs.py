@@ -52,7 +52,8 @@ train: {steps: 10}
 GRPO = (
     TRAINING
     + """\
-rollout: {prompts_per_step: 4, samples_per_prompt: 8, max_prompt_tokens: 64, max_response_tokens: 64}
+rollout:
+  {prompts_per_step: 4, samples_per_prompt: 8, max_prompt_tokens: 64, max_response_tokens: 64}
 reward:
   sources:
     - {verifier: acc}

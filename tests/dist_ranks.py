@@ -1,6 +1,7 @@
-"""What the ranks of the distributed-checkpoint test do: Megatron's own GPTModel, by its own layer spec, loads what we wrote and saves.
+"""Rank code of the distributed-checkpoint test: Megatron's GPTModel loads and saves checkpoints.
 
-Imported by rank processes after `platform.prepare()`, by name (`dist_ranks:main`).
+It has Megatron's layer spec and loads what msrl wrote. Rank processes import it by name
+(`dist_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msrl.trainer.settings import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A Hugging Face folder, the iteration folder made from it, the layout that loads it, and the folder that Megatron saves to."""
+    """Hugging Face folder, iteration folder made from it, layout, and folder of Megatron's save."""
 
     name: str
     hf: Path
@@ -28,7 +29,10 @@ class Case:
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
-    """Every case; each rank reports (name, coordinates, number of weights that are equal, names of those that differ)."""
+    """Run every case.
+
+    Each rank reports (name, coordinates, number of equal weights, names of differing weights).
+    """
     from megatron.core import dist_checkpointing
 
     from msrl import platforms
@@ -37,29 +41,34 @@ def main(context: RankContext, cases: list[Case]) -> None:
 
     for number, case in enumerate(cases):
         groups.initialize(
-            platforms.get("cpu"), rank=context.rank, world_size=context.world_size, init_method=f"{context.init_method}-{number}",
-            layout=case.layout, seed=0, timeout_s=120,
-        )  # fmt: skip
+            platforms.get("cpu"),
+            rank=context.rank,
+            world_size=context.world_size,
+            init_method=f"{context.init_method}-{number}",
+            layout=case.layout,
+            seed=0,
+            timeout_s=120,
+        )
         source = open_weights(case.hf)
         model = _megatron_model(source.shape, case.layout)
         _load(model, case.iteration)
         stage, rank = divmod(context.rank, context.world_size // case.layout.pp)
         at = case.layout.coords(stage, rank)
-        wanted = _as_megatron_has_it(
+        expected = _megatron_tensors(
             dict(source.local_tensors(case.layout, at, torch.float32)),
             source.shape,
             case.layout.tp,
             at.tp,
         )
-        found = dict(model.named_parameters()) | {
-            name: value for name, value in model.named_buffers() if name in wanted
+        actual = dict(model.named_parameters()) | {
+            name: value for name, value in model.named_buffers() if name in expected
         }
         wrong = sorted(
             name
-            for name in found.keys() | wanted.keys()
-            if not _equal(found.get(name), wanted.get(name))
+            for name in actual.keys() | expected.keys()
+            if not _equal(actual.get(name), expected.get(name))
         )
-        context.report((case.name, tuple(at), len(found) - len(wrong), wrong))
+        context.report((case.name, tuple(at), len(actual) - len(wrong), wrong))
         if context.rank == 0:
             case.save.mkdir(parents=True)
         torch.distributed.barrier()
@@ -71,20 +80,24 @@ def main(context: RankContext, cases: list[Case]) -> None:
         groups.shutdown()
 
 
-def _as_megatron_has_it(
+def _megatron_tensors(
     tensors: dict[str, torch.Tensor], shape: Shape, tp: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Of latent attention Megatron's local spec cuts what comes from the token itself, the queries apart from the rest."""
+    """Convert the tensors to those of Megatron's local spec.
+
+    For latent attention, that spec shards the down projections and separates queries from keys and
+    values.
+    """
     if shape.mla is None:
         return tensors
-    found = dict(tensors)
+    converted = dict(tensors)
     name = "linear_q_proj" if shape.mla.q_lora_rank is None else "linear_q_down_proj"
     for joined in [name for name in tensors if name.endswith("linear_qkv.weight")]:
         latent = shape.mla.kv_lora_rank + shape.mla.rope_head_dim
-        queries, rest = found.pop(joined).split([len(tensors[joined]) - latent, latent])
-        found[joined.replace("linear_qkv", name)] = queries.chunk(tp)[rank]
-        found[joined.replace("linear_qkv", "linear_kv_down_proj")] = rest.chunk(tp)[rank]
-    return found
+        queries, kv = converted.pop(joined).split([len(tensors[joined]) - latent, latent])
+        converted[joined.replace("linear_qkv", name)] = queries.chunk(tp)[rank]
+        converted[joined.replace("linear_qkv", "linear_kv_down_proj")] = kv.chunk(tp)[rank]
+    return converted
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -92,7 +105,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _load(model: Any, folder: Path) -> None:
-    """As Megatron's training does: the shapes of this rank's parts are asked for under their global names."""
+    """Load like Megatron's training, which requests this rank's shards by their global names."""
     from megatron.core import dist_checkpointing
 
     with torch.no_grad():
@@ -106,19 +119,24 @@ def _load(model: Any, folder: Path) -> None:
 
 
 def _latent(config: Any, mla: Mla) -> Any:
-    """The settings with those that latent attention has of its own."""
+    """Return the settings with those of latent attention."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    found = MLATransformerConfig(
-        num_layers=config.num_layers, num_attention_heads=config.num_attention_heads, q_lora_rank=cast("int", mla.q_lora_rank),
-        kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.nope_head_dim, qk_pos_emb_head_dim=mla.rope_head_dim, v_head_dim=mla.v_head_dim,
-    )  # fmt: skip
-    vars(found).update({**vars(config), "multi_latent_attention": True, "qk_layernorm": True})
-    return found
+    latent = MLATransformerConfig(
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        q_lora_rank=cast("int", mla.q_lora_rank),
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.nope_head_dim,
+        qk_pos_emb_head_dim=mla.rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+    )
+    vars(latent).update({**vars(config), "multi_latent_attention": True, "qk_layernorm": True})
+    return latent
 
 
 def _megatron_model(shape: Shape, layout: Layout) -> Any:
-    """Megatron's GPTModel by its local layer spec, where nothing is ours."""
+    """Return Megatron's GPTModel with its local layer spec, without any module of msrl."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -128,22 +146,20 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
     from msrl.trainer.model.build import transformer_config
 
     config = transformer_config(shape, layout, torch.float32, torch.device("cpu"))
-    config.sequence_parallel = (
-        False  # which the norms of the local spec refuse; weights are cut the same
-    )
+    # Norms of the local spec reject sequence parallelism; shards of weights do not depend on it.
+    config.sequence_parallel = False
     if shape.moe is not None and all(shape.moe.layers):
         config.moe_layer_freq = 1
     if shape.mla is not None:
         config = _latent(config, shape.mla)
-        # An upstream slip: without Transformer Engine it asks whether a layer is an instance of what is no class.
+        # Upstream bug: without Transformer Engine, isinstance is called with None as TELinear.
         multi_latent_attention.TELinear = type("Absent", (), {})
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm"
     )
     if shape.mla is not None:
-        for layer in (
-            spec.layer_specs
-        ):  # Megatron's own attention takes no values narrower than keys; it has no weights
+        # Megatron's core attention rejects values narrower than keys. It has no weights.
+        for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(
         config=config,

@@ -1,4 +1,4 @@
-"""The gradients of all ranks as whole tensors, so that trainings of different layouts can be compared tensor by tensor."""
+"""Unsharded gradients of all ranks, to compare trainings with different layouts."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from msrl.trainer.replica import ModelReplica
 
 
-def whole_gradients(replica: ModelReplica) -> dict[str, Tensor]:
-    """The gradients that the last step's optimizer used, clipped, of this pipeline stage; on its first rank, and all ranks must take part.
+def gathered_gradients(replica: ModelReplica) -> dict[str, Tensor]:
+    """Return the clipped gradients of the last step of this pipeline stage.
 
-    Of a model they stand under its Hugging Face names, and what is not trained is 0; of adapters under Megatron's names.
+    All ranks must call it; the first rank of the stage gets the result. Gradients of a model have
+    Hugging Face names and are 0 for frozen parameters; those of adapters have Megatron's names.
     """
-    own = {
-        name: _of_all_data_parallel_ranks(replica, parameter)
-        for name, parameter in trained(replica.model)
-    }
+    own = {name: _unsharded(replica, parameter) for name, parameter in trained(replica.model)}
     return dict(
-        _of_adapters(replica, own) if replica.adapters is not None else _of_weights(replica, own)
+        _adapter_gradients(replica, own)
+        if replica.adapters is not None
+        else _weight_gradients(replica, own)
     )
 
 
-def assert_copies_are_alike(replica: ModelReplica) -> None:
-    """What tensor-parallel ranks, and those of an expert, hold whole is the same to the bit on all of them; a wrong gradient of one would
-    part them in silence.
+def assert_equal_copies(replica: ModelReplica) -> None:
+    """Assert that replicated tensors are bitwise equal on all tensor-parallel ranks.
+
+    This includes the ranks of an expert. A wrong gradient on one rank would make copies diverge.
     """
     at = replica.position
     weights = {
@@ -52,11 +53,11 @@ def assert_copies_are_alike(replica: ModelReplica) -> None:
         if isinstance(each.rule.unpacked[0], Replicated)
     ]
     if replica.adapters is not None:
-        parts = [(each, part) for each in replica.adapters.all for part in "AB"]
+        factors = [(each, factor) for each in replica.adapters.all for factor in "AB"]
         copies += [
-            each.name(part)
-            for each, part in parts
-            if isinstance(lora.factor_layout(each.placed.layout, part), Replicated)
+            each.name(factor)
+            for each, factor in factors
+            if isinstance(lora.factor_layout(each.placed.layout, factor), Replicated)
         ]
     for name in copies:
         group: Any = (
@@ -70,20 +71,22 @@ def assert_copies_are_alike(replica: ModelReplica) -> None:
             assert torch.equal(first, weights[name]), name
 
 
-def _of_all_data_parallel_ranks(replica: ModelReplica, parameter: torch.nn.Parameter) -> Tensor:
-    """The distributed optimizer leaves every rank its own range of a parameter's gradient."""
-    whole = torch.zeros(parameter.numel())
+def _unsharded(replica: ModelReplica, parameter: torch.nn.Parameter) -> Tensor:
+    """Join the ranges of a gradient that the distributed optimizer keeps on different ranks."""
+    total = torch.zeros(parameter.numel())
     owned = _owned(replica.optimizer, parameter)
     if owned is not None:
         assert owned.main.grad is not None
-        whole[owned.start : owned.end] = owned.main.grad.flatten()
+        total[owned.start : owned.end] = owned.main.grad.flatten()
     group = groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
-    dist.all_reduce(whole, group=group)
-    return whole.view(parameter.shape)
+    dist.all_reduce(total, group=group)
+    return total.view(parameter.shape)
 
 
-def _of_weights(replica: ModelReplica, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gradients are cut and named like the weights, so they take their places while these are exported."""
+def _weight_gradients(
+    replica: ModelReplica, own: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Export the gradients in place of the weights, which have the same shards and names."""
     parameters = dict(replica.model.named_parameters())
     weights = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
@@ -93,33 +96,29 @@ def _of_weights(replica: ModelReplica, own: dict[str, Tensor]) -> Iterator[tuple
         parameter.data = weights[name]
 
 
-def _of_adapters(replica: ModelReplica, own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _adapter_gradients(
+    replica: ModelReplica, own: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     adapters: Any = replica.adapters
-    elsewhere = _experts_by_name(replica)
+    expert_rules = _experts_by_name(replica)
     for adapted in adapters.all:
-        for part in "AB":
-            layout, gradient = (
-                lora.factor_layout(adapted.placed.layout, part),
-                own[adapted.name(part)],
-            )
+        for factor in "AB":
+            layout = lora.factor_layout(adapted.placed.layout, factor)
+            gradient = own[adapted.name(factor)]
             if adapted.placed.rule.expert is not None:
-                yield from _of_experts(
-                    replica,
-                    gradient,
-                    layout,
-                    [f"{rule.mcore} {part}" for rule in elsewhere[adapted.placed.name]],
-                )
+                names = [f"{rule.mcore} {factor}" for rule in expert_rules[adapted.placed.name]]
+                yield from _expert_gradients(replica, gradient, layout, names)
                 continue
-            is_whole = replica.position.layout.tp == 1 or isinstance(layout, Replicated)
-            shards = [gradient] if is_whole else _gathered(gradient, groups.tp_group())
+            is_sharded = replica.position.layout.tp > 1 and not isinstance(layout, Replicated)
+            shards = _gathered(gradient, groups.tp_group()) if is_sharded else [gradient]
             if replica.position.stage_rank == 0:
-                yield f"{adapted.placed.rule.mcore} {part}", layouts.join(layout, shards)
+                yield f"{adapted.placed.rule.mcore} {factor}", layouts.join(layout, shards)
 
 
-def _of_experts(
+def _expert_gradients(
     replica: ModelReplica, gradient: Tensor, layout: Layout, names: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A factor of one expert of this rank, and those that are in its place on the ranks of the other experts."""
+    """Yield a factor of an expert of this rank and of the corresponding experts of other ranks."""
     size = replica.position.layout.etp_size
     shards = _gathered(gradient, groups.expert_group())
     for number, name in enumerate(names if replica.position.stage_rank == 0 else ()):

@@ -1,7 +1,8 @@
-"""Trainings that are killed again and again: a process that has imported everything forks the ranks of each life, so that a life is cheap.
+"""Kill trainings again and again. A process that has imported everything forks each run.
 
-Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. Everything of a life is the product's own
-(`train_sft.prepare`, which looks for the checkpoint to go on from, and `sft_rank.main`); only the starting of ranks is not.
+Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. The
+driver and its ranks are those of `msrl train-sft`; only the ranks' processes are forked instead of
+started, and the driver's reports are also sent to this program.
 """
 
 from __future__ import annotations
@@ -11,83 +12,116 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import yaml
+
+from msrl.config.schema import Config
+from msrl.platforms import get
+from msrl.trainer import launch
+from msrl.types import StepReport
+from msrl.workflows.sft import run as train_sft
+from msrl.workflows.training import run_log
 
 LIMIT_S = 120.0
 
 
 @dataclass
-class Life:
-    """The ranks of one start, as children of this process; `pipe` is that of rank 0."""
+class Attempt:
+    """Driver of one start as a child of this process, and the pipe with its reports."""
 
-    pids: list[int]
+    pid: int
     pipe: connection.Connection
 
     @staticmethod
-    def begin(settings: dict[str, Any]) -> Life:
-        world = settings["cluster"]["devices_per_node"]
-        ours, theirs = Pipe()
-        store = f"file://{tempfile.mkdtemp()}/store"
-        pids = [
-            pid for rank in range(world) if (pid := _fork(settings, rank, world, store, theirs))
-        ]
-        theirs.close()
-        return Life(pids, ours)
+    def begin(settings: dict[str, Any]) -> Attempt:
+        parent_end, driver_end = Pipe()
+        pid = os.fork()
+        if not pid:
+            parent_end.close()
+            _run_driver(settings, driver_end)
+        driver_end.close()
+        return Attempt(pid, parent_end)
 
     def next_step(self) -> tuple[int, float] | None:
-        """The next step that rank 0 reports, and its loss; None when the life has come to its end."""
-        from msrl.types import StepReport
+        """Return the next reported step and its loss.
 
-        while True:
-            assert self.pipe.poll(LIMIT_S), "no report came"
-            try:
-                _, message = self.pipe.recv()
-            except (EOFError, ConnectionResetError):
-                return None
-            if isinstance(message, StepReport):
-                return message.step, message.metrics["train/loss"]
+        Returns None once the driver and all ranks, which share the pipe, have ended.
+        """
+        assert self.pipe.poll(LIMIT_S), "no report came"
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return None
 
     def kill(self) -> None:
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the driver; the kernel kills its ranks with it."""
+        os.kill(self.pid, signal.SIGKILL)
 
-    def end(self) -> list[int]:
-        """How every rank ended."""
+    def end(self) -> int:
+        """Return the exit code of the driver."""
         self.pipe.close()
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _fork(
-    settings: dict[str, Any], rank: int, world: int, store: str, pipe: connection.Connection
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+class ForkedProcess:
+    """Stand-in for `subprocess.Popen` in `trainer/launch.py` that forks a rank."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            os.environ.update(env)
+            sys.argv = command[command.index("-m") + 1 :]
+            _exit_after(launch.main)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._wait(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _run_driver(settings: dict[str, Any], pipe: connection.Connection) -> NoReturn:
+    """Train in this process, and report every step to the parent."""
+    log_report = run_log.RunLog.log
+
+    def log_and_send(log: run_log.RunLog, report: StepReport) -> None:
+        log_report(log, report)
+        pipe.send((report.step, report.metrics["train/loss"]))
+
+    launch.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=None)  # pyright: ignore
+    launch.get = lambda name: SimpleNamespace(prepare=lambda: None)  # this process is prepared
+    run_log.RunLog.log = log_and_send
+    os.dup2(2, 1)
+    _exit_after(lambda: train_sft.run(Config.model_validate(settings, strict=False)))
+
+
+def _exit_after(function: Callable[[], None]) -> NoReturn:
+    """End this process after a call, without the parent's cleanup."""
     code = 1
     try:
-        from msrl.config.schema import Config
-        from msrl.trainer.launch import RankContext
-        from msrl.workflows.sft import rank as sft_rank
-        from msrl.workflows.sft import run as train_sft
-
-        os.dup2(2, 1)
-        sft_rank.main(
-            RankContext(rank, world, store, pipe),
-            train_sft.prepare(Config.model_validate(settings, strict=False), "cpu"),
-        )
+        function()
         code = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -95,7 +129,7 @@ def _fork(
 
 @dataclass
 class Run:
-    """What became of a training over all of its lives."""
+    """Result of a training in all attempts."""
 
     losses: dict[int, float] = field(default_factory=dict)
     kills: int = 0
@@ -112,41 +146,41 @@ class Run:
 def train(
     settings: dict[str, Any], num_kills: int, seconds_per_step: float = 0.0
 ) -> tuple[Run, float]:
-    """A training with `num_kills` kills on its way, each after one to three steps and a part of another; (run, seconds per step)."""
+    """Return a training that is killed `num_kills` times, and its seconds per step.
+
+    Each kill comes one to three steps and a part of another step after the start of an attempt.
+    """
     run, saves, choose = Run(), Path(settings["checkpoint"]["save"]), random.Random(num_kills)
     while run.kills < num_kills:
-        life = Life.begin(settings)
+        attempt = Attempt.begin(settings)
         for _ in range(choose.randint(1, 3)):
-            found = life.next_step()
+            found = attempt.next_step()
             assert found is not None, f"the training ended after {run.kills} kills"
             run.note(*found)
         time.sleep(random.random() * 1.2 * seconds_per_step)
         run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
             saves.glob("training/.iter_*.partial")
         )
-        life.kill()
-        while (found := life.next_step()) is not None:  # reported before the kill, and not read yet
+        attempt.kill()
+        while (
+            found := attempt.next_step()
+        ) is not None:  # reported before the kill, and not read yet
             run.note(*found)
-        codes = life.end()
-        assert set(codes) == {-signal.SIGKILL}, codes
+        assert attempt.end() == -signal.SIGKILL
         run.kills += 1
-    life, times = Life.begin(settings), list[float]()
-    while (found := life.next_step()) is not None:
+    attempt, times = Attempt.begin(settings), list[float]()
+    while (found := attempt.next_step()) is not None:
         run.note(*found)
         times.append(time.monotonic())
-    assert set(life.end()) == {0}
+    assert attempt.end() == 0
     return run, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
 def main() -> None:
     path, num_kills = sys.argv[1], int(sys.argv[2])
-    from msrl.platforms import get
-
     get("cpu").prepare()
-    from msrl.trainer.launch import quiet_megatron
-
-    quiet_megatron()
-    from msrl.workflows.sft import run as train_sft  # noqa: F401  imported once for all lives
+    launch.quiet_megatron()
+    from msrl.trainer import rank  # noqa: F401  imported once for all attempts
 
     settings = yaml.safe_load(Path(path).read_text())
     results: dict[str, Any] = {}
@@ -162,9 +196,11 @@ def main() -> None:
             "resume": "auto",
             "every_steps": 1,
         }
-        run, per_step = train(
-            {**settings, "checkpoint": {**settings["checkpoint"], **saves}}, kills, seconds
-        )
+        sections = {
+            "run": {**settings["run"], "name": name},
+            "checkpoint": {**settings["checkpoint"], **saves},
+        }
+        run, per_step = train({**settings, **sections}, kills, seconds)
         seconds = seconds or per_step
         results[name] = vars(run)
     print(json.dumps(results))

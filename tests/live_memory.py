@@ -1,8 +1,7 @@
-"""Live tensor bytes of a process at their highest, counted storage by storage.
+"""Peak bytes of live tensors in a process, counted per storage.
 
-Every tensor that an operation makes is noted with its storage, which tells when it is freed;
-tensors from before are found by a walk over the objects of the process. What a kernel takes for
-itself while it runs is not seen.
+The storage of every tensor that an operation creates is recorded until it is freed. Existing
+tensors are found among the objects of the process. Workspace of kernels is not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context in which the bytes of live storages are counted; `peak` is their highest sum,
-    `at_peak` what they were by their maker.
+    """Context that counts the bytes of live storages.
+
+    `peak` is the maximum of their sum, and `at_peak` the bytes at that time by operation.
     """
 
     def __init__(self) -> None:
@@ -29,28 +29,28 @@ class LiveMemory(TorchDispatchMode):
         self._live: dict[int, tuple[str, int]] = {}
 
     @classmethod
-    def now_live(cls) -> int:
-        """Bytes of the tensors that are there."""
-        found = cls()
-        found._note_all()
-        return found.now
+    def live_bytes(cls) -> int:
+        """Return the bytes of all live tensors."""
+        memory = cls()
+        memory._record_existing()
+        return memory.now
 
-    def _note_all(self) -> None:
+    def _record_existing(self) -> None:
         gc.collect()
-        for found in gc.get_objects():
-            if isinstance(found, torch.Tensor):
-                self._note(found, "before")
+        for each in gc.get_objects():
+            if isinstance(each, torch.Tensor):
+                self._record(each, "existing")
 
     def __enter__(self) -> LiveMemory:
-        self._note_all()
+        self._record_existing()
         self.peak, self.at_peak = self.now, self._table()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for found in tree_leaves(out):
-            if isinstance(found, torch.Tensor):
-                self._note(found, f"{func} {tuple(found.shape)}")
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._record(leaf, f"{func} {tuple(leaf.shape)}")
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, self._table()
         return out
@@ -61,7 +61,7 @@ class LiveMemory(TorchDispatchMode):
             table[name] += size
         return table
 
-    def _note(self, tensor: torch.Tensor, name: str) -> None:
+    def _record(self, tensor: torch.Tensor, name: str) -> None:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):

@@ -1,6 +1,6 @@
-"""What the ranks of the memory tests do: every case trains on a batch of its own, and its live tensors and resident memory are measured.
+"""Rank code of the memory tests: measures live tensors and resident memory of each case.
 
-Imported by rank processes after `platform.prepare()`, by name (`memory_ranks:main`).
+Rank processes import it by name (`memory_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
 @dataclass(frozen=True)
 class Case:
-    """`batches` micro-batches of sequences of these lengths, every token of which is learnt."""
+    """`batches` micro-batches of sequences with these lengths; all tokens are trained."""
 
     name: str
     model: Path
@@ -34,31 +34,29 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     name: str
     rank: int
-    live: int  # bytes of tensors, at most at once
-    resident: int  # bytes of memory that the process had taken at most, above what it had before the model
-    by_maker: Mapping[str, int]
+    live: int  # peak bytes of live tensors
+    resident: int  # peak resident bytes of the process, minus those before the model was built
+    by_operation: Mapping[str, int]
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         if context.rank < case.layout.replica_size:
-            context.report(_measured(context, case, f"{context.init_method}-{number}"))
+            context.report(_measure(context, case, f"{context.init_method}-{number}"))
 
 
-def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
+def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
     from live_memory import LiveMemory
     from msrl.trainer.objective.losses import SftLoss
     from msrl.trainer.rank import TrainingRank
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # the highest resident memory is counted anew (proc(5))
-    base, before = _status("RssAnon"), LiveMemory.now_live()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident memory (proc(5))
+    base, before = _status("RssAnon"), LiveMemory.live_bytes()
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-4), **case.more)
     settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy)
     worker = TrainingRank(settings, context.rank, case.layout.replica_size, init_method)
@@ -72,17 +70,17 @@ def _measured(context: RankContext, case: Case, init_method: str) -> Measured:
     )
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
     loss = SftLoss()
-    worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # from here on there are moments
+    worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # allocates AdamW's moments
     with LiveMemory() as live:
         worker.train_step(batches, loss, num_tokens=count, lr=1e-4)
     resident = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - base
     worker.close()
-    return Measured(
+    return Measurement(
         case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40))
     )
 
 
 def _status(name: str) -> int:
-    """A figure of this process, in bytes (proc(5))."""
+    """Return an entry of /proc/self/status in bytes (proc(5))."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(rows[name].split()[0]) * 1024

@@ -1,6 +1,6 @@
-"""What the ranks of the parity test do: one start of four processes, in which every model and layout computes logits in turn.
+"""Rank code of the parity tests: four processes compute the logits of all models and layouts.
 
-Imported by rank processes after `platform.prepare()`, by name (`parity_ranks:main`).
+Rank processes import it by name (`parity_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Case:
 
 
 def sequences(vocab_size: int) -> list[np.ndarray]:
-    """Random token ids of several lengths."""
+    """Return random token ids of several lengths."""
     random = np.random.default_rng(11)
     return [random.integers(0, vocab_size, length).astype(np.int64) for length in LENGTHS]
 
 
-def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
-    """Starts the ranks; logits of every case by its name, [tokens, vocabulary]."""
+def rank_logits(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Start the ranks and return the logits of all cases by name, [tokens, vocabulary]."""
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
     from support import python_path
@@ -50,7 +50,10 @@ def logits_of(cases: list[Case]) -> dict[str, np.ndarray]:
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
-    """Every case whose layout this rank is part of; tp_rank 0 of the last stage reports (name, logits of the packed sequences)."""
+    """Run every case whose layout includes this rank.
+
+    Tensor-parallel rank 0 of the last stage reports (name, logits of the packed sequences).
+    """
     from msrl.trainer.rank import TrainingRank
 
     for number, case in enumerate(cases):

@@ -1,4 +1,7 @@
-"""What the ranks of the training tests do to show that garbage stays where it is: in padding, in masked places, in other samples."""
+"""Rank code of the tests that invalid values in one place do not affect others.
+
+The invalid values are in padding, in masked positions and in other samples.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,17 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
-PADDING, GARBAGE = (
-    0,
-    150,
-)  # token ids that no sample uses, but padding, and the samples that are masked out
-LENGTHS = (
-    11,
-    7,
-    17,
-    3,
-    9,
-)  # odd in sum, and none divides into the pieces of context-parallel ranks: all layouts but the whole one pad
+# Token ids that trained samples do not use: of padding, and of samples that are masked out.
+PADDING, GARBAGE = 0, 150
+# The sum is odd and no length is divisible by the number of pieces under context parallelism, so
+# that every layout with several ranks pads.
+LENGTHS = (11, 7, 17, 3, 9)
 MASKED_OUT = (1, 3)
 
 
 @dataclass(frozen=True)
 class Poisoned:
-    """One pack of samples, of which two are masked out, looked at with and without garbage in it."""
+    """Case with one micro-batch of samples, two of which are masked out."""
 
     name: str
     model: Path
@@ -47,8 +44,8 @@ class Poisoned:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a look at the pack gave: the loss, its gradients, and the log-probability of every token."""
+class StepResult:
+    """Loss, gradients and log-probabilities of all tokens of a step."""
 
     loss: float
     gradients: Mapping[str, np.ndarray]
@@ -57,14 +54,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class PoisonedResult:
-    """By what was done to the pack."""
+    """Results of the steps of a case by modification of the batch."""
 
     name: str
-    seen: Mapping[str, Seen]
+    steps: Mapping[str, StepResult]
 
 
-def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResult:
-    """The pack as it should be, then with each kind of garbage."""
+def run_poisoned(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResult:
+    """Run a step on the unmodified batch and with each kind of invalid values."""
     from msrl.trainer.rank import TrainingRank
 
     policy = ReplicaSettings(
@@ -72,21 +69,21 @@ def look(context: RankContext, case: Poisoned, init_method: str) -> PoisonedResu
     )
     settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=policy)
     worker = TrainingRank(settings, context.rank, case.world, init_method)
-    clean, garbage = _pack(), _pack(neighbours=GARBAGE)
-    seen = {"clean": _look(worker, clean), "clean policy": _look(worker, clean, "policy")}
-    seen["masked fields nan"] = _look(worker, _with_nan_where_masked(clean), "policy")
+    clean, garbage = _batch(), _batch(neighbors=GARBAGE)
+    steps = {"clean": _step(worker, clean), "clean policy": _step(worker, clean, "policy")}
+    steps["masked fields nan"] = _step(worker, _with_nan_where_masked(clean), "policy")
     with _embedding(worker, GARBAGE, 1e4):
-        seen["neighbours large"] = _look(worker, garbage)
+        steps["neighbors large"] = _step(worker, garbage)
     with _embedding(worker, GARBAGE, float("nan")):
-        seen["neighbours nan"] = _look(worker, garbage)
+        steps["neighbors nan"] = _step(worker, garbage)
     with _embedding(worker, PADDING, float("nan")):
-        seen["padding nan"] = _look(worker, clean)
+        steps["padding nan"] = _step(worker, clean)
     worker.close()
-    return PoisonedResult(case.name, seen)
+    return PoisonedResult(case.name, steps)
 
 
-def _pack(neighbours: int | None = None) -> Sequences:
-    """The samples; those that are masked out are of the token `neighbours`, where there is one."""
+def _batch(neighbors: int | None = None) -> Sequences:
+    """Return the samples. Masked-out samples consist of the token `neighbors`, if set."""
     random = np.random.default_rng(3)
     ids = [random.integers(PADDING + 1, GARBAGE, length).astype(np.int64) for length in LENGTHS]
     masks = [np.arange(length) >= 2 for length in LENGTHS]
@@ -95,8 +92,8 @@ def _pack(neighbours: int | None = None) -> Sequences:
     )
     for number in MASKED_OUT:
         masks[number][:] = False
-        if neighbours is not None:
-            ids[number][:] = neighbours
+        if neighbors is not None:
+            ids[number][:] = neighbors
     return Sequences(
         tuple(ids), tuple(masks), {"advantages": advantages, "old_logprobs": old_logprobs}
     )
@@ -115,7 +112,7 @@ def _with_nan_where_masked(pack: Sequences) -> Sequences:
 
 @contextmanager
 def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
-    """The embedding of a token made large, or NaN, as long as the block lasts."""
+    """Set the embedding of a token to large values or NaN within the context."""
     weight: Tensor = dict(worker.policy.model.named_parameters())[
         "embedding.word_embeddings.weight"
     ].data
@@ -123,15 +120,15 @@ def _embedding(worker: Any, token: int, scale: float) -> Iterator[None]:
     if not 0 <= row < len(weight):
         yield
         return
-    kept = weight[row].clone()
-    weight[row] = torch.linspace(-1, 2, len(kept)) * scale
+    original = weight[row].clone()
+    weight[row] = torch.linspace(-1, 2, len(original)) * scale
     yield
-    weight[row] = kept
+    weight[row] = original
 
 
-def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
-    """One step that moves nothing: its learning rate is 0."""
-    from gradients import whole_gradients
+def _step(worker: Any, pack: Sequences, kind: str = "sft") -> StepResult:
+    """Run a step with a learning rate of 0, which changes no weights."""
+    from gradients import gathered_gradients
     from msrl.trainer.objective.losses import PolicyLoss, SftLoss
 
     if kind != "sft":
@@ -143,9 +140,9 @@ def _look(worker: Any, pack: Sequences, kind: str = "sft") -> Seen:
         num_tokens=num_loss_tokens(pack),
         lr=0.0,
     )
-    gradients = {name: tensor.numpy() for name, tensor in whole_gradients(worker.policy).items()}
-    everything = replace(
+    gradients = {name: tensor.numpy() for name, tensor in gathered_gradients(worker.policy).items()}
+    all_tokens = replace(
         batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={}
     )
-    logprobs = worker.logprobs([everything], 1.0)
-    return Seen(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])
+    logprobs = worker.logprobs([all_tokens], 1.0)
+    return StepResult(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])

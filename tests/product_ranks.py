@@ -83,7 +83,7 @@ def combinations() -> list[tuple[str, str, Mode]]:
     ]
 
 
-def walk(context: RankContext, case: Product, init_method: str) -> ProductResult:
+def run_product(context: RankContext, case: Product, init_method: str) -> ProductResult:
     """Run a step of each combination, with a learning rate of 0."""
     from msrl.trainer.rank import TrainingRank
 
@@ -104,7 +104,7 @@ def _batch(order: tuple[int, ...]) -> Sequences:
 
 
 def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
-    from gradients import whole_gradients
+    from gradients import gathered_gradients
     from msrl.trainer.objective.losses import PolicyLoss
 
     loss = PolicyLoss(
@@ -119,15 +119,15 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     )
     batch = with_weights(_batch(case.order), mode, constant=1000.0)
     lengths = [len(ids) for ids in batch.token_ids]
-    part = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
+    rows = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
-    groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
+    groups = [[rows[i] for i in group] for group in limits.group([lengths[i] for i in rows])]
     report = worker.train_step(
         micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0
     )
     random = np.random.default_rng(0)
     products: dict[str, float] = {}
-    for key, tensor in sorted(whole_gradients(worker.policy).items()):
+    for key, tensor in sorted(gathered_gradients(worker.policy).items()):
         gradient = tensor.double().numpy().ravel()
         products[key] = float(gradient @ random.normal(size=gradient.size))
     return Step(report, products)

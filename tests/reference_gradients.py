@@ -1,6 +1,7 @@
-"""The gradient of every tensor after one training step, as ranks saved it and as transformers computes it, under the files' names.
+"""Gradients of one training step, from the ranks' checkpoint and from transformers.
 
-AdamW's first moment holds a tenth of the gradient after one step, clipped to a norm of 1.
+Tensors have the names of the Hugging Face files. After one step, AdamW's first moment is a tenth of
+the gradient, which is clipped to a norm of 1.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _NO_GRADIENT = ".expert_bias"  # of Megatron's router, by our names
 
 
 def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
-    """What the ranks of a training saved after one step."""
+    """Return the gradients of the first step from the optimizer state that the ranks saved."""
     saved, shape = SavedTraining(save, 1), load_shape(save / "hf")
-    cut, shards = ParallelLayout.from_json(saved.state()["cut"]), dict[Coords, dict[str, Tensor]]()
-    padded = shape.padded_vocab_size(cut.tp)
-    for at in cut.ranks():
+    layout = ParallelLayout.from_json(saved.state()["cut"])
+    shards = dict[Coords, dict[str, Tensor]]()
+    padded = shape.padded_vocab_size(layout.tp)
+    for at in layout.ranks():
         file = load_file(
             saved.training_dir / f"optimizer_{at.tp:02d}_{at.pp:03d}_{at.ep:03d}.safetensors"
         )
@@ -42,11 +44,11 @@ def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
         }
         without = {
             name: size
-            for name, size in rank_plan(shape, cut, at, padded).tensors.items()
+            for name, size in rank_plan(shape, layout, at, padded).tensors.items()
             if name.endswith(_NO_GRADIENT)
         }
         shards[at] |= {name: torch.zeros(size) for name, size in without.items()}
-    source = ShardedSource(shape, cut, shards, save / "hf", str(save))
+    source = ShardedSource(shape, layout, shards, save / "hf", str(save))
     return {
         name: tensor * 10
         for name, tensor in hf_weights(source)
@@ -55,16 +57,12 @@ def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
 
 
 def backward(model: Any, step: int) -> float:
-    """The loss of a step's batch, one sequence at a time; gradients are in the parameters afterwards."""
+    """Return the loss of a step's batch, computed per sequence, and accumulate the gradients."""
     batch, total, count = sequences(step), torch.zeros(()), 0
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         logprobs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-        total = (
-            total
-            - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][
-                torch.from_numpy(mask[1:])
-            ].sum()
-        )
+        labels, trained = torch.from_numpy(ids[1:]), torch.from_numpy(mask[1:])
+        total = total - logprobs.gather(-1, labels[:, None])[:, 0][trained].sum()
         count += int(mask[1:].sum())
     (total / count).backward()
     return (total / count).item()
@@ -72,7 +70,10 @@ def backward(model: Any, step: int) -> float:
 
 @functools.cache
 def transformers_gradients(folder: Path) -> dict[str, Tensor]:
-    """transformers' gradients of the first step, clipped to a norm of 1; experts one by one or stacked, as the files have them."""
+    """Return transformers' gradients of the first step, clipped to a norm of 1.
+
+    Experts are separate or stacked as in the Hugging Face files.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -84,34 +85,41 @@ def transformers_gradients(folder: Path) -> dict[str, Tensor]:
     return {
         key: value
         for parameter in model.named_parameters()
-        for key, value in _as_in_files(*parameter, is_stacked=is_stacked)
+        for key, value in _file_gradients(*parameter, is_stacked=is_stacked)
     }
 
 
-def _as_in_files(
+def _file_gradients(
     name: str, parameter: torch.nn.Parameter, *, is_stacked: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """transformers keeps most experts in two tensors, [experts, gate above up, inputs] and [experts, outputs, inputs]."""
+    """Yield a gradient under the names of the Hugging Face files.
+
+    transformers stores most experts in two tensors: [experts, gate and up, inputs] and
+    [experts, outputs, inputs].
+    """
     assert parameter.grad is not None, name
     prefix, _, last = name.rpartition(".")
     if not is_stacked or last not in ("gate_up_proj", "down_proj"):
         yield name, parameter.grad
         return
     for number, grad in enumerate(parameter.grad):
-        parts = (
-            zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True)
-            if last == "gate_up_proj"
-            else (("down_proj", grad),)
-        )
-        yield from ((f"{prefix}.{number}.{part}.weight", value) for part, value in parts)
+        if last == "down_proj":
+            yield f"{prefix}.{number}.down_proj.weight", grad
+            continue
+        gate, up = grad.chunk(2)
+        yield f"{prefix}.{number}.gate_proj.weight", gate
+        yield f"{prefix}.{number}.up_proj.weight", up
 
 
 def assert_same_gradients(
-    found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
+    actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-4
 ) -> None:
-    """Tensor by tensor: the distance is at most `tolerance` of the tensor's own norm. Experts that no token went to have none."""
-    assert found.keys() == expected.keys()
+    """Assert that the difference of each tensor is at most `tolerance` times its norm.
+
+    Gradients of experts without tokens are zero.
+    """
+    assert actual.keys() == expected.keys()
     assert all(gradient.norm() > 0 for key, gradient in expected.items() if ".experts." not in key)
     assert sum(float(gradient.norm()) > 0 for gradient in expected.values()) > 0.9 * len(expected)
     for key, gradient in expected.items():
-        assert (found[key] - gradient).norm() <= tolerance * gradient.norm(), key
+        assert (actual[key] - gradient).norm() <= tolerance * gradient.norm(), key

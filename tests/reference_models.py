@@ -1,7 +1,8 @@
-"""Forward passes written by hand, for families whose code transformers does not have (their checkpoints bring their own).
+"""Reference forward passes of families that transformers lacks (their checkpoints include code).
 
-They read the raw Hugging Face tensors, know nothing of msrl's rules, and compute in float64, one sequence at a time, from what the
-published `modeling_*.py` of each family computes. Letters: T tokens, c hidden, h heads, g key/value groups, d head size.
+They follow the published `modeling_*.py` of each family, read the raw Hugging Face tensors without
+msrl's rules, and compute one sequence at a time in float64. Letters: T tokens, c hidden, h heads,
+g key/value groups, d head size.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [T, h, d] with [T, g, d]; the heads of a group are neighbours."""
+    """Return causal attention of [T, h, d] with [T, g, d]; the heads of a group are adjacent."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -31,8 +32,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ).flatten(1)
 
 
-def _halves(x: Tensor, theta: float) -> Tensor:
-    """Llama's rotation of [T, h, d]: channel i turns with channel i + d / 2."""
+def _rotate_halves(x: Tensor, theta: float) -> Tensor:
+    """Apply Llama's rotary embedding to [T, h, d], which pairs channels i and i + d / 2."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None, None] * theta ** (
         -torch.arange(half, dtype=torch.float64) / half
@@ -41,28 +42,31 @@ def _halves(x: Tensor, theta: float) -> Tensor:
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def _neighbours(x: Tensor, theta: float) -> Tensor:
-    """ChatGLM's rotation of [T, h, d]: of the first half of the channels, each even one turns with the next one."""
-    turning = x.shape[-1] // 2
+def _rotate_adjacent(x: Tensor, theta: float) -> Tensor:
+    """Apply ChatGLM's rotary embedding to [T, h, d].
+
+    It rotates the first half of the channels and pairs each even channel with the next one.
+    """
+    rotated_dim = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] * theta ** (
-        -torch.arange(0, turning, 2, dtype=torch.float64) / turning
+        -torch.arange(0, rotated_dim, 2, dtype=torch.float64) / rotated_dim
     )
-    pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
-    return torch.cat((turned.flatten(-2), x[..., turning:]), -1)
+    pairs = torch.view_as_complex(x[..., :rotated_dim].unflatten(-1, (-1, 2)).contiguous())
+    rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    return torch.cat((rotated.flatten(-2), x[..., rotated_dim:]), -1)
 
 
 def _run(
     forward: Callable[[Tensor, Weights], Tensor], weights: Weights, ids: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Logits of all sequences, one below the other."""
-    wide = {name: tensor.double() for name, tensor in weights.items()}
+    """Return the concatenated logits of all sequences."""
+    weights_64 = {name: tensor.double() for name, tensor in weights.items()}
     with torch.inference_mode():
-        return torch.cat([forward(torch.from_numpy(row), wide) for row in ids]).numpy()
+        return torch.cat([forward(torch.from_numpy(row), weights_64) for row in ids]).numpy()
 
 
 def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """InternLM 2: of each group, `wqkv` has the rows of its heads, then of its key, then of its value."""
+    """Return the logits of InternLM 2. `wqkv` has rows of heads, key and value per group."""
     heads, groups, eps = (
         config["num_attention_heads"],
         config["num_key_value_heads"],
@@ -77,7 +81,7 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
             qkv = _norm(x, w[p + "attention_norm.weight"], eps) @ w[p + "attention.wqkv.weight"].T
             qkv = qkv.view(len(x), groups, heads // groups + 2, head_dim)
             q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
-            q, k = _halves(q, config["rope_theta"]), _halves(k, config["rope_theta"])
+            q, k = _rotate_halves(q, config["rope_theta"]), _rotate_halves(k, config["rope_theta"])
             x = x + _attend(q, k, v) @ w[p + "attention.wo.weight"].T
             y = _norm(x, w[p + "ffn_norm.weight"], eps)
             gate, up = (y @ w[p + f"feed_forward.w{number}.weight"].T for number in (1, 3))
@@ -88,7 +92,10 @@ def internlm2(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray
 
 
 def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Baichuan 7B: `W_pack` has q, k and v one above the other. Baichuan2's output layer (NormHead) divides each row by its length."""
+    """Return the logits of Baichuan 7B, whose `W_pack` concatenates q, k and v.
+
+    Baichuan2's output layer (NormHead) divides each row by its norm.
+    """
     heads, eps = config["num_attention_heads"], config["rms_norm_eps"]
 
     def forward(tokens: Tensor, w: Weights) -> Tensor:
@@ -101,10 +108,11 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             x = (
                 x
-                + _attend(_halves(q, 1e4), _halves(k, 1e4), v) @ w[p + "self_attn.o_proj.weight"].T
+                + _attend(_rotate_halves(q, 1e4), _rotate_halves(k, 1e4), v)
+                @ w[p + "self_attn.o_proj.weight"].T
             )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
-            gate, up = (y @ w[p + f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            gate, up = (y @ w[p + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
         head = w["lm_head.weight"]
         head = (
@@ -118,7 +126,10 @@ def baichuan(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
 
 
 def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
-    """ChatGLM 2 and 3, GLM-4: `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` gate above up."""
+    """Return the logits of ChatGLM 2, ChatGLM 3 and GLM-4.
+
+    `query_key_value` has all heads, all keys, all values; `dense_h_to_4h` has gate, then up.
+    """
     heads, groups, head_dim, eps = (
         config[key]
         for key in (
@@ -142,7 +153,7 @@ def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray])
             q, k, v = qkv.view(len(x), -1, head_dim).split([heads, groups, groups], 1)
             x = (
                 x
-                + _attend(_neighbours(q, theta), _neighbours(k, theta), v)
+                + _attend(_rotate_adjacent(q, theta), _rotate_adjacent(k, theta), v)
                 @ w[p + "self_attention.dense.weight"].T
             )
             y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)

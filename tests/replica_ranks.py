@@ -1,5 +1,6 @@
-"""A rank with every kind of replica, for `test_replicas.py`. Imported by a rank process by name
-(`replica_ranks:main`).
+"""Rank code of `test_replicas.py`: a rank with every kind of replica.
+
+A rank process imports it by name (`replica_ranks:main`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ if TYPE_CHECKING:
 PARAMS = OffloadConfig(params=True)
 
 
-def main(context: RankContext, job: tuple[Path, Path, Path]) -> None:
-    """Reports how the replicas of one rank behave, by what is measured."""
+def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
+    """Report measurements of the replicas of one rank by name."""
     from msrl.trainer.rank import TrainingRank
 
-    model, other, scored = job
+    model, other, scored = models
     settings = RankSettings(
-        "cpu", Layout(), "float32", seed=0, timeout_s=120,
+        "cpu",
+        Layout(),
+        "float32",
+        seed=0,
+        timeout_s=120,
         policy=ReplicaSettings(model, optimizer=OptimizerConfig(lr=1e-3), offload=PARAMS),
         reference=ReplicaSettings(other, offload=PARAMS),
         critic=critic_settings(scored, OptimizerConfig(lr=1e-3), offload=PARAMS),
         reward_models={"judge": ReplicaSettings(scored, offload=PARAMS)},
-    )  # fmt: skip
+    )
     rank = TrainingRank(settings, context.rank, context.world_size, context.init_method)
     first, second = _batch([0, 1, 2]), _batch([3, 4, 5, 6, 7])
     before = rank.logits([first])
@@ -46,7 +51,7 @@ def main(context: RankContext, job: tuple[Path, Path, Path]) -> None:
         "kl alone": [_kl(rank, [batch]) for batch in (first, second)],
         "tokens": [int(batch.loss_mask.sum()) for batch in (first, second)],
     }
-    after = rank.logits([first])  # a pass that gave hidden states came between
+    after = rank.logits([first])  # after passes that returned hidden states
     assert before is not None and after is not None
     report["logits are the same"] = bool((before[0] == after[0]).all())
     critic, reward_model = rank.values([first]), rank.scores("judge", [first])
@@ -64,7 +69,7 @@ def _batch(indices: list[int]) -> MicroBatch:
 
 
 def _kl(rank: TrainingRank, batches: list[MicroBatch]) -> float:
-    """The exact divergence from the reference per token, by a step with the learning rate 0."""
+    """Return the exact divergence from the reference per token, from a step of learning rate 0."""
     from msrl.trainer.objective.losses import PolicyLoss
 
     loss = PolicyLoss(0.7, kl_coef=0.1, kl_estimator="full")

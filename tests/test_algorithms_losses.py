@@ -85,7 +85,7 @@ def aggregated_loss(
     )
 
 
-def token_loss_by_hand(
+def token_loss_by_hand(  # noqa: PLR0911 - one formula per loss
     name: str, d: float, a: float, lp: float, whole: list[float], low: float, high: float
 ) -> float:
     """Return the loss of a token.

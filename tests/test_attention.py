@@ -1,4 +1,4 @@
-"""The core attention and the rotary embedding in front of it, against plain formulas and transformers' own frequencies."""
+"""Core attention and rotary embedding agree with plain formulas and transformers' frequencies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ def _inputs() -> list[torch.Tensor]:
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """One masked softmax over the whole micro-batch."""
+) -> torch.Tensor:
+    """Compute attention with one masked softmax over all tokens of the micro-batch."""
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     position = torch.cat([torch.arange(length) for length in LENGTHS])
     distance = position[:, None] - position[None]
@@ -44,25 +49,25 @@ def _plain(
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("block", [5, 512])
-def test_attention_and_its_gradient_are_those_of_one_masked_softmax(
+def test_attention_and_its_gradient_agree_with_one_masked_softmax(
     window: int | None, softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_BLOCK", block)
     inputs = _inputs()
-    found = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, softcap)
+    actual = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, softcap)
     expected = _plain(*inputs, 0.3, window, softcap)
     tolerance = 1e-10 if softcap is None else 1e-6  # capped scores are float32
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     weight = torch.randn(N, H, D, dtype=torch.float64)
-    mine, theirs = (
-        torch.autograd.grad((mixed * weight).sum(), inputs) for mixed in (found, expected)
+    gradients, expected_gradients = (
+        torch.autograd.grad((output * weight).sum(), inputs) for output in (actual, expected)
     )
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * 10)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=tolerance * 10)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_sink_takes_its_share_of_every_softmax(
+def test_sinks_are_part_of_every_softmax(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_BLOCK", 5)
@@ -70,40 +75,41 @@ def test_a_sink_takes_its_share_of_every_softmax(
         _inputs(),
         torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True),
     )
-    found = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, sinks=sinks)
+    actual = block_diagonal_attention(*inputs, LENGTHS, 0.3, window, sinks=sinks)
     expected = _plain(*inputs, 0.3, window, None, sinks)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
     weight = torch.randn(N, H, D, dtype=torch.float64)
-    mine, theirs = (
-        torch.autograd.grad((mixed * weight).sum(), (*inputs, sinks)) for mixed in (found, expected)
+    gradients, expected_gradients = (
+        torch.autograd.grad((output * weight).sum(), (*inputs, sinks))
+        for output in (actual, expected)
     )
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])
-def test_a_poisoned_neighbour_does_not_matter(window: int | None, softcap: float | None) -> None:
-    """Windows are counted inside a sample: the token before a sample's first one is out of sight, whatever it holds."""
+def test_nan_in_another_sample_has_no_effect(window: int | None, softcap: float | None) -> None:
+    """Windows end at the start of a sample, so tokens of the sample before it are not visible."""
     inputs = _inputs()
     clean = block_diagonal_attention(*inputs, LENGTHS, None, window, softcap)
     with torch.no_grad():
         poisoned = [x.clone() for x in inputs]
         for x in poisoned:
             x[7:10] = float("nan")
-    found = block_diagonal_attention(*poisoned, LENGTHS, None, window, softcap)
+    actual = block_diagonal_attention(*poisoned, LENGTHS, None, window, softcap)
     assert (
-        torch.equal(found[:7], clean[:7])
-        and torch.equal(found[10:], clean[10:])
-        and found[7:10].isnan().all()
+        torch.equal(actual[:7], clean[:7])
+        and torch.equal(actual[10:], clean[10:])
+        and actual[7:10].isnan().all()
     )
 
 
-def test_a_window_sees_itself_and_what_is_just_before_it() -> None:
+def test_a_window_includes_the_token_itself_and_those_just_before_it() -> None:
     q = torch.zeros(12, 1, 2)
     values = torch.arange(12.0)[:, None, None].expand(12, 1, 2)
-    found = block_diagonal_attention(q, q, values, (12,), window=3)[:, 0, 0]
-    expected = [0.0, 0.5, *[float(i - 1) for i in range(2, 12)]]  # means of the positions seen
-    torch.testing.assert_close(found, torch.tensor(expected))
+    actual = block_diagonal_attention(q, q, values, (12,), window=3)[:, 0, 0]
+    expected = [0.0, 0.5, *[float(i - 1) for i in range(2, 12)]]  # means of visible positions
+    torch.testing.assert_close(actual, torch.tensor(expected))
 
 
 SCALINGS = {
@@ -113,16 +119,27 @@ SCALINGS = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn, every number": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2, "truncate": False,
-        "mscale": 1.0, "mscale_all_dim": 0.5,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
     },
-    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9},
-}  # fmt: skip
+    "yarn, attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 0.9,
+    },
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_to_the_bit_those_of_transformers(name: str) -> None:
+def test_frequencies_are_bitwise_equal_to_transformers(name: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -146,7 +163,7 @@ def test_frequencies_are_to_the_bit_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("channels", [4, 8])
-def test_pairs_turn_by_their_angle_and_other_channels_pass(
+def test_pairs_rotate_by_their_angle_and_other_channels_are_unchanged(
     interleaved: bool, channels: int
 ) -> None:
     torch.manual_seed(0)
@@ -158,9 +175,9 @@ def test_pairs_turn_by_their_angle_and_other_channels_pass(
     cos, sin = (torch.zeros(5, 1, 1, channels, dtype=torch.float64) for _ in range(2))
     expected = x.detach().clone()
     for i, (a, b) in enumerate(pairs):
-        turn = torch.polar(torch.ones(5, dtype=torch.float64), angles[:, i])[:, None]
-        turned = torch.complex(x.detach()[:, 0, :, a], x.detach()[:, 0, :, b]) * turn
-        expected[:, 0, :, a], expected[:, 0, :, b] = turned.real, turned.imag
+        rotation = torch.polar(torch.ones(5, dtype=torch.float64), angles[:, i])[:, None]
+        rotated = torch.complex(x.detach()[:, 0, :, a], x.detach()[:, 0, :, b]) * rotation
+        expected[:, 0, :, a], expected[:, 0, :, b] = rotated.real, rotated.imag
         cos[:, 0, 0, a] = cos[:, 0, 0, b] = angles[:, i].cos()
         sin[:, 0, 0, a], sin[:, 0, 0, b] = -angles[:, i].sin(), angles[:, i].sin()
     torch.testing.assert_close(rotate(x, cos, sin, interleaved=interleaved), expected)
@@ -168,38 +185,40 @@ def test_pairs_turn_by_their_angle_and_other_channels_pass(
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_values_narrower_than_keys_are_mixed_alike(window: int | None) -> None:
+def test_values_narrower_than_keys_give_the_same_attention(window: int | None) -> None:
     query, key, value = _inputs()
-    found = block_diagonal_attention(query, key, value[..., :5], LENGTHS, 0.3, window)
+    actual = block_diagonal_attention(query, key, value[..., :5], LENGTHS, 0.3, window)
     torch.testing.assert_close(
-        found, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10
+        actual, _plain(query, key, value[..., :5], 0.3, window, None), rtol=0, atol=1e-10
     )
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5), (4, 1.5)])
-def test_in_bfloat16_a_cpu_computes_in_float32(window: int | None, softcap: float | None) -> None:
+def test_cpu_attention_in_bfloat16_is_computed_in_float32(
+    window: int | None, softcap: float | None
+) -> None:
     inputs = _inputs()
-    halves = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    bfloat16_inputs = [x.detach().bfloat16().requires_grad_() for x in inputs]
     weight = torch.randn(N, H, D, dtype=torch.float64)
-    found = block_diagonal_attention(*halves, LENGTHS, None, window, softcap)
+    actual = block_diagonal_attention(*bfloat16_inputs, LENGTHS, None, window, softcap)
     expected = _plain(*inputs, D**-0.5, window, softcap)
-    assert found.dtype == torch.bfloat16
+    assert actual.dtype == torch.bfloat16
     exact = block_diagonal_attention(
         *(x.detach().bfloat16().float() for x in inputs), LENGTHS, None, window, softcap
     )
-    assert torch.equal(found, exact.bfloat16())
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-2)
-    mine = torch.autograd.grad((found * weight).sum(), halves)
-    for one, other in zip(
-        mine, torch.autograd.grad((expected * weight).sum(), inputs), strict=True
-    ):
-        assert torch.linalg.norm(one.double() - other) < 2e-2 * torch.linalg.norm(other)
+    assert torch.equal(actual, exact.bfloat16())
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-2)
+    gradients = torch.autograd.grad((actual * weight).sum(), bfloat16_inputs)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    for gradient, exact_gradient in zip(gradients, expected_gradients, strict=True):
+        difference = torch.linalg.norm(gradient.double() - exact_gradient)
+        assert difference < 2e-2 * torch.linalg.norm(exact_gradient)
 
 
-def test_counts_of_tokens_are_padded_where_kernels_are_compiled_for_each_shape() -> None:
+def test_token_counts_are_padded_where_kernels_are_compiled_per_shape() -> None:
     rows = torch.ones(70, 3, dtype=torch.bfloat16)
     padded = pad_tokens(rows)
     assert padded.shape == (128, 3) and torch.equal(padded[:70], rows) and not padded[70:].any()
     assert pad_tokens(padded) is padded
-    wide = torch.ones(70, 3)
-    assert pad_tokens(wide) is wide
+    float32_rows = torch.ones(70, 3)
+    assert pad_tokens(float32_rows) is float32_rows

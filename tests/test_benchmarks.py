@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, memory measurement and configurations."""
+"""Arithmetic, memory measurement and configurations of the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import device  # noqa: E402
 from benchmarks.__main__ import detail_lines, figure, table_row  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
-from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, kind_of  # noqa: E402
+from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
 from benchmarks.measure import BenchError, quiet_environment, timed  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
 
 
-def test_a_ratio_of_seconds_is_reached_below_its_goal_and_one_of_rates_above() -> None:
+def test_goals_are_upper_limits_for_seconds_and_lower_limits_for_rates() -> None:
     assert table_row(BY_NAME["convert"], "copy_floor", 5.0, 4.0).endswith(
         "| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |"
     )
@@ -38,7 +38,7 @@ def test_a_ratio_of_seconds_is_reached_below_its_goal_and_one_of_rates_above() -
     assert table_row(BY_NAME["sft-fp32"], "trl_sft", 0.5, 1.0).endswith("| 0.50 |  |  |")
 
 
-def test_every_sample_is_told() -> None:
+def test_all_samples_are_printed() -> None:
     samples = {
         "ours": [Sample(1.0, {"MB": 5.0}), Sample(3.0, {"MB": 7.0})],
         "copy_floor": [Sample(2.0), Sample(2.5)],
@@ -60,14 +60,17 @@ def test_figures_have_three_digits(value: float, text: str) -> None:
 
 def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(300_000_000))
-    child = "import numpy as np, time; m = np.memmap('big', mode='r'); m.sum(); a = np.ones(25_000_000); time.sleep(0.5)"
+    child = (
+        "import numpy as np, time; m = np.memmap('big', mode='r'); m.sum(); "
+        "a = np.ones(25_000_000); time.sleep(0.5)"
+    )
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     done = timed([sys.executable, "-c", code], environment=quiet_environment(), cwd=tmp_path)
     assert 200e6 < done.peak_anonymous_bytes < 300e6
     assert done.seconds > 0.5
 
 
-def test_a_program_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+def test_a_program_that_fails_is_reported_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=mentions("exit 3", "no such model")):
         timed(
             [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"],
@@ -92,7 +95,7 @@ def test_the_configurations_are_valid(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_device_benchmark_finds_the_cpu_at_one_with_itself(tmp_path: Path) -> None:
+def test_the_device_benchmark_agrees_with_itself_on_cpu(tmp_path: Path) -> None:
     written = tmp_path / "device.json"
     options = ["--platform", "cpu", "--shapes", "tiny", "--write", str(written)]
     done = subprocess.run(
@@ -102,17 +105,17 @@ def test_the_device_benchmark_finds_the_cpu_at_one_with_itself(tmp_path: Path) -
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(written.read_text())
-    assert [(row["way"], row["dtype"]) for row in found["parity"]] == [
+    results = json.loads(written.read_text())
+    assert [(row["way"], row["dtype"]) for row in results["parity"]] == [
         (job.name, job.dtype) for job in SCALES["tiny"].trainings(has_fused=False)
     ]
     assert all(
         row["losses"][-1] < row["losses"][0] and len(row["grad_norms"]) == 10
-        for row in found["parity"]
+        for row in results["parity"]
     )
-    assert all(row["loss_off"] < 1e-6 for row in found["parity"] if row["dtype"] == "float32")
-    assert all(row["loss_off"] > 0 for row in found["parity"] if row["dtype"] == "bfloat16")
-    (speed,) = found["speed"]
+    assert all(row["loss_off"] < 1e-6 for row in results["parity"] if row["dtype"] == "float32")
+    assert all(row["loss_off"] > 0 for row in results["parity"] if row["dtype"] == "bfloat16")
+    (speed,) = results["speed"]
     assert sum(speed["costs"].values()) == pytest.approx(1) and "matrix products" in speed["costs"]
     assert (
         "| saved and resumed | bfloat16 | torch |" in done.stdout
@@ -120,13 +123,13 @@ def test_the_device_benchmark_finds_the_cpu_at_one_with_itself(tmp_path: Path) -
     )
 
 
-def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
+def test_a_job_that_fails_is_reported_and_the_next_jobs_run_in_a_new_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from msrl.trainer import launch
 
     class Ranks:
-        """Takes no more than two rows at once, and dies of the way `bad`."""
+        """Runs out of memory above two rows and fails in the job `bad`."""
 
         def __init__(self, target: str, work: Work, **_: Any) -> None:
             assert target == device.TARGET
@@ -145,9 +148,8 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
                         "rank 0 failed:\nTraceback\nRuntimeError: no kernel image"
                     )
                 if isinstance(job, Speed) and job.rows_at_once > 2:
-                    raise launch.RankError(
-                        "rank 0 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
-                    )
+                    problem = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+                    raise launch.RankError(f"rank 0 failed:\n{problem}")
                 yield job
 
     monkeypatch.setattr(launch, "LocalRanks", Ranks)
@@ -156,16 +158,17 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
         Training("bad", "dense", "float32"),
         Speed("a", "dense", 4, 4, (8,), 1),
     )
-    found = dict(device.results("cpu", tmp_path, (3,), [good, bad, speed, good]))
+    results = dict(device.results("cpu", tmp_path, (3,), [good, bad, speed, good]))
     assert (
-        found["bad", "float32"] == "RuntimeError: no kernel image"
-        and found["good", "float32"] == good
+        results["bad", "float32"] == "RuntimeError: no kernel image"
+        and results["good", "float32"] == good
     )
-    assert found["a", "bfloat16"].rows_at_once == 2 and found["facts"]["device"] == "a device"
-    row = device.parity_row(bad, found["bad", "float32"], found["good", "float32"])
+    assert results["a", "bfloat16"].rows_at_once == 2 and results["facts"]["device"] == "a device"
+    row = device.parity_row(bad, results["bad", "float32"], results["good", "float32"])
+    failure = "failed: RuntimeError: no kernel image"
     assert (
         device.parity_line(row)
-        == "| bad | float32 | | failed: RuntimeError: no kernel image | | | 0.0001 | | 0.0001 | | **no** |"
+        == f"| bad | float32 | | {failure} | | | 0.0001 | | 0.0001 | | **no** |"
     )
 
 
@@ -182,7 +185,8 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
             "attention",
         ),
         (
-            "void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>(long)",
+            "void at::native::multi_tensor_apply_kernel"
+            "<at::native::FusedAdamMathFunctor<float, 4>>(long)",
             "AdamW",
         ),
         ("Memcpy HtoD (Pageable -> Device)", "copies"),
@@ -194,11 +198,11 @@ def test_a_job_that_fails_is_told_and_the_rest_are_done_in_a_new_process(
         ("aten::mul", "aten::mul"),
     ],
 )
-def test_kernels_are_told_by_what_they_do(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind
+def test_kernels_are_classified_by_their_work(kernel: str, kind: str) -> None:
+    assert classify_kernel(kernel) == kind
 
 
-def test_losses_and_the_first_gradient_are_judged_and_later_gradients_told() -> None:
+def test_losses_and_the_first_gradient_have_goals_and_the_last_gradient_is_only_printed() -> None:
     job, cpu = Training("plain", "dense", "bfloat16"), Trained((4.0, 2.0), (1.0, 3.0), "torch")
     row = device.parity_row(job, Trained((4.0, 2.03), (1.01, 6.0), "fused"), cpu)
     assert row["reached"] and row["last_grad_norm_off"] == 1.0
@@ -213,6 +217,6 @@ def test_losses_and_the_first_gradient_are_judged_and_later_gradients_told() -> 
         ).endswith("| **no** |")
 
 
-def test_what_is_no_number_is_off_by_more_than_anything() -> None:
+def test_nan_and_infinity_have_an_infinite_relative_difference() -> None:
     assert device.relative(float("nan"), 1.0) == device.relative(float("inf"), 1.0) == float("inf")
     assert device.relative(1.5, 1.0) == 0.5

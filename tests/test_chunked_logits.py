@@ -1,4 +1,7 @@
-"""Log-probabilities in chunks: the memory that they take, for the vocabulary of Qwen. That they are right is held in `test_training.py`."""
+"""Memory of chunked log-probabilities with Qwen's vocabulary.
+
+`test_training.py` and `test_logprobs.py` check the values.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ import tempfile
 from live_memory import LiveMemory
 import torch, torch.distributed as dist
 from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.logprobs import columns_of, vocab_parallel_logprobs
+from msrl.trainer.objective.logprobs import make_columns, vocab_parallel_logprobs
 
 vocab, channels = 151936, 32
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18, "group": dist.group.WORLD}
-columns = columns_of(vocab, vocab_size=vocab, **options)
+store = f"file://{tempfile.mkdtemp()}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_once": 1 << 18}
+columns = make_columns(vocab, vocab_size=vocab, group=dist.group.WORLD, **options)
 weight = torch.randn(vocab, channels, requires_grad=True)
 
 def peak(rows, num_rows):
@@ -30,7 +34,7 @@ def peak(rows, num_rows):
     else:
         logprobs, entropy, _ = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
-    # The peak of this program alone: getrusage's starts from that of the process which started it.
+    # VmHWM is the peak of this program alone; getrusage includes that of the parent process.
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024, hidden.grad
 
@@ -39,15 +43,15 @@ long = peak(512, 32)[0]
 torch.manual_seed(1)
 _, grad = peak(512, 32)
 torch.manual_seed(1)
-whole, other = peak(512, None)
+unchunked, other = peak(512, None)
 torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
 live = []
 for rows in (128, 512):
-    before = LiveMemory.now_live()
+    before = LiveMemory.live_bytes()
     with LiveMemory() as memory:
         peak(rows, 32)
     live.append((memory.peak - before) / 2**20)
-print(short, long, whole, *live)
+print(short, long, unchunked, *live)
 """
 
 
@@ -58,12 +62,10 @@ def test_memory_does_not_grow_with_the_number_of_positions():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    short, long, whole, live_short, live_long = map(
-        float, done.stdout.split()
-    )  # MiB; the logits of 512 positions are 297
-    assert long - short < 40, (
-        done.stdout
-    )  # two chunks are 37; logits of 384 more positions would be 223
-    assert whole - long > 200, done.stdout
-    # Live tensors: a chunk's logits and the output weight's gradient (18.5 each), rows in float32; 384 positions of hidden states are 0.05.
+    # In MiB: the logits of 512 positions take 297, those of 384 more positions 223, two chunks 37.
+    short, long, unchunked, live_short, live_long = map(float, done.stdout.split())
+    assert long - short < 40, done.stdout
+    assert unchunked - long > 200, done.stdout
+    # Live tensors in MiB: logits of a chunk and gradient of the output weight (18.5 each), rows in
+    # float32; hidden states of 384 positions take 0.05.
     assert live_long - live_short < 0.5 and live_long < 60, done.stdout

@@ -1,4 +1,4 @@
-"""How context-parallel ranks share the tokens of sequences: every token once, equal shares, and equal work under the causal mask."""
+"""Split of tokens over context-parallel ranks: every token once, equal shares and equal work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_every_token_is_computed_by_one_rank_and_shares_are_equal(num_ranks, mul
     assert sorted(rows[rows >= 0].tolist()) == list(range(sum(lengths)))
 
 
-def test_a_rank_has_an_early_and_a_late_piece_and_ranks_see_as_many_keys():
-    # Worked out by hand: 12 tokens on 3 ranks are 6 pieces of 2; rank 0 has the first and the last.
+def test_a_rank_has_an_early_and_a_late_piece_and_all_ranks_see_equally_many_keys():
+    # By hand: 12 tokens on 3 ranks are 6 pieces of 2; rank 0 has the first and the last.
     padded = padded_lengths([12], 3, 1)
     shares = [rank_positions(padded, rank, 3).tolist() for rank in range(3)]
     assert shares == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
@@ -31,13 +31,13 @@ def test_a_rank_has_an_early_and_a_late_piece_and_ranks_see_as_many_keys():
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_late_queries_of_a_sequence_see_what_they_see_among_all(window, softcap):
+def test_attention_of_some_queries_equals_that_of_all_queries(window, softcap):
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
     sinks = torch.randn(4) if softcap is None else None
-    whole = _attend(query, key, value, None, window, softcap, sinks)
+    expected = _attend(query, key, value, None, window, softcap, sinks)
     for first, stop in ((0, 8), (5, 20), (12, 15)):
-        part = _attend(
+        actual = _attend(
             query[:, :, first:stop],
             key[:, :, :stop],
             value[:, :, :stop],
@@ -47,4 +47,4 @@ def test_late_queries_of_a_sequence_see_what_they_see_among_all(window, softcap)
             sinks,
             first,
         )
-        torch.testing.assert_close(part, whole[:, :, first:stop])
+        torch.testing.assert_close(actual, expected[:, :, first:stop])

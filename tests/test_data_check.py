@@ -70,19 +70,19 @@ def test_a_row_that_no_verifier_can_score_is_refused_before_anything_starts(
     folder: Path, sources, answers, reason, key
 ):
     rows = [{"instruction": "ab", "output": answer} for answer in answers]
-    for name, found in (
+    for name, samples in (
         ("rows", rows),
         ("fine", [{"instruction": "ab", "output": "A" if "choice" in reason else "assert f(1)"}]),
     ):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-        given = {
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+        settings = {
             "input": [f"{name}.jsonl"],
             "tokenizer": "model",
             "handler": "r1",
             "template": "qwen",
             "output_prefix": name,
         }
-        run(Config.model_validate({"preprocess": given}))
+        run(Config.model_validate({"preprocess": settings}))
     data = (
         {"train": "rows", "eval": "fine"} if key == "train" else {"train": "fine", "eval": "rows"}
     )

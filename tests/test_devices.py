@@ -1,6 +1,4 @@
-"""What the trainer does where the device is not the CPU, as far as that can be told without one:
-what it asks of its parts.
-"""
+"""Calls of the trainer that depend on the device, checked without one."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def test_reductions_use_a_dtype_that_the_back_end_supports(
 
 
 class Device(CudaPlatform):
-    """A device whose generator counts the bytes that it gives."""
+    """Device with a fake random-number state."""
 
     def __init__(self) -> None:
         self.state = torch.zeros(16, dtype=torch.uint8)
@@ -64,7 +62,7 @@ class Device(CudaPlatform):
 
 
 def position_on(platform: Platform) -> Any:
-    """A stand-in for the position of a rank, with what `_restore_random` reads."""
+    """Return the attributes of a rank's position that `_restore_random` reads."""
     return SimpleNamespace(platform=platform, layout=Layout())
 
 
@@ -90,7 +88,7 @@ def test_the_random_state_of_the_device_is_saved_and_restored(
         and tracker.states_["model-parallel-rng"].tolist() == [3] * 16
     )
     assert torch.equal(torch.rand(3), drawn)
-    # Another kind of device, whose states have another size, begins with its seed.
+    # A device of another kind, with states of another size, keeps the state of its seed.
     monkeypatch.setattr(
         tracker, "states_", {"model-parallel-rng": torch.zeros(5056, dtype=torch.uint8)}
     )
@@ -117,9 +115,7 @@ def test_a_rank_selects_its_device_before_it_joins_a_group(monkeypatch: pytest.M
 
 
 class GroupAdamW:
-    """Counts its updates as Apex's, Transformer Engine's and MindSpeed's do: once for all
-    parameters of a group.
-    """
+    """Optimizer that counts updates per group, as Apex, Transformer Engine and MindSpeed do."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         self.param_groups = [{"lr": lr, **group} for group in groups]
@@ -136,15 +132,16 @@ class GroupAdamW:
 
 
 def trained_by(kind: Any, platform: str) -> Any:
-    """A stand-in for a replica that trains one matrix, and its optimizer."""
+    """Return a fake replica that trains one matrix, and its optimizer."""
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = kind([{"params": [model.weight]}], lr=0.1)
     model.weight.grad = torch.ones(2, 3)
-    part = SimpleNamespace(
-        optimizer=optimizer, model_param_group_index_map={model.weight: (0, 0)},
+    distributed = SimpleNamespace(
+        optimizer=optimizer,
+        model_param_group_index_map={model.weight: (0, 0)},
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
-    )  # fmt: skip
-    chain = SimpleNamespace(chained_optimizers=[part], reload_model_params=lambda: None)
+    )
+    chain = SimpleNamespace(chained_optimizers=[distributed], reload_model_params=lambda: None)
     position = SimpleNamespace(
         dtype=torch.float32, platform=get(platform), device=torch.device("cpu")
     )
@@ -157,32 +154,30 @@ def trained_by(kind: Any, platform: str) -> Any:
 def test_the_update_count_is_restored_wherever_the_optimizer_stores_it(
     kind: Any, platform: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Otherwise the correction of the moments' bias would begin anew, and the first steps after a
-    resume be many times too large.
-    """
+    """Otherwise bias correction would restart and make the first steps after a resume too large."""
     monkeypatch.setattr(optimizer_state.dist, "all_reduce", lambda count, op: None)
     replica, optimizer = trained_by(kind, platform)
     for _ in range(5):
         optimizer.step()
     assert optimizer_state.num_updates(replica) == 5
-    again, optimizer = trained_by(kind, platform)
+    resumed, optimizer = trained_by(kind, platform)
     states = {name: {"weight": torch.full((2, 3), 0.5)} for name in optimizer_state.MOMENTS}
-    optimizer_state.restore(again, states, 5)
-    assert optimizer_state.num_updates(again) == 5
+    optimizer_state.restore(resumed, states, 5)
+    assert optimizer_state.num_updates(resumed) == 5
     counts = [group["step"] for group in optimizer.param_groups if "step" in group]
     assert len(counts) == (kind is GroupAdamW) and all(
         isinstance(count, torch.Tensor) == (platform == "npu") for count in counts
     )
     optimizer.step()
-    assert optimizer_state.num_updates(again) == 6
+    assert optimizer_state.num_updates(resumed) == 6
 
 
-@pytest.mark.parametrize(("platform", "there"), [("cuda", 1), ("npu", 0)])
+@pytest.mark.parametrize(("platform", "num_devices"), [("cuda", 1), ("npu", 0)])
 def test_more_ranks_than_devices_are_refused_before_any_rank_starts(
-    platform: str, there: int, monkeypatch: pytest.MonkeyPatch
+    platform: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(type(get(platform)), "device_count", lambda self: there)
+    monkeypatch.setattr(type(get(platform)), "device_count", lambda self: num_devices)
     with pytest.raises(
-        MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, there)
+        MsrlError, match=mentions("cluster.devices_per_node", "2 ranks", platform, num_devices)
     ):
         LocalRanks("nowhere:main", None, num_ranks=2, platform=get(platform))

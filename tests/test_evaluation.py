@@ -100,9 +100,10 @@ def test_a_report_counts_steps_and_not_the_evaluation_before_them():
         StepReport(1, {"train/loss": 2.0}),
         StepReport(2, {"eval/pass@1": 0.3}),
     ]
-    found = summarize(reports)
-    assert (found.first_step, found.last_step, found.num_steps) == (1, 2, 2)
-    assert (found.metrics["eval/pass@1"].first, found.metrics["eval/pass@1"].last) == (0.1, 0.3)
+    summary = summarize(reports)
+    assert (summary.first_step, summary.last_step, summary.num_steps) == (1, 2, 2)
+    pass_rate = summary.metrics["eval/pass@1"]
+    assert (pass_rate.first, pass_rate.last) == (0.1, 0.3)
 
 
 @pytest.fixture
@@ -140,38 +141,45 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
     [
         ("grpo", (*EVERY, *SAMPLED), None),
         (
-            "grpo", (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"),
+            "grpo",
+            (*EVERY, "eval.source=acc", "checkpoint.keep_best=true", "eval.at_start=true"),
             None,
         ),
         ("grpo", ("eval.at_start=true",), ("eval.at_start=true", "data.eval")),
         (
-            "grpo", (*EVERY, "eval.samples_per_prompt=4"),
+            "grpo",
+            (*EVERY, "eval.samples_per_prompt=4"),
             ("eval.samples_per_prompt=4", "greedy", "eval.sampling.temperature"),
         ),
         ("grpo", (*EVERY, "eval.sampling.top_p=0.9"), ("eval.sampling.top_p=0.9", *GREEDY)),
         (
-            "grpo", ("data.eval=held", "eval.sampling.seed=3"),
+            "grpo",
+            ("data.eval=held", "eval.sampling.seed=3"),
             ("eval.sampling.seed=3", "eval.every_steps"),
         ),
         (
-            "grpo", (*EVERY, "eval.max_response_tokens=500"),
+            "grpo",
+            (*EVERY, "eval.max_response_tokens=500"),
             ("eval.max_response_tokens=500", "rollout.max_prompt_tokens", "564", "512"),
         ),
         (
-            "grpo", (*EVERY, "eval.max_response_tokens=100", "rollout.engine.max_model_len=128"),
+            "grpo",
+            (*EVERY, "eval.max_response_tokens=100", "rollout.engine.max_model_len=128"),
             ("rollout.engine.max_model_len=128", "eval.max_response_tokens", "164 tokens"),
         ),
         (
-            "grpo", (*EVERY, "eval.source=accuracy"),
+            "grpo",
+            (*EVERY, "eval.source=accuracy"),
             ("eval.source=accuracy", "reward.sources", "acc"),
         ),
         ("grpo", ("eval.patience=2",), ("eval.patience=2", "eval.every_steps")),
         (
-            "sft", (*EVERY, "eval.sampling.temperature=0.5"),
+            "sft",
+            (*EVERY, "eval.sampling.temperature=0.5"),
             ("eval.sampling.temperature=0.5", "train-grpo"),
         ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_an_evaluation_is_one_line(
     folder: Path, command: str, sets: tuple[str, ...], fragments: tuple[str, ...] | None
 ):

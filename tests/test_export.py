@@ -1,4 +1,4 @@
-"""A training's checkpoint as a Hugging Face folder, where the weights that it adapts bring no configuration of their own."""
+"""Export of adapters as a Hugging Face folder if the base weights have no configuration."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(t
     export_hf(
         SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base", hf_dir=tmp_path / "hf"
     )
-    with pytest.raises(
-        MsrlError, match=r"config\.json"
-    ):  # what was exported before stays until the new one is whole
+    # A failed export keeps the earlier one.
+    with pytest.raises(MsrlError, match=r"config\.json"):
         export_hf(SavedTraining(saves, 3), tmp_path / "merged", base=tmp_path / "base")
     before, after = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "merged")
@@ -69,7 +68,7 @@ def test_adapters_of_a_base_without_config_are_exported_with_that_of_the_model(t
     )
     assert torch.equal(
         load_file(tmp_path / "again" / "model.safetensors")[changed], after[changed]
-    ), "of its own step, not of the newest"
+    ), "the export is that of the requested step, not of the newest one"
     assert (
         not (tmp_path / "again").is_symlink()
         and (tmp_path / "merged").is_dir()

@@ -50,7 +50,7 @@ def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
         for layout_name, layout in LAYOUTS.items()
         for name, folder in folders.items()
     ]
-    return parity_ranks.logits_of(cases)
+    return parity_ranks.rank_logits(cases)
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:
@@ -81,7 +81,7 @@ def test_logits_do_not_depend_on_virtual_uneven_or_empty_stages(
         for name, family in FAMILIES.items()
         for layout_name, layout in further_layouts(families.shape(family.config).num_layers).items()
     ]
-    logits = parity_ranks.logits_of(cases)
+    logits = parity_ranks.rank_logits(cases)
     assert len(logits) == 4 * len(FAMILIES)
     for case in cases:
         whole = megatron[f"{case.name.split(', ')[0]}, whole"]
@@ -162,14 +162,17 @@ BAD = [
     ("chatglm 2", {"padded_vocab_size": None}, ("padded_vocab_size",)),
     ("chatglm 2", {"kv_channels": 18}, ("head_dim", "even")),
     ("glm 4", {"partial_rotary_factor": 1.5}, ("partial_rotary_factor", "1.5")),
-    ("qwen2.5-vl", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-    ("mrope_section", "head_dim", "8")),
+    (
+        "qwen2.5-vl",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
+        ("mrope_section", "head_dim", "8"),
+    ),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
     ("qwen2.5", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, ("'mrope'",)),
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
     ("gemma 2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention=true",)),
     ("gemma 2", {"query_pre_attn_scalar": 0}, ("query_pre_attn_scalar",)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)

@@ -35,13 +35,19 @@ use_kl_loss: true
 kl_loss_coef: 0.002
 pretrain: model
 actor_train:
-  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, warmup_steps: 20}
-  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}}
+  training_args:
+    {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 16,
+     warmup_steps: 20}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}
   device_mapping: list(range(0,16))
   infer_batch_size: 4
 actor_infer:
   generating_args: {max_new_tokens: "${response_length}", temperature: 0.99}
-  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6, max_model_len: 8000}}
+  strategy_args:
+    strategy_name: vllm
+    strategy_config: {gpu_memory_utilization: 0.6, max_model_len: 8000}
   num_gpus_per_worker: 2
   device_mapping: list(range(0,16))
 reference: {strategy_args: {strategy_name: megatron_infer, strategy_config: "${deepspeed_zero2}"}}
@@ -67,7 +73,7 @@ def changed(text: str, *pairs: tuple[str, str]) -> str:
     return text
 
 
-# --- ROLL ---------------------------------------------------------------------------------------------------------------------
+# --- ROLL
 
 
 def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
@@ -103,18 +109,63 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
     ("old", "new", "key", "value"),
     [
         ("use_kl_loss: true", "use_kl_loss: false", "algo.kl", None),
-        ("use_kl_loss: true", "add_token_level_kl: true\nkl_penalty: mse", "algo.kl.reward", {"coef": 0.2, "estimator": "k2"}),
-        ("adv_estimator: grpo", "adv_estimator: grpo\npg_clip: 0.1\ndual_clip_loss: true", "algo.clip", {"low": 0.1, "high": 0.1, "dual": 1.2}),
-        ("adv_estimator: grpo", "adv_estimator: grpo\npg_clip: 1\ndual_clip_loss: true", "algo.clip", {"low": 1, "high": 1, "dual": 3}),
-        ("adv_estimator: grpo", "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28", "algo.clip", {"low": 0.2, "high": 0.28}),
-        ("adv_estimator: grpo", "adv_estimator: grpo\nimportance_sampling: seq", "algo.ratio", "sequence"),
-        ("adv_estimator: grpo", "adv_estimator: grpo\nmax_len_mask: true", "algo.mask.truncated", True),
-        ("adv_estimator: grpo", "adv_estimator: grpo\ndifficulty_mask: true\ndifficulty_low_threshold: 0.1", "algo.mask.difficulty", [0.1, 1.0]),
-        ("response_length: 2048", "sequence_length: 4096\nresponse_length: 7", "rollout.max_response_tokens", 3072),
-        ("list(range(0,16))\n  infer", "list(range(0,4)) + [8, 9, 10, 11]\n  infer", "train.updates.samples_per_update", 128),
+        (
+            "use_kl_loss: true",
+            "add_token_level_kl: true\nkl_penalty: mse",
+            "algo.kl.reward",
+            {"coef": 0.2, "estimator": "k2"},
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\npg_clip: 0.1\ndual_clip_loss: true",
+            "algo.clip",
+            {"low": 0.1, "high": 0.1, "dual": 1.2},
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\npg_clip: 1\ndual_clip_loss: true",
+            "algo.clip",
+            {"low": 1, "high": 1, "dual": 3},
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28",
+            "algo.clip",
+            {"low": 0.2, "high": 0.28},
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\nimportance_sampling: seq",
+            "algo.ratio",
+            "sequence",
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\nmax_len_mask: true",
+            "algo.mask.truncated",
+            True,
+        ),
+        (
+            "adv_estimator: grpo",
+            "adv_estimator: grpo\ndifficulty_mask: true\ndifficulty_low_threshold: 0.1",
+            "algo.mask.difficulty",
+            [0.1, 1.0],
+        ),
+        (
+            "response_length: 2048",
+            "sequence_length: 4096\nresponse_length: 7",
+            "rollout.max_response_tokens",
+            3072,
+        ),
+        (
+            "list(range(0,16))\n  infer",
+            "list(range(0,4)) + [8, 9, 10, 11]\n  infer",
+            "train.updates.samples_per_update",
+            128,
+        ),
         ("warmup_steps: 20", "warmup_ratio: 0.1", "train.optimizer.warmup", 0.1),
     ],
-)  # fmt: skip
+)
 def test_a_changed_key_of_roll_changes_its_translation(
     old: str, new: str, key: str, value: object, tmp_path: Path
 ):
@@ -251,7 +302,8 @@ def test_roll_validation_needs_both_lengths(tmp_path: Path):
 def test_dead_keys_of_roll_are_named(tmp_path: Path):
     text = (
         RLVR
-        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\nadd_len_reward: true\nsft_loss_coef: 0.1\n"
+        + "l2: 0.1\nreward_norm: group\nuse_topr_loss: true\ninit_kl_coef: 0.5\n"
+        + "add_len_reward: true\nsft_loss_coef: 0.1\n"
     )
     translation = imported("roll", text, tmp_path, "yaml")
     dead = {
@@ -277,7 +329,8 @@ def test_agentic_runs_are_translated_and_refused_without_environments(tmp_path: 
             "",
         ),
     )
-    text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
+    text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], "
+    text += "max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
     translation = imported("roll", text, tmp_path, "yaml")
     tree = native_tree(translation)
     assert tree["rollout"]["prompts_per_step"] == 64 // 8  # rollout_batch_size counts trajectories
@@ -306,7 +359,7 @@ def test_device_mappings_are_counted_without_evaluating_code():
     assert device_count("list(range(0, exit()))") is None
 
 
-# --- LightRFT -----------------------------------------------------------------------------------------------------------------
+# --- LightRFT
 
 FLAGS = (
     "python train.py --pretrain model --prompt_data x --rollout_batch_size 64 "
@@ -354,9 +407,13 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
         ("--load_checkpoint", "checkpoint.resume", "auto"),
         ("--reward_clip 5", "reward.clip", 5),
         ("--advantage_clip 0", "algo.advantage.clip", None),
-        ("--overlong_buffer --overlong_buffer_len 512", "reward.overlong", {"buffer": 512, "factor": 1.0}),
+        (
+            "--overlong_buffer --overlong_buffer_len 512",
+            "reward.overlong",
+            {"buffer": 512, "factor": 1.0},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_flag_of_lightrft_changes_its_translation(
     flags: str, key: str, value: object, tmp_path: Path
 ):
@@ -398,7 +455,7 @@ def test_flags_are_accepted_as_separate_words(tmp_path: Path, capsys: pytest.Cap
     assert_mentions(capsys.readouterr().err, "key", "LightRFT", "'pretrain'")
 
 
-# --- MindSpeed-LLM ------------------------------------------------------------------------------------------------------------
+# --- MindSpeed-LLM
 
 
 def test_the_commands_of_the_mindspeed_guides_are_translated(tmp_path: Path):
@@ -411,9 +468,13 @@ def test_the_commands_of_the_mindspeed_guides_are_translated(tmp_path: Path):
     assert len(blocks) == 6
     trees = [native_tree(imported("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
     assert trees[0]["convert"] == {
-        "command": "hf2mcore", "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B", "dtype": "bf16",
-        "save": "/root/llm_dataset/models/mindspeed/qwen2.5_mcore/qwen2.5_0.5b/", "tp": 2, "pp": 2,
-    }  # fmt: skip
+        "command": "hf2mcore",
+        "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B",
+        "dtype": "bf16",
+        "save": "/root/llm_dataset/models/mindspeed/qwen2.5_mcore/qwen2.5_0.5b/",
+        "tp": 2,
+        "pp": 2,
+    }
     assert (
         trees[5]["convert"]["save"]
         == "/root/llmtuner/hfhub/mindspeed/models/Qwen/Qwen2.5-7B/mcore_tp2_pp4"
@@ -434,10 +495,13 @@ def test_the_commands_of_the_mindspeed_guides_are_translated(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        ("convert_ckpt.py --use-mcore-models", None), ("convert_ckpt.py", "legacy"), ("convert_ckpt_v2.py", None),
-        ("convert_ckpt.py --load-model-type mg --load-from-legacy", None), ("convert_ckpt.py --load-model-type mg --save-to-legacy", "legacy"),
+        ("convert_ckpt.py --use-mcore-models", None),
+        ("convert_ckpt.py", "legacy"),
+        ("convert_ckpt_v2.py", None),
+        ("convert_ckpt.py --load-model-type mg --load-from-legacy", None),
+        ("convert_ckpt.py --load-model-type mg --save-to-legacy", "legacy"),
     ],
-)  # fmt: skip
+)
 def test_conversions_write_legacy_names_if_the_original_does(flags: str, names: str | None):
     words = ["python", *flags.split(), "--load-dir", "a", "--save-dir", "b"]
     assert native_tree(translate_arguments("mindspeed-llm", words))["convert"].get("names") == names
@@ -454,7 +518,8 @@ GPT_ARGS="
     --lr 1.25e-5 --lr-decay-style cosine --adam-beta2 0.95
     --train-iters 2000 --bf16
 "
-torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt --finetune --data-path data/alpaca  # go
+torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt --finetune \
+    --data-path data/alpaca  # go
 """
     translation = imported("mindspeed-llm", script, tmp_path, "sh")
     tree = native_tree(translation)
@@ -508,13 +573,17 @@ def test_first_generation_files_of_mindspeed_run_unchanged(
 @pytest.mark.parametrize(
     ("old", "new", "fragments"),
     [
-        ("num_gpus_for_train: 2", "num_gpus_for_trian: 2", ("num_gpus_for_trian", "key", "MindSpeed-LLM", "'num_gpus_for_train'")),
+        (
+            "num_gpus_for_train: 2",
+            "num_gpus_for_trian: 2",
+            ("num_gpus_for_trian", "key", "MindSpeed-LLM", "'num_gpus_for_train'"),
+        ),
         ("do_sample: true", "do_sample: false", ("do_sample=false", "greedy")),
         ("seq_length: 512", "seq_length: 256", ("seq_length=256", "max_prompt_length=256")),
         ("gamma: 1.0", "gamma: 0.9", ("gamma=0.9", "discount")),
         ("  ref:\n", "  reff:\n", ("reff", "key", "MindSpeed-LLM", "'ref'")),
     ],
-)  # fmt: skip
+)
 def test_errors_in_first_generation_files_are_reported(
     old: str, new: str, fragments: tuple[str, ...], tmp_path: Path
 ):

@@ -21,6 +21,7 @@ from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.indexed import IndexedWriter
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows import preprocess
 from msrl.workflows.convert import run as convert_ckpt
@@ -344,7 +345,7 @@ def test_checksums_stay_valid_where_data_is_moved_under_another_name(folder: Pat
     for path in folder.glob("sft_*"):
         path.rename(path.with_name(path.name.replace("sft_", "moved_", 1)))
     config = training(folder, folder / "hf", "moved")
-    assert train_sft.prepare(config, "cpu").num_steps == 2
+    assert train_sft.prepare(config, get("cpu")).num_steps == 2
 
 
 def write(folder: Path, name: str, sequences: list[list[int]]) -> None:

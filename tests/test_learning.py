@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning import FLIPPED, Runner, accuracy, evaluations, learnt, sft_accuracy  # noqa: E402
+from benchmarks.learning import FLIPPED, Runner, accuracy, evaluations, has_learned, sft_accuracy  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS = 10
@@ -23,22 +23,22 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="module")
 def start(runner: Runner) -> float:
-    """Return the held-out accuracy of the fine-tuned model, measured by `msrl generate`."""
+    """Held-out accuracy of the fine-tuned model, measured by `msrl generate`."""
     return sft_accuracy(runner)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "rloo"])
-def test_a_preset_answers_ten_points_more_held_out_problems_than_its_start(
+def test_a_preset_improves_held_out_accuracy_by_ten_points(
     runner: Runner, start: float, preset: str
 ):
     reached = accuracy(runner, preset, 0, STEPS)
     assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), (
-        "evaluations answer as `msrl generate` does"
+        "evaluations agree with `msrl generate`"
     )
-    assert learnt(start, [reached])
+    assert has_learned(start, [reached])
 
 
 @pytest.mark.timeout(1800)
-def test_turned_signs_do_not_pass_for_learning(runner: Runner, start: float):
-    assert not learnt(start, [accuracy(runner, FLIPPED, 0, STEPS)])
+def test_flipped_signs_are_not_learning(runner: Runner, start: float):
+    assert not has_learned(start, [accuracy(runner, FLIPPED, 0, STEPS)])

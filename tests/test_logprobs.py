@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and exact divergences of one rank against plain torch in float64, values and gradients."""
+"""Log-probabilities, entropies and exact divergences of one rank agree with torch in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import (
     Distribution,
     VocabColumns,
-    columns_of,
+    make_columns,
     vocab_parallel_logprobs,
 )
 
@@ -30,17 +30,23 @@ def group() -> Iterator[dist.ProcessGroup]:
 def columns(
     group: dist.ProcessGroup, elements_at_once: int, *, with_entropy: bool = True
 ) -> VocabColumns:
-    return columns_of(
-        PADDED, vocab_size=VOCAB, tp_rank=0, temperature=TEMPERATURE, with_entropy=with_entropy, elements_at_once=elements_at_once,
+    return make_columns(
+        PADDED,
+        vocab_size=VOCAB,
+        tp_rank=0,
+        temperature=TEMPERATURE,
+        with_entropy=with_entropy,
+        elements_at_once=elements_at_once,
         group=group,
-    )  # fmt: skip
+    )
 
 
-def other_model(cut: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
-    """A distribution, and its logits."""
+def other_model(vocab: VocabColumns, rows: int = ROWS) -> tuple[Distribution, torch.Tensor]:
+    """Return a random distribution and its logits."""
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(PADDED, HIDDEN)
     logits = hidden @ weight.t()
-    return Distribution(hidden, lambda part: part @ weight.t(), cut.normalizer(logits)), logits
+    normalizer = vocab.normalizer(logits)
+    return Distribution(hidden, lambda chunk: chunk @ weight.t(), normalizer), logits
 
 
 def plain(
@@ -55,18 +61,18 @@ def plain(
 @pytest.mark.parametrize(
     "weights", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, -0.3, 0.2)]
 )
-def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_once(
+def test_values_and_gradients_agree_with_torch_for_any_chunk_size(
     group, elements_at_once, num_rows, weights
 ):
     torch.manual_seed(0)
-    cut = columns(group, elements_at_once)
+    vocab = columns(group, elements_at_once)
     hidden, head, labels, factors = (
         torch.randn(ROWS, HIDDEN),
         2 * torch.randn(PADDED, HIDDEN),
         torch.randint(0, VOCAB, (ROWS,)),
         torch.randn(ROWS),
     )
-    other, reference = other_model(cut)
+    other, reference = other_model(vocab)
 
     exact = hidden.double().requires_grad_()
     expected = plain(exact @ head.double().t(), reference.double(), labels)
@@ -74,21 +80,21 @@ def test_values_and_gradients_equal_plain_torch_however_few_rows_are_taken_at_on
 
     leaf = hidden.clone().requires_grad_()
     if num_rows is None:
-        got = vocab_parallel_logprobs(leaf @ head.t(), labels, cut, other)
+        actual = vocab_parallel_logprobs(leaf @ head.t(), labels, vocab, other)
     else:
-        got = chunked_logprobs(leaf, head, labels, cut, num_rows=num_rows, other=other)
-    for value, wanted in zip(got, expected, strict=True):
+        actual = chunked_logprobs(leaf, head, labels, vocab, num_rows=num_rows, other=other)
+    for value, exact_value in zip(actual, expected, strict=True):
         assert value is not None
-        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-5)
-    sum(w * (x * factors).sum() for w, x in zip(weights, got, strict=True) if w).backward()
+        torch.testing.assert_close(value.double(), exact_value, rtol=1e-4, atol=1e-5)
+    sum(w * (x * factors).sum() for w, x in zip(weights, actual, strict=True) if w).backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_distribution_does_not_diverge_from_itself_and_is_not_compared_unasked(group):
-    cut = columns(group, 100, with_entropy=False)
-    other, logits = other_model(cut)
+def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(group):
+    vocab = columns(group, 100, with_entropy=False)
+    other, logits = other_model(vocab)
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, cut, other)
+    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, vocab, other)
     assert entropy is None and divergence is not None
     assert divergence.abs().max() < 1e-5
-    assert vocab_parallel_logprobs(logits, labels, cut)[2] is None
+    assert vocab_parallel_logprobs(logits, labels, vocab)[2] is None

@@ -1,4 +1,4 @@
-"""LoRA: adapters of PEFT and of Megatron's ranks, merged and written, against W + (alpha / r) B A in float64 and against PEFT itself."""
+"""LoRA adapters of PEFT and of Megatron ranks agree with W + (alpha / r) B A and with PEFT."""
 
 from __future__ import annotations
 
@@ -30,27 +30,32 @@ LAYER, RANK, ALPHA = "model.layers.{}.", 4, 8.0
 QKV, PROJ = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 HF_NAMES = {
-    QKV: [f"self_attn.{kind}_proj" for kind in "qkv"], PROJ: ["self_attn.o_proj"],
-    FC1: ["mlp.gate_proj", "mlp.up_proj"], FC2: ["mlp.down_proj"],
-}  # fmt: skip
+    QKV: [f"self_attn.{kind}_proj" for kind in "qkv"],
+    PROJ: ["self_attn.o_proj"],
+    FC1: ["mlp.gate_proj", "mlp.up_proj"],
+    FC2: ["mlp.down_proj"],
+}
 
 
-def whole_adapter(seed: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by Hugging Face module for the tiny model (hidden 64, q 64, k and v 32 each, feed-forward 96); fused ones share A."""
+def full_adapter(seed: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of the tiny model by Hugging Face module; modules of a fused layer share A.
+
+    The model has hidden size 64, q 64, k and v 32 each, feed-forward 96.
+    """
     torch.manual_seed(seed)
     rows = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 96, "up": 96, "down": 64}
-    found = {}
+    adapter = {}
     for layer in range(2):
         for names in HF_NAMES.values():
             a = torch.randn(RANK, 96 if "down" in names[0] else 64)
-            found |= {
+            adapter |= {
                 LAYER.format(layer) + name: (
                     a,
                     torch.randn(rows[name.split(".")[1].split("_")[0]], RANK),
                 )
                 for name in names
             }
-    return found
+    return adapter
 
 
 def by_hand(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -68,126 +73,122 @@ def save_peft(folder: Path, adapter: dict[str, tuple[Tensor, Tensor]], **config:
 
 
 def rank_adapter(
-    adapter: dict[str, tuple[Tensor, Tensor]], cut: ParallelLayout, at: Coords
+    adapter: dict[str, tuple[Tensor, Tensor]], layout: ParallelLayout, at: Coords
 ) -> dict[str, Tensor]:
-    """What one rank of tp 1 or 2 and pp 1 or 2 saves, cut here by hand from the tiny model's sizes (2 groups of 2 heads of 16)."""
-    layers = [at.pp] if cut.pp == 2 else [0, 1]
-    found = {}
+    """Return the tensors that one rank of tp 1 or 2 and pp 1 or 2 saves.
+
+    The slices are written by hand for the tiny model (2 groups of 2 heads of size 16).
+    """
+    layers = [at.pp] if layout.pp == 2 else [0, 1]
+    tensors = {}
     for local, layer in enumerate(layers):
         for module, names in HF_NAMES.items():
-            a, parts = (
-                adapter[LAYER.format(layer) + names[0]][0],
-                [adapter[LAYER.format(layer) + name][1] for name in names],
-            )
+            a = adapter[LAYER.format(layer) + names[0]][0]
+            factors = [adapter[LAYER.format(layer) + name][1] for name in names]
             if module in (PROJ, FC2):
-                b, columns = parts[0], a.shape[1] // cut.tp
+                b, columns = factors[0], a.shape[1] // layout.tp
                 a = a[:, at.tp * columns : (at.tp + 1) * columns]
             elif module == FC1:
-                b = torch.cat([part.chunk(cut.tp)[at.tp] for part in parts])
+                b = torch.cat([factor.chunk(layout.tp)[at.tp] for factor in factors])
             else:
+                q, k, v = factors
                 groups = [
-                    torch.cat(
-                        [
-                            parts[0][32 * g : 32 * g + 32],
-                            parts[1][16 * g : 16 * g + 16],
-                            parts[2][16 * g : 16 * g + 16],
-                        ]
-                    )
-                    for g in (0, 1)
+                    torch.cat([q[:32], k[:16], v[:16]]),
+                    torch.cat([q[32:64], k[16:32], v[16:32]]),
                 ]
-                b = groups[at.tp] if cut.tp == 2 else torch.cat(groups)
+                b = groups[at.tp] if layout.tp == 2 else torch.cat(groups)
             name = f"decoder.layers.{local}.{module}"
-            found |= {
+            tensors |= {
                 f"{name}.lora_A.default.weight": a.clone(),
                 f"{name}.lora_B.default.weight": b.clone(),
             }
-    return found
+    return tensors
 
 
 def save_ranks(
     folder: Path,
     hf: Path,
-    cut: ParallelLayout,
+    layout: ParallelLayout,
     adapter: dict[str, tuple[Tensor, Tensor]],
     *,
     base: bool,
     load: str | None = None,
 ) -> None:
-    """An mcore checkpoint as a trainer leaves it: the adapter alone, or beside the base weights under their `base_layer` names."""
+    """Write an mcore checkpoint as a trainer does.
+
+    It has only the adapter, or also the base weights under their `base_layer` names.
+    """
     source = open_weights(hf)
-    for at in cut.ranks():
-        args = mcore.namespace(source.shape, cut)
+    for at in layout.ranks():
+        args = mcore.namespace(source.shape, layout)
         vars(args).update(
             lora_r=RANK,
             lora_alpha=ALPHA,
             lora_target_modules=[module.split(".")[1] for module in HF_NAMES],
             load=load,
         )
-        model = rank_adapter(adapter, cut, at)
-        for name, tensor in source.local_tensors(cut, at) if base else ():
+        model = rank_adapter(adapter, layout, at)
+        for name, tensor in source.local_tensors(layout, at) if base else ():
             adapted = any(f".{module}." in name for module in HF_NAMES)
             model[
                 name.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias")
                 if adapted
                 else name
             ] = tensor
-        mcore.write_rank_file(mcore.rank_file(folder, 7, cut, at), model, args, 7)
+        mcore.write_rank_file(mcore.rank_file(folder, 7, layout, at), model, args, 7)
     mcore.publish(folder, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_peft_adapter_is_added_to_its_weights(tmp_path: Path, dtype: torch.dtype) -> None:
-    weights, adapter = tiny.save(tmp_path / "hf", dtype=dtype), whole_adapter()
+    weights, adapter = tiny.save(tmp_path / "hf", dtype=dtype), full_adapter()
     save_peft(tmp_path / "peft", adapter)
     base = open_weights(tmp_path / "hf")
     merged = MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
     write_hf(merged, tmp_path / "out", None)
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    actual = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in weights.items():
         module = name.removesuffix(".weight")
         expected = by_hand(tensor, *adapter[module], ALPHA / RANK) if module in adapter else tensor
         torch.testing.assert_close(
-            found[name], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-5
+            actual[name], expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-5
         )
-        assert (
-            (found[name] != expected).float().mean() < 0.01 or dtype == torch.float32
-        )  # rounded once: next to always the same bits
+        # Rounded once, so nearly all values are bitwise equal.
+        assert (actual[name] != expected).float().mean() < 0.01 or dtype == torch.float32
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("base", [True, False])
-def test_an_adapter_of_ranks_is_the_same_adapter(
+def test_an_adapter_saved_by_ranks_is_read_as_the_same_adapter(
     tmp_path: Path, tp: int, pp: int, base: bool
 ) -> None:
     tiny.save(tmp_path / "hf")
-    adapter, shape = whole_adapter(), load_shape(tmp_path / "hf")
+    adapter, shape = full_adapter(), load_shape(tmp_path / "hf")
     save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(tp, pp), adapter, base=base)
-    found = read_adapter(tmp_path / "ranks", shape)
-    assert found.deltas.keys() == {f"{module}.weight" for module in adapter}
+    actual = read_adapter(tmp_path / "ranks", shape)
+    assert actual.deltas.keys() == {f"{module}.weight" for module in adapter}
     for module, (a, b) in adapter.items():
-        delta = found.deltas[f"{module}.weight"]
+        delta = actual.deltas[f"{module}.weight"]
         assert torch.equal(delta.a, a) and torch.equal(delta.b, b) and delta.scale == ALPHA / RANK
-    assert found.summary() == "rank 4, scale 2, 14 weights"
+    assert actual.summary() == "rank 4, scale 2, 14 weights"
 
 
-def test_merged_into_any_layout_it_is_what_merging_first_and_converting_gives(
+def test_merging_into_a_layout_equals_merging_first_and_converting(
     tmp_path: Path,
 ) -> None:
     tiny.save(tmp_path / "hf", vocab_size=99)
-    save_ranks(
-        tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2, 2), whole_adapter(), base=True
-    )
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2, 2), full_adapter(), base=True)
     base = open_mcore(tmp_path / "ranks", tmp_path / "hf", beside_adapter=True)
     merged = MergedSource(base, read_adapter(tmp_path / "ranks", base.shape))
     write_hf(merged, tmp_path / "merged", None)
-    later = open_weights(tmp_path / "merged")
-    for cut in (ParallelLayout(), ParallelLayout(2), ParallelLayout(1, 2), ParallelLayout(2, 2)):
-        for at in cut.ranks():
-            expected = dict(later.local_tensors(cut, at))
+    converted = open_weights(tmp_path / "merged")
+    for layout in (ParallelLayout(), ParallelLayout(2), ParallelLayout(1, 2), ParallelLayout(2, 2)):
+        for at in layout.ranks():
+            expected = dict(converted.local_tensors(layout, at))
             assert (
                 all(
                     torch.equal(tensor, expected.pop(name))
-                    for name, tensor in merged.local_tensors(cut, at)
+                    for name, tensor in merged.local_tensors(layout, at)
                 )
                 and not expected
             )
@@ -196,7 +197,7 @@ def test_merged_into_any_layout_it_is_what_merging_first_and_converting_gives(
 
 @pytest.mark.slow
 def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
-    """PEFT itself, on transformers' model that it finds by the folder that we write from ranks: its merge equals ours."""
+    """PEFT finds transformers' model through the exported folder, and its merge equals msrl's."""
     peft = pytest.importorskip("peft")
     tiny.save(tmp_path / "hf", dtype=torch.float32, model_type="qwen2")
     base = open_weights(tmp_path / "hf")
@@ -204,7 +205,7 @@ def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
         tmp_path / "ranks",
         tmp_path / "hf",
         ParallelLayout(2),
-        whole_adapter(),
+        full_adapter(),
         base=False,
         load=str(tmp_path / "hf"),
     )
@@ -212,19 +213,19 @@ def test_peft_merges_to_the_same_model(tmp_path: Path) -> None:
     shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / "ranks" / "hf" / "config.json")
     run(command="lora2hf", load=tmp_path / "ranks", save=tmp_path / "peft")
     write_hf(
-        MergedSource(base, read_adapter(tmp_path / "ranks", base.shape)), tmp_path / "ours", None
+        MergedSource(base, read_adapter(tmp_path / "ranks", base.shape)), tmp_path / "merged", None
     )
-    found = peft.AutoPeftModelForCausalLM.from_pretrained(
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(
         str(tmp_path / "peft"), dtype=torch.float32
     )
-    theirs = found.merge_and_unload().state_dict()
-    for name, tensor in load_file(tmp_path / "ours" / "model.safetensors").items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-5)
+    expected = model.merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(expected[name], tensor, rtol=1e-6, atol=1e-5)
 
 
-def test_what_we_write_for_peft_reads_back_as_the_same_adapter(tmp_path: Path) -> None:
+def test_an_adapter_written_for_peft_is_read_as_the_same_adapter(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    shape, adapter = load_shape(tmp_path / "hf"), whole_adapter()
+    shape, adapter = load_shape(tmp_path / "hf"), full_adapter()
     save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2, 2), adapter, base=False)
     write_peft(read_adapter(tmp_path / "ranks", shape), tmp_path / "peft", "Qwen/tiny")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -242,16 +243,16 @@ def test_what_we_write_for_peft_reads_back_as_the_same_adapter(tmp_path: Path) -
         "up_proj",
         "v_proj",
     ]
-    found = read_adapter(tmp_path / "peft", shape)
+    actual = read_adapter(tmp_path / "peft", shape)
     for module, (a, b) in adapter.items():
-        delta = found.deltas[f"{module}.weight"]
+        delta = actual.deltas[f"{module}.weight"]
         assert torch.equal(delta.a, a) and torch.equal(delta.b, b) and delta.scale == ALPHA / RANK
 
 
-def test_scales_follow_patterns_and_rank_stabilisation(tmp_path: Path) -> None:
+def test_scales_follow_patterns_and_rank_stabilization(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     shape = load_shape(tmp_path / "hf")
-    save_peft(tmp_path / "pattern", whole_adapter(), alpha_pattern={"0.self_attn.q_proj": 2})
+    save_peft(tmp_path / "pattern", full_adapter(), alpha_pattern={"0.self_attn.q_proj": 2})
     scales = {
         name: delta.scale
         for name, delta in read_adapter(tmp_path / "pattern", shape).deltas.items()
@@ -260,19 +261,19 @@ def test_scales_follow_patterns_and_rank_stabilisation(tmp_path: Path) -> None:
         scales["model.layers.0.self_attn.q_proj.weight"] == 0.5
         and scales["model.layers.1.self_attn.q_proj.weight"] == 2.0
     )
-    save_peft(tmp_path / "stable", whole_adapter(), use_rslora=True)
+    save_peft(tmp_path / "stable", full_adapter(), use_rslora=True)
     assert {delta.scale for delta in read_adapter(tmp_path / "stable", shape).deltas.values()} == {
         4.0
     }
 
 
 @pytest.mark.slow
-def test_the_commands_merge_and_prove_it(
+def test_all_commands_merge_to_one_verified_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PEFT's and the ranks' adapter through every command come to one model; transformers and Megatron's ranks agree on it."""
+    """Adapters of PEFT and of ranks give the same model; transformers and Megatron verify it."""
     save_real(tmp_path / "hf", "qwen2", tied=False)
-    small = {name: (a * 0.1, b * 0.1) for name, (a, b) in whole_adapter().items()}
+    small = {name: (a * 0.1, b * 0.1) for name, (a, b) in full_adapter().items()}
     save_peft(tmp_path / "peft", small)
     save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(2), small, base=True)
     both = {"load": tmp_path / "both", "lora": tmp_path / "both", "hf_config": tmp_path / "hf"}
@@ -287,9 +288,9 @@ def test_the_commands_merge_and_prove_it(
         save=tmp_path / "peft2",
     )
     run(command="hf2hf", load=tmp_path / "hf", lora=tmp_path / "peft2", save=tmp_path / "e")
-    said = capsys.readouterr().out
-    assert said.count("14 merged weights") == 5
-    assert said.count("transformers, Megatron: ") == 2 and said.count("transformers: ") == 3
+    output = capsys.readouterr().out
+    assert output.count("14 merged weights") == 5
+    assert output.count("transformers, Megatron: ") == 2 and output.count("transformers: ") == 3
     first = load_file(tmp_path / "a" / "model.safetensors")
     for name in ("b", "c", "d", "e"):
         source = open_weights(tmp_path / name)
@@ -300,7 +301,7 @@ def test_the_commands_merge_and_prove_it(
             ), (name, rule.mcore)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------------
+# --- refused adapters and checkpoints
 
 
 @pytest.mark.parametrize(
@@ -324,14 +325,14 @@ def test_adapters_of_other_kinds_are_refused(
     tmp_path: Path, config: dict[str, Any], fragments: tuple[str, ...]
 ) -> None:
     tiny.save(tmp_path / "hf")
-    save_peft(tmp_path / "peft", whole_adapter(), **config)
+    save_peft(tmp_path / "peft", full_adapter(), **config)
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf"))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf", num_hidden_layers=1)
-    save_peft(tmp_path / "peft", whole_adapter())
+    save_peft(tmp_path / "peft", full_adapter())
     base = open_weights(tmp_path / "hf")
     with pytest.raises(
         MsrlError, match=mentions("model.layers.1.self_attn.q_proj.weight", "adapt")
@@ -339,19 +340,19 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
 
 
-def test_a_checkpoint_with_an_adapter_is_not_taken_for_its_base(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_adapter_is_not_read_as_its_base(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=True)
+    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), full_adapter(), base=True)
     with pytest.raises(MsrlError, match=mentions("both", "adapter")):
         open_weights(tmp_path / "both", tmp_path / "hf")
     with pytest.raises(MsrlError, match=mentions("hf", "adapter")):
         read_adapter(tmp_path / "hf", load_shape(tmp_path / "hf"))
 
 
-def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Path) -> None:
+def test_an_adapter_in_the_checkpoint_is_not_replaced_by_another(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), whole_adapter(), base=True)
-    save_peft(tmp_path / "peft", whole_adapter(seed=2))
+    save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), full_adapter(), base=True)
+    save_peft(tmp_path / "peft", full_adapter(seed=2))
     arguments = {"load": tmp_path / "both", "hf_config": tmp_path / "hf", "verify": False}
     with pytest.raises(MsrlError, match=mentions("both", "LoRA adapter")):
         run(command="mcore2hf", lora=tmp_path / "peft", save=tmp_path / "out", **arguments)
@@ -359,7 +360,7 @@ def test_the_adapter_beside_the_weights_is_not_left_out_for_another(tmp_path: Pa
 
 
 @pytest.mark.parametrize("base", [None, "hf", "mcore", "gone"])
-def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(
+def test_an_adapter_without_base_weights_is_refused_with_the_command_that_merges_it(
     tmp_path: Path, base: str | None
 ) -> None:
     tiny.save(tmp_path / "hf")
@@ -368,14 +369,14 @@ def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(
         tmp_path / "alone",
         tmp_path / "hf",
         ParallelLayout(),
-        whole_adapter(),
+        full_adapter(),
         base=False,
         load=base and str(tmp_path / base),
     )
     with pytest.raises(MsrlError, match=mentions("alone", "LoRA adapter")) as caught:
         open_weights(tmp_path / "alone", tmp_path / "hf")
-    command, _, more = str(caught.value).partition(": msrl ")[2].partition(", ")
-    assert bool(more) == ("BASE" in command) == (base in (None, "gone"))
+    command, _, remark = str(caught.value).partition(": msrl ")[2].partition(", ")
+    assert bool(remark) == ("BASE" in command) == (base in (None, "gone"))
     words = (
         command.replace("BASE", str(tmp_path / "hf"))
         .replace("FOLDER", str(tmp_path / "merged"))
@@ -388,15 +389,15 @@ def test_an_adapter_alone_is_refused_with_the_command_that_merges_it(
         tmp_path / "expected",
         None,
     )
-    found, expected = (
+    merged, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected")
     )
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    assert merged.keys() == expected.keys() and all(
+        torch.equal(merged[name], tensor) for name, tensor in expected.items()
     )
 
 
-def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(
+def test_peft_loads_the_base_model_of_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.save(tmp_path / "hf")
@@ -404,7 +405,7 @@ def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(
         tmp_path / "of_hf",
         tmp_path / "hf",
         ParallelLayout(),
-        whole_adapter(),
+        full_adapter(),
         base=False,
         load=str(tmp_path / "hf"),
     )
@@ -412,14 +413,14 @@ def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(
         tmp_path / "of_other",
         tmp_path / "hf",
         ParallelLayout(),
-        whole_adapter(),
+        full_adapter(),
         base=False,
         load=str(tmp_path / "gone"),
     )
     for folder in ("of_hf/hf", "of_other/hf", "mine"):
         (tmp_path / folder).mkdir()
         shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / folder / "config.json")
-    for load, given, base in (
+    for load, hf_config, base in (
         ("of_hf", None, "hf"),
         ("of_hf", "mine", "mine"),
         ("of_other", None, "of_other/hf"),
@@ -430,14 +431,14 @@ def test_the_base_that_peft_loads_is_the_one_that_was_trained_on(
             command="lora2hf",
             load=tmp_path / load,
             save=tmp_path / "peft",
-            hf_config=given and tmp_path / given,
+            hf_config=hf_config and tmp_path / hf_config,
         )
         config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(tmp_path / base)
         assert ("PEFT cannot load" in capsys.readouterr().out) == (base != "hf")
 
 
-def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) -> None:
+def test_exporting_an_adapter_from_a_checkpoint_without_one_is_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     to_mcore(tmp_path / "hf", tmp_path / "full")
     with pytest.raises(MsrlError, match=mentions("full", "adapter")):
@@ -447,7 +448,7 @@ def test_a_checkpoint_without_an_adapter_is_said_to_have_none(tmp_path: Path) ->
 @pytest.mark.parametrize("module", [QKV, PROJ, FC1, FC2])
 def test_an_adapter_that_one_rank_lacks_is_refused(tmp_path: Path, module: str) -> None:
     tiny.save(tmp_path / "hf")
-    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2), whole_adapter(), base=False)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", ParallelLayout(2), full_adapter(), base=False)
     path = mcore.rank_file(tmp_path / "ranks", 7, ParallelLayout(2), Coords(1))
     contents = mcore.read_rank_file(path, mmap=False)
     mcore.write_rank_file(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from families import GEMMA2
-from memory_ranks import Case, Measured
+from memory_ranks import Case, Measurement
 from mixture_families import DEEPSEEK_V3
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
@@ -28,39 +28,73 @@ COMMON = {
 }
 MODELS = {
     "dense": {
-        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 384, "intermediate_size": 1024,
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 384,
+        "intermediate_size": 1024,
         "num_hidden_layers": 6,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 16384,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 16384,
         "tie_word_embeddings": True,
     },
     "large vocabulary": {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 768,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 65536,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 65536,
         "tie_word_embeddings": False,
     },
     "mixture": {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 4, "head_dim": 64,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192,
-        "tie_word_embeddings": False, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     "latent attention": {
-        **DEEPSEEK_V3, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "vocab_size": 8192,
-        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16, "v_head_dim": 32,
-        "moe_intermediate_size": 128, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+        **DEEPSEEK_V3,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 8192,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 128,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
     },
     "capped": {
-        **GEMMA2, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "head_dim": 64,
-        "num_key_value_heads": 2, "vocab_size": 16384, "sliding_window": 128,
-        "tie_word_embeddings": True, "max_position_embeddings": 4096,
+        **GEMMA2,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "vocab_size": 16384,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
     },
-}  # fmt: skip
+}
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
 
 
@@ -92,14 +126,18 @@ def estimate(case: Case, *sets: str) -> Memory:
     """Return the estimate for the configuration of a case."""
     layout = case.layout
     settings = [
-        f"model.path={case.model}", f"model.dtype={case.dtype}",
+        f"model.path={case.model}",
+        f"model.dtype={case.dtype}",
         f"cluster.devices_per_node={layout.replica_size}",
-        f"train.parallel.tp={layout.tp}", f"train.parallel.pp={layout.pp}",
+        f"train.parallel.tp={layout.tp}",
+        f"train.parallel.pp={layout.pp}",
         f"train.parallel.cp={layout.cp}",
-        f"train.parallel.ep={layout.ep}", f"train.parallel.etp={layout.etp or 'null'}",
+        f"train.parallel.ep={layout.ep}",
+        f"train.parallel.etp={layout.etp or 'null'}",
         f"train.parallel.sp={str(layout.sp).lower()}",
-        f"train.max_tokens_per_micro_batch={sum(case.lengths)}", *sets,
-    ]  # fmt: skip
+        f"train.max_tokens_per_micro_batch={sum(case.lengths)}",
+        *sets,
+    ]
     config = load(sets=settings).config
     return training_memory(
         config,
@@ -111,7 +149,7 @@ def estimate(case: Case, *sets: str) -> Memory:
     )
 
 
-def measured(cases: list[Case], num_ranks: int) -> list[Measured]:
+def measured(cases: list[Case], num_ranks: int) -> list[Measurement]:
     from msrl.platforms import get
 
     return run_ranks(
@@ -134,7 +172,7 @@ def test_the_estimate_matches_live_tensors_and_resident_memory_of_three_models(
     }
     for result in measured(list(cases.values()), 1):
         expected = estimate(cases[result.name]).training
-        assert result.live == pytest.approx(expected, rel=0.05), (result.name, result.by_maker)
+        assert result.live == pytest.approx(expected, rel=0.05), (result.name, result.by_operation)
         assert result.resident == pytest.approx(expected, rel=0.3), result.name
 
 

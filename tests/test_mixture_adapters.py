@@ -1,5 +1,8 @@
-"""Adapters of mixtures: of experts, of shared experts, and of the layer of latent attention that every rank holds whole. Gradients against
-transformers by the chain rule and, tensor by tensor, against the whole model's in every layout; what is saved is what was trained.
+"""Adapters of mixture-of-experts models in every layout.
+
+They are on experts, on shared experts and on the replicated layer of latent attention. Gradients
+are compared with transformers by the chain rule, and per tensor with those of a single rank. Saved
+adapters equal the trained ones.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from msrl.models.rules import Rule
 from msrl.models.select import is_layer
 from msrl.trainer.settings import Layout
 from msrl.workflows.serve.engine import hf_weights
-from reference_gradients import _as_in_files, backward
+from reference_gradients import _file_gradients, backward
 from test_mixture_exactness import _assert_same
 from test_mixture_training import _trained
 from training_ranks import Case, Result
@@ -38,15 +41,16 @@ from training_ranks import Case, Result
 pytestmark = pytest.mark.slow
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
 LORAS = {
+    # Only some of the modules of the fused layers.
     "qwen3 moe": LoraConfig(
         rank=4, alpha=8.0, targets=("q_proj", "linear_proj", "up_proj", "down_proj")
-    ),  # of fused layers only a part
+    ),
     "deepseek v3": LoraConfig(
         rank=4, alpha=8.0, targets=("linear_qkv", "kv_b_proj", "linear_fc1", "linear_fc2")
     ),
 }
-USUAL = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
-REST = {
+FAST_LAYOUTS = {"ep2": Layout(ep=2), "tp2 ep2 etp2, sp": Layout(tp=2, ep=2, etp=2, sp=True)}
+SLOW_LAYOUTS = {
     "tp2": Layout(tp=2),
     "tp2 etp1": Layout(tp=2, etp=1),
     "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
@@ -61,7 +65,7 @@ DROPOUT = LORAS["qwen3 moe"].model_copy(update={"dropout": 0.3})
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each as a Hugging Face folder."""
+    """Hugging Face folders with a small random model of each kind."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
@@ -72,12 +76,14 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    """Four steps; AdamW's epsilon is large, for it makes a whole step of a gradient that is nothing but rounding."""
-    cut = {**USUAL, **REST, "whole": Layout()}[layout]
+    """Return a case of four steps.
+
+    AdamW's epsilon is large, so that a gradient of mere rounding errors causes no full step.
+    """
     return Case(
         f"{name}, {layout}",
         folders[name],
-        cut,
+        {**FAST_LAYOUTS, **SLOW_LAYOUTS, "single": Layout()}[layout],
         steps=4,
         lr=1e-3,
         eps=1e-3,
@@ -88,50 +94,51 @@ def _case(name: str, layout: str, folders: dict[str, Path]) -> Case:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    cases = [_case(name, layout, folders) for name in MODELS for layout in ("whole", *USUAL)]
+    cases = [
+        _case(name, layout, folders) for name in MODELS for layout in ("single", *FAST_LAYOUTS)
+    ]
     for name in MODELS:
-        whole, cut = _case(name, "whole", folders), _case(name, "tp2 ep2 etp2, sp", folders)
+        single, split = _case(name, "single", folders), _case(name, "tp2 ep2 etp2, sp", folders)
         cases += [
-            dataclasses.replace(whole, name=f"{name}, first step", steps=1),
+            dataclasses.replace(single, name=f"{name}, first step", steps=1),
             dataclasses.replace(
-                cut, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name
+                split, name=f"{name}, saved", steps=2, save_at=2, save_to=saves / name
             ),
             dataclasses.replace(
-                whole,
+                single,
                 name=f"{name}, resumed",
                 layout=Layout(ep=2),
                 first_step=2,
                 resume_from=saves / name,
             ),
         ]
-    again = dataclasses.replace(
+    dropout = dataclasses.replace(
         _case("qwen3 moe", "tp2 ep2 etp2, sp", folders), name="dropout", more={"lora": DROPOUT}
     )
-    recomputed = {"lora": DROPOUT, "recompute": RecomputeConfig(granularity="full")}
-    return _trained(
-        [*cases, again, dataclasses.replace(again, name="dropout, recomputed", more=recomputed)]
-    )
+    settings = {"lora": DROPOUT, "recompute": RecomputeConfig(granularity="full")}
+    recomputed = dataclasses.replace(dropout, name="dropout, recomputed", more=settings)
+    return _trained([*cases, dropout, recomputed])
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[str, Result]:
     return {
         **results,
-        **_trained([_case(name, layout, folders) for name in MODELS for layout in REST]),
+        **_trained([_case(name, layout, folders) for name in MODELS for layout in SLOW_LAYOUTS]),
     }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(
+def test_the_first_gradients_agree_with_transformers_by_the_chain_rule(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ):
-    """With B = 0 the gradient of A is 0, and that of B is s dW A^T, where dW is transformers' gradient of the weight."""
-    found, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
+    """With B = 0, the gradient of A is 0 and that of B is s dW A^T, with transformers' dW."""
+    actual, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
     expected = {
         rule.mcore: _gradient_of_b(rule, LORAS[name], weights)
         for rule in _adapted(folders[name], LORAS[name])
     }
-    assert found.keys() == {f"{key} {part}" for key in expected for part in "AB"}
+    assert actual.keys() == {f"{key} {factor}" for key in expected for factor in "AB"}
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
     assert (
         norm > 1e-3
@@ -141,36 +148,40 @@ def test_the_first_gradients_are_those_of_transformers_by_the_chain_rule(
         > 20
     )
     for key, gradient in expected.items():
-        assert not found[f"{key} A"].any(), key
-        distance = np.linalg.norm(found[f"{key} B"] - (gradient / max(norm, 1.0)).numpy())
+        assert not actual[f"{key} A"].any(), key
+        distance = np.linalg.norm(actual[f"{key} B"] - (gradient / max(norm, 1.0)).numpy())
         assert distance <= 1e-4 * float(gradient.norm() / max(norm, 1.0)) + 1e-9, key
 
 
-@pytest.mark.parametrize("layout", USUAL)
+@pytest.mark.parametrize("layout", FAST_LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_they_learn_alike_where_experts_are_spread_and_cut(
+def test_adapters_train_equally_with_expert_and_expert_tensor_parallelism(
     results: dict[str, Result], name: str, layout: str
 ):
-    _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
-    losses = [report["loss"] for report in results[f"{name}, whole"].reports]
+    _assert_same(results[f"{name}, {layout}"], results[f"{name}, single"])
+    losses = [report["loss"] for report in results[f"{name}, single"].reports]
     assert losses[0] > losses[-1] + 1e-3
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", REST)
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_they_learn_alike_in_every_layout(more_results: dict[str, Result], name: str, layout: str):
-    _assert_same(more_results[f"{name}, {layout}"], more_results[f"{name}, whole"])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_they_go_on_in_another_layout(results: dict[str, Result], name: str):
-    whole = results[f"{name}, whole"]
-    _assert_same(results[f"{name}, resumed"], dataclasses.replace(whole, reports=whole.reports[2:]))
+def test_adapters_train_equally_in_every_layout(
+    more_results: dict[str, Result], name: str, layout: str
+):
+    _assert_same(more_results[f"{name}, {layout}"], more_results[f"{name}, single"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_saved_merges_to_what_the_engine_gets(
+def test_adapters_resume_in_another_layout(results: dict[str, Result], name: str):
+    single = results[f"{name}, single"]
+    _assert_same(
+        results[f"{name}, resumed"], dataclasses.replace(single, reports=single.reports[2:])
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_adapters_merge_to_the_weights_that_the_engine_gets(
     results: dict[str, Result], folders: dict[str, Path], saves: Path, name: str
 ):
     base = open_weights(folders[name])
@@ -191,8 +202,8 @@ def test_what_is_saved_merges_to_what_the_engine_gets(
 
 
 @pytest.mark.parametrize("config", [QWEN3_MOE, MIXTRAL])
-def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[str, Any]):
-    """transformers keeps the experts of a layer in one tensor, and PEFT stacks their adapters as it reads them one by one."""
+def test_peft_reads_the_adapters_of_experts(tmp_path: Path, config: dict[str, Any]):
+    """PEFT stacks adapters of experts on reading, since transformers stacks experts of a layer."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = open_weights(families.save_model(tmp_path / "hf", config))
     adapter = _random_adapter(base, ("linear_proj", "linear_fc1", "linear_fc2"))
@@ -206,17 +217,17 @@ def test_peft_itself_reads_the_adapters_of_experts(tmp_path: Path, config: dict[
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected, before = merged(ids).logits, plain(ids).logits
-        found = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft"))(ids).logits
+        actual = peft.PeftModel.from_pretrained(plain, str(tmp_path / "peft"))(ids).logits
     assert (before - expected).abs().max() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def test_dropout_in_experts_is_the_same_when_a_pass_is_made_again(results: dict[str, Result]):
-    plain, again, without = (
-        results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, whole")
+def test_dropout_in_experts_is_the_same_when_layers_are_recomputed(results: dict[str, Result]):
+    plain, recomputed, without = (
+        results[name].reports for name in ("dropout", "dropout, recomputed", "qwen3 moe, single")
     )
     np.testing.assert_allclose(
-        [r["grad_norm"] for r in plain], [r["grad_norm"] for r in again], rtol=1e-5
+        [r["grad_norm"] for r in plain], [r["grad_norm"] for r in recomputed], rtol=1e-5
     )
     assert all(np.isfinite(report["loss"]) for report in plain)
     assert abs(plain[-1]["loss"] - without[-1]["loss"]) > 1e-6
@@ -227,11 +238,8 @@ def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
     for rule in all_rules(base.shape):
         if is_layer(rule.mcore, rule.hf, targets):
             a = 0.02 * torch.randn(4, rule.shapes[0][1], generator=random)
-            parts = zip(rule.hf, rule.shapes, strict=True)
-            deltas |= {
-                name: Delta(a, 0.02 * torch.randn(size[0], 4, generator=random), 2.0)
-                for name, size in parts
-            }
+            for name, size in zip(rule.hf, rule.shapes, strict=True):
+                deltas[name] = Delta(a, 0.02 * torch.randn(size[0], 4, generator=random), 2.0)
     return Adapter("random", 8.0, deltas, {})
 
 
@@ -247,18 +255,21 @@ def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> 
     from msrl.trainer.model.lora import _initial
 
     a = _initial(lora.rank, rule.shapes[0][1], 0, rule.mcore)
-    parts = [lora.alpha / lora.rank * weights[hf] @ a.T for hf in rule.hf]
     is_fused_layer = is_layer(rule.mcore, (), lora.targets)
-    parts = [
-        part if is_fused_layer or is_layer("", (hf,), lora.targets) else part * 0
-        for hf, part in zip(rule.hf, parts, strict=True)
-    ]
-    return layouts.fuse(rule.layout, parts)
+    gradients = []
+    for hf in rule.hf:
+        gradient = lora.alpha / lora.rank * weights[hf] @ a.T
+        is_adapted = is_fused_layer or is_layer("", (hf,), lora.targets)
+        gradients.append(gradient if is_adapted else torch.zeros_like(gradient))
+    return layouts.fuse(rule.layout, gradients)
 
 
 @functools.cache
 def _weight_gradients(folder: Path) -> dict[str, Tensor]:
-    """transformers' gradients of all weights at the first batch, not clipped; of an expert that no token went to they are 0."""
+    """Return transformers' unclipped gradients of all weights on the first batch.
+
+    Those of experts without tokens are 0.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -268,5 +279,5 @@ def _weight_gradients(folder: Path) -> dict[str, Tensor]:
     return {
         key: value
         for parameter in model.named_parameters()
-        for key, value in _as_in_files(*parameter, is_stacked=True)
+        for key, value in _file_gradients(*parameter, is_stacked=True)
     }

@@ -1,5 +1,7 @@
-"""Mixtures of experts under every layout and memory option, with the losses and biases that keep experts in use, and with adapters:
-gradients tensor by tensor, against the whole model's, and those of the balance losses against transformers with its own formula.
+"""Gradients of mixture-of-experts models under every layout and memory option.
+
+They are compared per tensor with those of a single rank, also with load-balancing losses, biases of
+experts and adapters. Gradients of load-balancing losses are compared with transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from mixture_families import DEEPSEEK_V3, QWEN3_MOE
 from msrl.config.sections.train import LoraConfig, RecomputeConfig, RouterConfig
 from msrl.trainer.settings import Layout
 from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned
-from reference_gradients import _as_in_files
+from reference_gradients import _file_gradients
 from test_mixture_training import _trained
 from training_ranks import Case, Result, sequences
 
@@ -41,9 +43,8 @@ MORE_LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 BALANCE = RouterConfig(aux_loss_coef=0.05, aux_loss_over="sequence", z_loss_coef=1e-3)
 PER_PASS = RouterConfig(aux_loss_coef=0.05, aux_loss_over="micro_batch", z_loss_coef=1e-3)
-BALANCED: dict[
-    str, dict[str, Any]
-] = {  # with the losses that keep experts in use; of sequences, whatever the micro-batch
+# With load-balancing losses over sequences, which do not depend on the micro-batch.
+BALANCED: dict[str, dict[str, Any]] = {
     "dp2 ep2": {"layout": Layout(ep=2), "dp": 2, "micro_batch": 1},
     "tp2 cp2, recompute": {
         "layout": Layout(tp=2, cp=2),
@@ -62,16 +63,16 @@ ATTENTION = LoraConfig(rank=4, alpha=8.0, targets=("linear_q_up_proj", "kv_b_pro
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each as a Hugging Face folder."""
+    """Hugging Face folders with a small random model of each kind."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
 def _bases(folders: dict[str, Path]) -> dict[str, Case]:
-    """The cases of the whole models."""
+    """Return the cases of a single rank by name."""
     qwen, deepseek = folders["qwen3 moe"], folders["deepseek v3"]
     cases = [
-        Case("whole", qwen, steps=10, lr=1e-4, is_same_batch=True),
+        Case("single", qwen, steps=10, lr=1e-4, is_same_batch=True),
         Case("balanced", qwen, steps=3, is_same_batch=True, more={"router": BALANCE}),
         Case("biased", deepseek, steps=3, more={"router": RouterConfig(bias_update_rate=0.01)}),
         Case(
@@ -91,7 +92,7 @@ def _tables(
     bases: dict[str, Case], layouts: dict[str, Any], balanced: dict[str, Any]
 ) -> list[Case]:
     rows = [
-        dataclasses.replace(bases["whole"], name=name, layout=layout, more=more)
+        dataclasses.replace(bases["single"], name=name, layout=layout, more=more)
         for name, (layout, more) in layouts.items()
     ]
     return [
@@ -104,7 +105,7 @@ def _tables(
 
 
 def _cases(folders: dict[str, Path]) -> list[Any]:
-    """What the usual tests look at, in one start of the ranks."""
+    """Return the cases of the tests that always run."""
     bases = _bases(folders)
     first = dataclasses.replace(bases["balanced"], name="balanced, first step", steps=1)
     return [
@@ -140,41 +141,41 @@ def more_results(folders: dict[str, Path], results: dict[str, Any]) -> dict[str,
     return {**results, **_trained(_more_cases(folders))}
 
 
-def _assert_same(found: Result, whole: Result) -> None:
-    """Reports to 1e-5, and the last step's gradient of every tensor to 1e-5 of its own norm."""
-    for name in {*whole.reports[0]} - {"lr"}:
-        values = [[report[name] for report in result.reports] for result in (found, whole)]
+def _assert_same(actual: Result, single: Result) -> None:
+    """Assert equal reports up to 1e-5 and equal last gradients up to 1e-5 of each tensor's norm."""
+    for name in {*single.reports[0]} - {"lr"}:
+        values = [[report[name] for report in result.reports] for result in (actual, single)]
         np.testing.assert_allclose(values[0], values[1], rtol=1e-5, err_msg=name)
-    assert found.gradients.keys() == whole.gradients.keys()
+    assert actual.gradients.keys() == single.gradients.keys()
     distances = {
-        n: np.linalg.norm(found.gradients[n] - g) / max(np.linalg.norm(g), 1e-30)
-        for n, g in whole.gradients.items()
+        n: np.linalg.norm(actual.gradients[n] - g) / max(np.linalg.norm(g), 1e-30)
+        for n, g in single.gradients.items()
     }
     assert max(distances.values()) < 1e-5, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ten_steps_of_a_mixture_and_the_gradient_after_them_are_those_of_the_unsplit_run(
+def test_losses_and_gradients_of_a_mixture_do_not_depend_on_the_layout(
     results: dict[str, Any], layout: str
 ) -> None:
-    _assert_same(results[layout], results["whole"])
+    _assert_same(results[layout], results["single"])
 
 
 @pytest.mark.full
-def test_more_layouts_and_recomputation_change_nothing_either(more_results: dict[str, Any]) -> None:
+def test_more_layouts_and_recomputation_do_not_change_results(more_results: dict[str, Any]) -> None:
     for layout in MORE_LAYOUTS:
-        _assert_same(more_results[layout], more_results["whole"])
+        _assert_same(more_results[layout], more_results["single"])
     for name in MORE_BALANCED:
         _assert_same(more_results[f"balanced, {name}"], more_results["balanced"])
     _assert_same(more_results["lora, pp2 cp2"], more_results["lora"])
     _assert_same_biases(more_results["biased, pp2 cp2"], more_results["biased"])
 
 
-# --- what keeps experts in use --------------------------------------------------------------------------------------------------------
+# --- load balancing of experts
 
 
 @pytest.mark.parametrize("name", BALANCED)
-def test_the_balance_of_sequences_depends_on_no_layout_and_no_micro_batch(
+def test_balance_losses_over_sequences_do_not_depend_on_layout_and_micro_batch(
     results: dict[str, Any], name: str
 ) -> None:
     assert {"router_aux_loss", "router_z_loss", "busiest_expert"} <= results["balanced"].reports[
@@ -186,7 +187,7 @@ def test_the_balance_of_sequences_depends_on_no_layout_and_no_micro_batch(
 @pytest.mark.parametrize(
     ("name", "settings"), [("balanced, first step", BALANCE), ("per pass, first step", PER_PASS)]
 )
-def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
+def test_balance_and_z_loss_and_their_gradients_agree_with_transformers(
     results: dict[str, Any], folders: dict[str, Path], name: str, settings: RouterConfig
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -194,40 +195,37 @@ def test_balance_and_z_loss_and_their_gradients_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(
         folders["qwen3 moe"], dtype=torch.float32, attn_implementation="eager"
     )
-    aux, large = _losses_of_transformers(model, settings)
+    aux, z_loss = _transformers_losses(model, settings)
     report = results[name].reports[0]
     assert report["router_aux_loss"] == pytest.approx(aux, rel=1e-5)
-    assert report["router_z_loss"] == pytest.approx(large, rel=1e-5)
+    assert report["router_z_loss"] == pytest.approx(z_loss, rel=1e-5)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     expected = {
         key: value
         for parameter in model.named_parameters()
-        for key, value in _as_in_files(*parameter, is_stacked=True)
+        for key, value in _file_gradients(*parameter, is_stacked=True)
     }
     assert expected.keys() == results[name].gradients.keys()
     for key, gradient in expected.items():
-        assert (
-            np.linalg.norm(results[name].gradients[key] - gradient.numpy()) < 1e-4 * gradient.norm()
-        ), key
+        difference = np.linalg.norm(results[name].gradients[key] - gradient.numpy())
+        assert difference < 1e-4 * gradient.norm(), key
 
 
-def _losses_of_transformers(model: Any, settings: RouterConfig) -> tuple[float, float]:
-    """Gradients of all losses, in the model; the two of the routers, a layer's mean. transformers' own function is of all layers and of
-    counts that have the sum k: of one layer and divided by k it is the loss of arXiv:2101.03961.
+def _transformers_losses(model: Any, settings: RouterConfig) -> tuple[float, float]:
+    """Accumulate the gradients of all losses; return the mean router losses per layer.
+
+    The function of transformers is for all layers, with token fractions that sum to k. For one
+    layer and divided by k it is the loss of arXiv:2101.03961.
     """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     batch, task, count = sequences(0), torch.zeros(()), 0
-    routed: list[tuple[Tensor, ...]] = []  # by sequence: of each layer [T, E]
+    routed: list[tuple[Tensor, ...]] = []  # per sequence, [T, E] for each layer
     for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
         output = model(torch.from_numpy(ids)[None], output_router_logits=True)
         logprobs = output.logits[0, :-1].log_softmax(-1)
-        task = (
-            task
-            - logprobs.gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0][
-                torch.from_numpy(mask[1:])
-            ].sum()
-        )
+        labels, trained = torch.from_numpy(ids[1:]), torch.from_numpy(mask[1:])
+        task = task - logprobs.gather(-1, labels[:, None])[:, 0][trained].sum()
         count += int(mask[1:].sum())
         routed.append(output.router_logits)
     layers = list(zip(*routed, strict=True))
@@ -238,74 +236,72 @@ def _losses_of_transformers(model: Any, settings: RouterConfig) -> tuple[float, 
         aux = aux + sum(
             len(group) / total * load_balancing_loss_func((group,), 8, 3) / 3 for group in groups
         )
-    large = sum(
+    z_loss = sum(
         (torch.cat(layer).logsumexp(-1).square().mean() for layer in layers), torch.zeros(())
     )
-    (task / count + settings.aux_loss_coef * aux + settings.z_loss_coef * large).backward()
-    return aux.item() / len(layers), large.item() / len(layers)
+    (task / count + settings.aux_loss_coef * aux + settings.z_loss_coef * z_loss).backward()
+    return aux.item() / len(layers), z_loss.item() / len(layers)
 
 
-def test_biases_of_experts_move_by_the_load_of_the_whole_batch(
+def test_biases_of_experts_change_by_the_load_of_the_full_batch(
     results: dict[str, Any], folders: dict[str, Path]
 ) -> None:
-    """Up where transformers sends fewer tokens than the mean, and the same in another layout."""
-    before, load = (
-        families.weights(MODELS["deepseek v3"]),
-        _loads_of_transformers(folders["deepseek v3"]),
-    )
+    """They rise where transformers routes fewer tokens than the mean, equally in another layout."""
+    before = families.weights(MODELS["deepseek v3"])
+    load = _transformers_loads(folders["deepseek v3"])
     assert len(load) == 2
     for name, counts in load.items():
-        moved = results["biased, first step"].weights[name] - before[name].numpy()
+        change = results["biased, first step"].weights[name] - before[name].numpy()
         np.testing.assert_allclose(
-            moved, 0.01 * np.sign(counts.mean().item() - counts.numpy()), atol=1e-6
+            change, 0.01 * np.sign(counts.mean().item() - counts.numpy()), atol=1e-6
         )
     busiest = max((counts.max() / counts.mean()).item() for counts in load.values())
     assert results["biased"].reports[0]["busiest_expert"] == pytest.approx(busiest)
     _assert_same_biases(results["biased, dp2 ep2"], results["biased"])
 
 
-def _assert_same_biases(found: Result, whole: Result) -> None:
+def _assert_same_biases(actual: Result, single: Result) -> None:
     np.testing.assert_allclose(
-        *[[report["busiest_expert"] for report in result.reports] for result in (found, whole)],
+        *[[report["busiest_expert"] for report in result.reports] for result in (actual, single)],
         rtol=1e-6,
     )
-    for name, weight in whole.weights.items():
+    for name, weight in single.weights.items():
         if name.endswith("e_score_correction_bias"):
-            np.testing.assert_array_equal(found.weights[name], weight)
+            np.testing.assert_array_equal(actual.weights[name], weight)
 
 
 @torch.no_grad()
-def _loads_of_transformers(folder: Path) -> dict[str, Tensor]:
-    """How many tokens of the first batch go to each expert, by the name of the expert's bias."""
+def _transformers_loads(folder: Path) -> dict[str, Tensor]:
+    """Return the numbers of tokens of the first batch per expert, by the name of the bias."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    found = {
+    loads = {
         name: torch.zeros(8)
         for name, _ in model.named_buffers()
         if name.endswith("e_score_correction_bias")
     }
-    for name in found:
+    for name, load in loads.items():
         gate = model.get_submodule(name.rsplit(".", 1)[0])
-        gate.register_forward_hook(functools.partial(_count, found[name]))
+        gate.register_forward_hook(functools.partial(_count, load))
     for ids in sequences(0).token_ids:
         model(torch.from_numpy(ids)[None])
-    return found
+    return loads
 
 
 def _count(
     load: Tensor, module: torch.nn.Module, inputs: object, output: tuple[Tensor, ...]
 ) -> None:
-    """transformers' routers give logits, weights and experts."""
+    """Add the numbers of tokens per expert; routers return logits, weights and experts."""
     load += output[2].flatten().bincount(minlength=len(load))
 
 
-# --- adapters, and garbage ------------------------------------------------------------------------------------------------------------
+# --- adapters, and invalid values in other samples
 
 
-def test_adapters_of_latent_attention_learn_alike_in_another_layout(
+def test_adapters_of_latent_attention_train_equally_in_another_layout(
     results: dict[str, Any],
 ) -> None:
     assert len(results["lora"].gradients) == 4 * 3 * 2
@@ -313,20 +309,21 @@ def test_adapters_of_latent_attention_learn_alike_in_another_layout(
     _assert_same(results["lora, tp2 ep2"], results["lora"])
 
 
-def test_garbage_in_a_pack_reaches_no_other_sample_of_a_mixture(results: dict[str, Any]) -> None:
-    """Other samples' tokens decide how many rows an expert multiplies at once, hence 1e-6 of rounding; NaN stays where it is."""
-    seen = results["poisoned"].seen
-    learnt = np.concatenate(
+def test_invalid_values_do_not_reach_other_samples_of_a_mixture(results: dict[str, Any]) -> None:
+    """Tolerances allow rounding, since other samples change the number of rows of an expert."""
+    steps = results["poisoned"].steps
+    is_trained = np.concatenate(
         [np.full(length, number not in MASKED_OUT) for number, length in enumerate(LENGTHS)]
     )
-    for poison in ("neighbours large", "neighbours nan", "padding nan"):
-        assert seen[poison].loss == pytest.approx(seen["clean"].loss, rel=1e-6), poison
+    for poison in ("neighbors large", "neighbors nan", "padding nan"):
+        assert steps[poison].loss == pytest.approx(steps["clean"].loss, rel=1e-6), poison
         np.testing.assert_allclose(
-            seen[poison].logprobs[learnt], seen["clean"].logprobs[learnt], rtol=1e-5, err_msg=poison
+            steps[poison].logprobs[is_trained],
+            steps["clean"].logprobs[is_trained],
+            rtol=1e-5,
+            err_msg=poison,
         )
-    for poison in ("neighbours large", "padding nan"):
-        for name, gradient in seen["clean"].gradients.items():
-            assert (
-                np.linalg.norm(seen[poison].gradients[name] - gradient)
-                <= 1e-5 * np.linalg.norm(gradient) + 1e-12
-            ), (poison, name)
+    for poison in ("neighbors large", "padding nan"):
+        for name, gradient in steps["clean"].gradients.items():
+            difference = np.linalg.norm(steps[poison].gradients[name] - gradient)
+            assert difference <= 1e-5 * np.linalg.norm(gradient) + 1e-12, (poison, name)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in training: spread over ranks and cut, they walk the path of the whole model, which is that of transformers."""
+"""Training of mixture-of-experts models agrees with transformers in every layout."""
 
 from __future__ import annotations
 
@@ -26,11 +26,19 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 MODELS = {
     "qwen3 moe": QWEN3_MOE,
-    "deepseek v2 lite": {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek v2 lite": {
+        **DEEPSEEK_V2,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "gpt-oss": {**GPT_OSS, "swiglu_limit": 7.0},
-    "gpt-oss, clamped": GPT_OSS,  # its gradient jumps where the clamp begins, so that only one step can be compared
-    "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},  # with two stages, the first one has no experts
-}  # fmt: skip
+    # The gradient is not continuous at the clamp, so only one step can be compared.
+    "gpt-oss, clamped": GPT_OSS,
+    # With two stages, the first one has no experts.
+    "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},
+}
 LAYOUTS = {
     "tp2": Case("", Path(), Layout(tp=2)),
     "tp2 etp1": Case("", Path(), Layout(tp=2, etp=1)),
@@ -47,32 +55,48 @@ LAYOUTS = {
     "pp2 ep2, empty layers": Case("", Path(), Layout(pp=2, ep=2, noop_layers=(0, 3))),
 }
 
-USUAL = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
+FAST_PAIRS = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
-REST = tuple(
-    (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in USUAL
+SLOW_PAIRS = tuple(
+    (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in FAST_PAIRS
 )
 COMPARED = (
-    ("qwen3 moe", "ep2"), ("qwen3 moe", "pp2 vpp1 ep2"), ("gpt-oss, clamped", "tp2 ep2 etp1"), ("gpt-oss, clamped", "tp2 ep2 etp2"),
+    ("qwen3 moe", "ep2"),
+    ("qwen3 moe", "pp2 vpp1 ep2"),
+    ("gpt-oss, clamped", "tp2 ep2 etp1"),
+    ("gpt-oss, clamped", "tp2 ep2 etp2"),
     ("deepseek v3", "tp2 ep2 etp1"),
-)  # fmt: skip
+)
 ALSO_COMPARED = (
-    *[("qwen3 moe", layout) for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")],
+    *[
+        ("qwen3 moe", layout)
+        for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")
+    ],
     *[("gpt-oss, clamped", layout) for layout in ("ep2", "pp2 vpp1 ep2")],
-    *[("deepseek v3", layout) for layout in ("tp2", "pp2 vpp1 ep2", "pp2 ep2, uneven", "pp2 ep2, empty layers", "tp2 cp2 ep2")],
-    ("deepseek v2 lite", "tp2 ep2 etp2"), ("deepseek v2 lite", "pp2 vpp1 ep2"),
-)  # fmt: skip
+    *[
+        ("deepseek v3", layout)
+        for layout in (
+            "tp2",
+            "pp2 vpp1 ep2",
+            "pp2 ep2, uneven",
+            "pp2 ep2, empty layers",
+            "tp2 cp2 ep2",
+        )
+    ],
+    ("deepseek v2 lite", "tp2 ep2 etp2"),
+    ("deepseek v2 lite", "pp2 vpp1 ep2"),
+)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small random model of each as a Hugging Face folder."""
+    """Hugging Face folders with a small random model of each kind."""
     root = tmp_path_factory.mktemp("mixtures")
     return {name: families.save_model(root / name, config) for name, config in MODELS.items()}
 
 
 def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    case = Case("", Path()) if layout == "whole" else LAYOUTS[layout]
+    case = Case("", Path()) if layout == "single" else LAYOUTS[layout]
     return dataclasses.replace(case, name=f"{name}, {layout}", model=folders[name], steps=STEPS)
 
 
@@ -87,11 +111,11 @@ def _first_step(name: str, layout: str, folders: dict[str, Path], saves: Path) -
     )
 
 
-def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
+def _fast_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     model = folders["deepseek v3"]
     return [
-        *[_row(name, "whole", folders) for name in TRAINED],
-        *[_row(name, layout, folders) for name, layout in USUAL],
+        *[_row(name, "single", folders) for name in TRAINED],
+        *[_row(name, layout, folders) for name, layout in FAST_PAIRS],
         *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
         Case(
             "saved ep2",
@@ -114,7 +138,7 @@ def _usual_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
             )
             for name, layout in (
                 ("resumed ep2", Layout(ep=2)),
-                ("resumed whole from ep2", Layout()),
+                ("resumed single from ep2", Layout()),
                 ("resumed tp2 ep2 etp1 from ep2", Layout(tp=2, ep=2, etp=1)),
             )
         ],
@@ -162,27 +186,28 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    return _trained(_usual_cases(folders, saves))
+    return _trained(_fast_cases(folders, saves))
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
     first_steps = [_first_step(name, layout, folders, saves) for name, layout in ALSO_COMPARED]
-    return _trained([*first_steps, *[_row(name, layout, folders) for name, layout in REST]])
+    return _trained([*first_steps, *[_row(name, layout, folders) for name, layout in SLOW_PAIRS]])
 
 
 def _trained(cases: list[Case]) -> dict[str, Result]:
+    """Train all cases with one start of the ranks; return the results by name."""
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
 
-    found = run_ranks(
+    reports = run_ranks(
         "training_ranks:main",
         cases,
         num_ranks=4,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    return {result.name: result for result in found}
+    return {result.name: result for result in reports}
 
 
 def _losses(result: Result) -> list[float]:
@@ -190,15 +215,14 @@ def _losses(result: Result) -> list[float]:
 
 
 def _transformers_losses(folder: Path) -> list[float]:
-    """The same batches through transformers, one sequence at a time, with torch's own AdamW and clipping."""
+    """Train on the same batches with transformers, torch's AdamW and torch's gradient clipping."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    vectors = {
-        p for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("_bias")
-    }  # of all experts in one matrix
+    # transformers stacks the biases of all experts in one matrix.
+    vectors = {p for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("_bias")}
     matrices = [p for p in model.parameters() if p not in vectors]
     groups = [{"params": matrices}, {"params": list(vectors), "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -212,7 +236,7 @@ def _transformers_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "layout"), COMPARED)
-def test_the_gradient_of_every_tensor_is_that_of_transformers(
+def test_the_gradient_of_every_tensor_agrees_with_transformers(
     results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in results
@@ -224,7 +248,7 @@ def test_the_gradient_of_every_tensor_is_that_of_transformers(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), ALSO_COMPARED)
-def test_the_gradient_is_that_of_transformers_at_more_layouts(
+def test_the_gradient_of_every_tensor_agrees_with_transformers_in_more_layouts(
     more_results: dict[str, Result], saves: Path, folders: dict[str, Path], name: str, layout: str
 ) -> None:
     assert f"{name}, {layout}, first step" in more_results
@@ -235,72 +259,73 @@ def test_the_gradient_is_that_of_transformers_at_more_layouts(
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_losses_are_those_of_transformers_with_adamw(
+def test_losses_agree_with_transformers_and_adamw(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ) -> None:
     np.testing.assert_allclose(
-        _losses(results[f"{name}, whole"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4
+        _losses(results[f"{name}, single"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4
     )
 
 
-def _assert_same(found: Result, whole: Result, steps: slice = slice(None)) -> None:
-    """Losses to 1e-5, gradient norms to 1e-4, weights to 2e-5 of their own norm: AdamW enlarges rounding errors.
+def _assert_same(actual: Result, single: Result, steps: slice = slice(None)) -> None:
+    """Assert equal losses (1e-5), gradient norms (1e-4) and weights (2e-5 of their norm).
 
-    One element in 5,000 may stray by the steps' own size: where a gradient is next to 0, rounding decides where AdamW goes.
+    The tolerances allow for rounding errors, which AdamW amplifies. One element in 5,000 may differ
+    by the size of the steps: where a gradient is nearly 0, its sign is rounding.
     """
-    np.testing.assert_allclose(_losses(found), _losses(whole)[steps], rtol=1e-5)
-    norms = [[report["grad_norm"] for report in result.reports] for result in (found, whole)]
+    np.testing.assert_allclose(_losses(actual), _losses(single)[steps], rtol=1e-5)
+    norms = [[report["grad_norm"] for report in result.reports] for result in (actual, single)]
     np.testing.assert_allclose(norms[0], norms[1][steps], rtol=1e-4)
     assert {
-        name for name in found.weights if not name.startswith("critic.")
-    } == whole.weights.keys()
-    for name, value in whole.weights.items():
-        apart = np.sort(np.abs(found.weights[name] - value).ravel())
-        distance = np.linalg.norm(apart[: -max(1, apart.size // 5000)]) / max(
-            np.linalg.norm(value), 1e-30
-        )
+        name for name in actual.weights if not name.startswith("critic.")
+    } == single.weights.keys()
+    for name, value in single.weights.items():
+        differences = np.sort(np.abs(actual.weights[name] - value).ravel())
+        most = differences[: -max(1, differences.size // 5000)]
+        distance = np.linalg.norm(most) / max(np.linalg.norm(value), 1e-30)
         assert distance < 2e-5, (name, distance)
-        assert apart[-1] < 2 * sum(report["lr"] for report in whole.reports), (name, apart[-1])
+        largest = differences[-1]
+        assert largest < 2 * sum(report["lr"] for report in single.reports), (name, largest)
 
 
-@pytest.mark.parametrize(("name", "layout"), USUAL)
-def test_a_mixture_learns_the_same_at_every_layout(
+@pytest.mark.parametrize(("name", "layout"), FAST_PAIRS)
+def test_a_mixture_trains_equally_in_some_layouts(
     results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(results[f"{name}, {layout}"], results[f"{name}, whole"])
+    _assert_same(results[f"{name}, {layout}"], results[f"{name}, single"])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "layout"), REST)
-def test_all_mixtures_learn_the_same_at_all_layouts(
+@pytest.mark.parametrize(("name", "layout"), SLOW_PAIRS)
+def test_all_mixtures_train_equally_in_all_layouts(
     results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, whole"])
+    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, single"])
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "resumed whole from ep2",
+        "resumed single from ep2",
         "resumed tp2 ep2 etp1 from ep2",
         "resumed pp2 ep2 from tp2 ep2 etp2",
     ],
 )
 def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
-    _assert_same(results[name], results["deepseek v3, whole"], slice(4, None))
+    _assert_same(results[name], results["deepseek v3, single"], slice(4, None))
 
 
-@pytest.mark.parametrize("name", ["resumed whole from ep2", "resumed tp2 ep2 etp1 from ep2"])
-def test_a_critic_with_experts_goes_on_alike_in_other_layouts(
+@pytest.mark.parametrize("name", ["resumed single from ep2", "resumed tp2 ep2 etp1 from ep2"])
+def test_a_critic_with_experts_resumes_equally_in_other_layouts(
     results: dict[str, Result], name: str
 ) -> None:
-    for found, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
+    for actual, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
         assert expected["value_squares"] > 0
         for metric in ("value_loss", "value_squares", "value_grad_norm"):
-            assert found[metric] == pytest.approx(expected[metric], rel=2e-4), metric
+            assert actual[metric] == pytest.approx(expected[metric], rel=2e-4), metric
 
 
-def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:
+def test_a_resume_in_the_same_layout_is_bitwise_equal(results: dict[str, Result]) -> None:
     assert _losses(results["resumed ep2"]) == _losses(results["deepseek v3, ep2"])[4:]
     for name, value in results["deepseek v3, ep2"].weights.items():
         np.testing.assert_array_equal(results["resumed ep2"].weights[name], value)
@@ -308,8 +333,10 @@ def test_the_same_layout_resumes_to_the_bit(results: dict[str, Result]) -> None:
 
 
 @pytest.mark.full
-def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[str, Path]) -> None:
-    """The command: two ranks at EP 2, then two at TP 2, which cut each expert; the same losses."""
+def test_train_sft_with_expert_parallelism_has_the_losses_of_tensor_parallelism(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    """Two ranks at EP 2 agree with two at TP 2, which shards each expert."""
     from msrl.cli import app
     from test_train_sft import run_in_process
     from tiny_qwen2 import save_model
@@ -359,7 +386,7 @@ def test_train_sft_spreads_experts_as_it_is_told(tmp_path: Path, folders: dict[s
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_the_biases_of_experts_stay_as_they_were(results: dict[str, Result]) -> None:
+def test_biases_of_experts_do_not_change(results: dict[str, Result]) -> None:
     biases = [
         name
         for name in results["deepseek v3, ep2"].weights

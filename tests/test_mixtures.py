@@ -76,7 +76,7 @@ def more_megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
 
 def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[str, np.ndarray]:
     cases = [Case(f"{name}, {layout}", folders[name], LAYOUTS[layout]) for name, layout in rows]
-    return parity_ranks.logits_of(cases)
+    return parity_ranks.rank_logits(cases)
 
 
 @functools.cache
@@ -103,9 +103,7 @@ def test_logits_are_those_of_transformers(
 def test_a_conversion_of_a_mixture_is_verified(
     tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Convert with sharded and distributed experts; real ranks verify it, and the way back has the
-    same bits.
-    """
+    """Convert with sharded and distributed experts and back; real ranks verify the conversion."""
     forward = {
         "command": "hf2mcore",
         "load": str(folders["deepseek v3"]),
@@ -161,9 +159,7 @@ def test_a_mixture_is_recovered_from_every_layout(
 
 
 def test_an_expert_is_sharded_on_its_rank(folders: dict[str, Path]) -> None:
-    """Check expert 5 of 8: with two groups of ranks and two shards each, it is number 1 of the
-    second group.
-    """
+    """Expert 5 of 8 is number 1 of the second group, with two groups of two shards each."""
     hf, source = (
         load_file(folders["deepseek v3"] / "model.safetensors"),
         open_weights(folders["deepseek v3"]),

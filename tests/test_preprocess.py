@@ -467,10 +467,10 @@ def test_tools_that_the_template_cannot_show_raise_an_error_with_the_row(tmp_pat
         preprocess(tmp_path / "x", input=inputs, handler="sharegpt", template=str(own))
 
 
-@pytest.mark.parametrize("part", ["instruction", "output", "note"])
-def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, part):
+@pytest.mark.parametrize("column", ["instruction", "output", "note"])
+def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, column):
     row = {"instruction": "2+2?", "output": "4", "note": "x"}
-    files = jsonl(tmp_path / "in.jsonl", [row, {**row, part: "shortened \ud83d"}])
+    files = jsonl(tmp_path / "in.jsonl", [row, {**row, column: "shortened \ud83d"}])
     with pytest.raises(MsrlError, match=mentions("in.jsonl:2", "\\ud83d", "character")):
         preprocess(tmp_path / "out", input=files, handler="r1", map_keys={"extra.note": "note"})
 

@@ -1,6 +1,4 @@
-"""Model replicas of a rank: settings of each role, and what real ranks do with policy, reference,
-critic and reward models.
-"""
+"""Model replicas of a rank: settings by role, and their behavior on a real rank."""
 
 from __future__ import annotations
 
@@ -45,14 +43,14 @@ def settings(
 def test_a_critic_and_reward_models_have_settings_of_their_role(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = settings(
+    rank = settings(
         folder,
         monkeypatch,
         *CRITIC,
         reference=Path("reference"),
         reward_models={"judge": Path("judge")},
     )
-    policy, critic, judge = ours.policy, ours.critic, ours.reward_models["judge"]
+    policy, critic, judge = rank.policy, rank.critic, rank.reward_models["judge"]
     assert critic is not None and policy.optimizer is not None and critic.optimizer is not None
     assert (policy.logit_chunk, critic.logit_chunk, judge.logit_chunk) == (64, None, None)
     assert (policy.freeze, critic.freeze) == ((), ("rm_head.bias",))
@@ -60,7 +58,7 @@ def test_a_critic_and_reward_models_have_settings_of_their_role(
         critic.recompute == policy.recompute
         and critic.bad_batch_dir == policy.bad_batch_dir / "critic"
     )
-    assert ours.reference == ReplicaSettings(
+    assert rank.reference == ReplicaSettings(
         Path("reference"), hf_dir=policy.hf_dir, logit_chunk=64
     )
     assert judge == ReplicaSettings(Path("judge"))
@@ -70,31 +68,31 @@ def test_a_checkpoint_that_is_resumed_gives_the_policy_its_weights_and_no_other_
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resume = SavedTraining(Path("saves"), 3)
-    ours = settings(folder, monkeypatch, *CRITIC, resume=resume, reference=Path("reference"))
-    assert (ours.policy.model, ours.policy.iteration) == (Path("saves"), 3)
-    assert ours.critic is not None and ours.reference is not None
-    assert (ours.critic.iteration, ours.reference.iteration) == (None, None)
+    rank = settings(folder, monkeypatch, *CRITIC, resume=resume, reference=Path("reference"))
+    assert (rank.policy.model, rank.policy.iteration) == (Path("saves"), 3)
+    assert rank.critic is not None and rank.reference is not None
+    assert (rank.critic.iteration, rank.reference.iteration) == (None, None)
 
 
 def test_with_adapters_the_reference_is_the_policy_and_a_resume_keeps_the_base_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = settings(
+    rank = settings(
         folder,
         monkeypatch,
         *LORA,
         resume=SavedTraining(Path("saves"), 3),
         reference=Path("reference"),
     )
-    assert ours.reference is None and ours.policy.lora.rank == 8
-    assert ours.policy.iteration is None and ours.policy.model != Path("saves")
+    assert rank.reference is None and rank.policy.lora.rank == 8
+    assert rank.policy.iteration is None and rank.policy.model != Path("saves")
 
 
 def test_settings_of_a_rank_survive_the_way_to_its_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = settings(folder, monkeypatch, *CRITIC, reward_models={"judge": Path("judge")})
-    assert pickle.loads(pickle.dumps(ours)) == ours
+    rank = settings(folder, monkeypatch, *CRITIC, reward_models={"judge": Path("judge")})
+    assert pickle.loads(pickle.dumps(rank)) == rank
 
 
 def test_an_optimizer_has_one_declaration_of_its_defaults() -> None:
@@ -130,7 +128,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
-    from training_cases import SIZES, models, randomised
+    from training_cases import SIZES, models, randomize
 
     root, own = tmp_path_factory.mktemp("models"), models()
     scored = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=None))
@@ -139,25 +137,23 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "reference": own["qwen2 tied"],
         "scored": scored,
     }.items():
-        randomised(model).save_pretrained(root / name)
-    job = (root / "policy", root / "reference", root / "scored")
-    (found,) = run_ranks(
+        randomize(model).save_pretrained(root / name)
+    models_by_role = (root / "policy", root / "reference", root / "scored")
+    (measurements,) = run_ranks(
         "replica_ranks:main",
-        job,
+        models_by_role,
         num_ranks=1,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    return found
+    return measurements
 
 
 @pytest.mark.slow
 def test_every_micro_batch_is_compared_with_the_reference_at_its_own_positions(
     report: dict[str, Any],
 ) -> None:
-    """Even where one micro-batch comes twice: the mean over tokens follows from the micro-batches
-    one by one.
-    """
+    """The mean over tokens follows from single micro-batches, even if one occurs twice."""
     (first, second), (few, many) = report["kl alone"], report["tokens"]
     assert first > 0 and first != pytest.approx(second, rel=1e-3)
     assert report["kl"]["both"] == pytest.approx(
@@ -169,7 +165,7 @@ def test_every_micro_batch_is_compared_with_the_reference_at_its_own_positions(
 
 
 @pytest.mark.slow
-def test_a_pass_that_gives_hidden_states_leaves_no_trace_in_the_next_one(
+def test_a_pass_that_returns_hidden_states_does_not_change_the_next_one(
     report: dict[str, Any],
 ) -> None:
     assert report["logits are the same"]

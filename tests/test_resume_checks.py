@@ -1,6 +1,4 @@
-"""What a resumed training must share with the one that saved, and what is said where its learning
-rates are others.
-"""
+"""Resume checks: settings that must not change, and warnings on changed learning rates."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LORA = ("train.lora.rank=4", "train.lora.targets=[q_proj,v_proj]")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that training needs."""
+    """Working directory with all inputs of a training."""
     make_model(tmp_path / "model")
     make_data(tmp_path / "data")
     (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
@@ -49,7 +47,7 @@ def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> Save
     return SavedTraining(folder / name, 5)
 
 
-def test_the_same_training_goes_on(folder: Path):
+def test_a_training_with_the_same_settings_resumes(folder: Path):
     saved = saved_with(folder, remembered(*LORA))
     resume_checks.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
     resume_checks.check(
@@ -60,7 +58,7 @@ def test_the_same_training_goes_on(folder: Path):
     )
 
 
-def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
+def test_a_training_saved_by_an_earlier_version_resumes(folder: Path):
     resume_checks.check(saved_with(folder, {}), remembered())
 
 
@@ -76,7 +74,7 @@ def test_one_that_an_earlier_version_saved_goes_on(folder: Path):
         (("data.pack=true",), ("data.pack", "was false, is true")),
     ],
 )
-def test_another_training_is_refused_key_by_key(
+def test_changed_settings_are_refused_with_their_keys(
     folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
 ):
     saved = saved_with(folder, remembered("model.dtype=float32"))
@@ -84,7 +82,7 @@ def test_another_training_is_refused_key_by_key(
         resume_checks.check(saved, remembered("model.dtype=float32", *sets))
 
 
-def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
+def test_a_changed_model_and_changed_data_are_refused(folder: Path):
     saved = saved_with(folder, remembered())
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
@@ -108,12 +106,10 @@ def test_another_model_and_other_data_of_as_many_rows_are_refused(folder: Path):
         ((), "train-sft", False),
     ],
 )
-def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(
+def test_changed_base_weights_are_refused_if_checkpoints_do_not_contain_them(
     folder: Path, sets: tuple[str, ...], command: str, counts: bool
 ):
-    """Those that adapters belong to, and a reference; of a Hugging Face folder, and of an mcore
-    checkpoint that has gone on itself.
-    """
+    """These are the base of adapters and a reference, in Hugging Face or mcore format."""
     make_mcore(folder / "mcore")
     (folder / "model" / "model.safetensors").write_bytes(b"weights")
     for step in (1, 2):
@@ -139,7 +135,7 @@ def test_other_weights_are_refused_where_checkpoints_do_not_hold_them(
             resume_checks.check(saved, now)
 
 
-def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up(
+def test_a_changed_learning_rate_and_a_run_shorter_than_its_warm_up_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     saved = saved_with(folder, remembered())
@@ -153,13 +149,13 @@ def test_another_learning_rate_is_said_and_so_is_a_run_too_short_for_its_warm_up
     assert_mentions(capsys.readouterr().err, "warm-up", "decay", "5 updates")
 
 
-def test_weights_without_the_state_of_a_training_are_named_as_such(tmp_path: Path):
+def test_checkpoints_without_training_state_are_reported(tmp_path: Path):
     (tmp_path / "iter_0000003").mkdir()
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoint.load")):
         check_room(tmp_path, None)
 
 
-def test_a_folder_that_is_named_another_way_is_the_same(
+def test_relative_and_absolute_paths_of_a_folder_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a training that goes on must not lose: the count of updates where a rank has nothing to train, copies that are alike, memory."""
+"""Resumed trainings keep the update count, equal copies and the offloaded optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import DROPOUT, FROZEN, models, randomised
+from training_cases import DROPOUT, FROZEN, models, randomize
 from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
@@ -21,71 +21,70 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     from msrl.platforms import get
 
     root = tmp_path_factory.mktemp("resumed")
-    model, frozen, dropped = root / "model", root / "frozen", root / "dropped"
-    randomised(models()["qwen2 tied"]).save_pretrained(model)
-    halves, lora = Layout(pp=2), {"lora": DROPOUT}
+    model, frozen, dropout = root / "model", root / "frozen", root / "dropout"
+    randomize(models()["qwen2 tied"]).save_pretrained(model)
+    pp2, lora = Layout(pp=2), {"lora": DROPOUT}
     cases = [
-        Case("frozen", model, halves, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
+        Case("frozen", model, pp2, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
         Case(
             "frozen resumed",
             model,
-            halves,
+            pp2,
             freeze=FROZEN,
             steps=4,
             first_step=2,
             resume_from=frozen,
         ),
-        Case("dropout", model, steps=2, save_at=2, save_to=dropped, more=lora),
+        Case("dropout", model, steps=2, save_at=2, save_to=dropout, more=lora),
         Case(
             "dropout resumed tp2",
             model,
             Layout(tp=2),
             steps=4,
             first_step=2,
-            resume_from=dropped,
+            resume_from=dropout,
             more=lora,
         ),
     ]
-    found = run_ranks(
+    reports = run_ranks(
         "training_ranks:main",
         cases,
         num_ranks=2,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    return {result.name: result for result in found}
+    return {result.name: result for result in reports}
 
 
-def test_a_first_stage_without_trained_parameters_does_not_forget_how_many_updates_there_were(
+def test_a_first_stage_without_trained_parameters_keeps_the_update_count(
     results: dict[str, Result],
 ):
-    whole, resumed = results["frozen"], results["frozen resumed"]
-    assert resumed.reports == whole.reports[2:]
-    for name, weight in whole.weights.items():
+    uninterrupted, resumed = results["frozen"], results["frozen resumed"]
+    assert resumed.reports == uninterrupted.reports[2:]
+    for name, weight in uninterrupted.weights.items():
         np.testing.assert_array_equal(resumed.weights[name], weight, err_msg=name)
 
 
-def test_dropout_of_adapters_goes_on_at_another_tensor_parallel_size_with_copies_alike(
+def test_adapter_dropout_resumed_at_another_tensor_parallel_size_keeps_copies_equal(
     results: dict[str, Result],
 ):
-    """`training_ranks` looks at the copies of every case: ranks that drew different numbers would have parted them."""
+    """The ranks themselves compare the copies, which different random numbers would change."""
     assert [np.isfinite(report["loss"]) for report in results["dropout resumed tp2"].reports] == [
         True,
         True,
     ]
 
 
-def test_an_offloaded_optimizer_is_never_there_while_gradients_are_made(tmp_path: Path):
-    """Not in the first step, and not in those after a checkpoint was saved or loaded, which need it for a moment."""
+def test_an_offloaded_optimizer_is_absent_during_forward_and_backward(tmp_path: Path):
+    """This includes the steps after a save or a load, which onload the optimizer for a moment."""
     from msrl.platforms import get
 
-    randomised(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
-    job = (tmp_path / "model", tmp_path / "saves")
-    (found,) = run_ranks(
-        "resting_ranks:main",
-        job,
+    randomize(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
+    (num_bytes,) = run_ranks(
+        "offload_ranks:main",
+        (tmp_path / "model", tmp_path / "saves"),
         num_ranks=1,
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    assert found == [0, 0, 0, 0]
+    assert num_bytes == [0, 0, 0, 0]

@@ -185,7 +185,7 @@ def test_scores_of_real_ranks_are_those_of_transformers_at_every_layout(tmp_path
         for name, layout in LAYOUTS.items()
         for row in ROWS
     ]
-    scores = parity_ranks.logits_of(cases)
+    scores = parity_ranks.rank_logits(cases)
     ids = parity_ranks.sequences(199)
     ends = np.cumsum([len(row) for row in ids]) - 1
     for row in ROWS:

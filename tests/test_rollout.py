@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.rl import worker_groups
-from msrl.workflows.rl.worker_groups import engine_shares
+from msrl.workflows.rl.engine_group import EngineGroup, engine_shares
+from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions, shared_data
 
 
@@ -72,38 +73,42 @@ def test_engines_share_prompts_evenly_in_contiguous_ranges():
     assert engine_shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
-class EchoActor:
-    """A stand-in for an engine's actor that returns the prompts that it received."""
+class EchoEngines(Workers):
+    """Two stand-ins for engines that return the prompts that they receive."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.generate = number, self
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.engines = list[int]()
 
-    def remote(
-        self, prompts: tuple[Prompt, ...], sampling: SamplingParams, policy_version: int
-    ) -> list[tuple[int, int]]:
-        return [(self.number, prompt.index) for prompt in prompts]
+    def rendezvous(self) -> str:
+        raise NotImplementedError
+
+    def share(self, value: object) -> object:
+        return value
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        assert method == "generate"
+        self.engines.extend(arguments)
+        return Calls({engine: own_arguments[0] for engine, own_arguments in arguments.items()})
+
+    def wait(self, calls: Calls) -> list[Any]:
+        return [
+            [(engine, prompt.index) for prompt in prompts]
+            for engine, prompts in calls.references.items()
+        ]
 
 
 @pytest.mark.parametrize(
     ("indices", "engines"), [((7, 3, 9, 7, 4, 3), [0, 0, 0, 0, 1, 0]), ((5,), [1])]
 )
-def test_completions_are_in_the_order_of_the_prompts_and_errors_name_the_engine(
-    monkeypatch: pytest.MonkeyPatch, indices: tuple[int, ...], engines: list[int]
+def test_completions_are_in_the_order_of_the_prompts_and_idle_engines_get_no_call(
+    indices: tuple[int, ...], engines: list[int]
 ):
-    waited_labels = list[str]()
-
-    def wait_all(refs: list[Any], *, labels: list[str], **_: object) -> list[Any]:
-        waited_labels.extend(labels)
-        return refs
-
-    monkeypatch.setattr(worker_groups, "wait_all", wait_all)
-    group: Any = worker_groups.EngineGroup.__new__(worker_groups.EngineGroup)
-    group._actors, group._timeout_s, group._watch = [EchoActor(0), EchoActor(1)], 1.0, None
-    completions = group.generate(
-        [prompt(index, 1) for index in indices], SamplingParams(max_tokens=1), 0
-    )
+    workers: Any = EchoEngines()
+    prompts = [prompt(index, 1) for index in indices]
+    completions = EngineGroup(workers).generate(prompts, SamplingParams(max_tokens=1), 0)
     assert completions == tuple(zip(engines, indices, strict=True))
-    assert waited_labels == [f"rollout engine {number}" for number in sorted(set(engines))]
+    assert workers.engines == sorted(set(engines))
 
 
 def test_without_a_seed_no_sample_has_a_seed():

@@ -1,8 +1,6 @@
-"""`rollout.filter`: which groups teach something, what a step asks in place of the others, and what
-ROLL's files make of it.
+"""`rollout.filter`: informative groups, prompts that replace filtered groups, and import from ROLL.
 
-A stand-in answers here, so that what is asked can be told number by number; real engines with a
-filter run in `test_killed_grpo.py`.
+A fake engine records the sampled prompts; `test_killed_grpo.py` runs real engines with a filter.
 """
 
 from __future__ import annotations
@@ -42,29 +40,30 @@ ROWS = 12
         ("mean", 0.0, 1.0, [False, True, False, True]),
         ("mean", 0.3, None, [False, True, True, False]),
         ("mean", None, 0.5, [True, False, False, True]),  # strictly below
-        ("std", 0.45, None, [False, True, False, False]),  # of the population: 0.5 and 0.433
+        ("std", 0.45, None, [False, True, False, False]),  # population deviations 0.5 and 0.433
         ("std", 0.0, None, [False, True, False, True]),
     ],
 )
-def test_groups_that_teach_by_hand(
+def test_informative_groups_agree_with_hand_calculation(
     kind: str, low: float | None, high: float | None, expected: list[bool]
 ):
     scores = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=np.float64)
     assert informative_groups(scores, kind, low, high).tolist() == expected
 
 
-def test_equal_scores_have_no_deviation_whatever_their_rounding():
+def test_equal_scores_have_no_deviation_despite_rounding():
     scores = np.full((1, 3), 0.1)
     assert scores.std(axis=1) > 0 and informative_groups(scores, "std", 0.0).tolist() == [False]
 
 
-class Asked:
-    """Answers every prompt; rewards of rows in `equal` are equal. Remembers which rows each call
-    asked for.
-    """
+class RecordingEngine:
+    """Engine and scorer that record the rows of each call; rows in `equal` have equal rewards."""
 
     def __init__(self, equal: set[int]) -> None:
         self.equal, self.calls = equal, list[list[int]]()
+
+    def onload(self) -> None:
+        """Do nothing: no device memory is involved."""
 
     def generate(
         self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int
@@ -90,14 +89,14 @@ class Asked:
 
 
 def make_rollouts(
-    asked: Asked,
+    engine: RecordingEngine,
     filter: FilterConfig,
     state: dict[str, Any] | None = None,
     *,
     prompts_per_step: int = 4,
     shuffle: bool = False,
 ) -> Rollouts:
-    """Four prompts a step of twelve rows in their order."""
+    """Return rollouts of four prompts per step from twelve rows in file order."""
     dataset: Any = [Prompt(row, np.array([1, 2, 3])) for row in range(ROWS)]
     config = SimpleNamespace(
         rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter)
@@ -105,70 +104,68 @@ def make_rollouts(
     prompts = Prompts(
         dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle)
     )
-    job: Any = SimpleNamespace(
+    setup: Any = SimpleNamespace(
         config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0
     )
-    both: Any = asked
-    return Rollouts(job, both, both, state or {})
+    engine_and_scorer: Any = engine
+    return Rollouts(setup, engine_and_scorer, engine_and_scorer, state or {})
 
 
 def indices(groups: tuple[ScoredGroup, ...]) -> list[int]:
     return [group.rollout.prompt.index for group in groups]
 
 
-def test_without_a_filter_steps_take_their_prompts_in_turn():
-    asked = Asked(set(range(ROWS)))
-    rollouts = make_rollouts(asked, FilterConfig())
-    found = [rollouts.generate(step, Clock()) for step in range(2)]
-    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and rollouts.state() == {"prompts_taken": 8}
+def test_without_a_filter_steps_use_the_prompts_in_order():
+    engine = RecordingEngine(set(range(ROWS)))
+    rollouts = make_rollouts(engine, FilterConfig())
+    steps = [rollouts.generate(step, Clock()) for step in range(2)]
+    assert engine.calls == [[0, 1, 2, 3], [4, 5, 6, 7]] and rollouts.state() == {"prompts_taken": 8}
     assert (
-        [indices(one.train_groups) for one in found] == asked.calls
-        and not found[0].dropped_groups
-        and not found[0].metrics
+        [indices(step.train_groups) for step in steps] == engine.calls
+        and not steps[0].dropped_groups
+        and not steps[0].metrics
     )
 
 
-def test_a_refill_asks_for_as_many_as_are_likely_needed_and_the_next_step_goes_on_behind_it():
-    asked = Asked({1, 3, 4})
-    rollouts = make_rollouts(asked, FilterConfig(kind="all_equal", refill=True))
+def test_a_refill_samples_as_many_prompts_as_are_likely_needed():
+    engine = RecordingEngine({1, 3, 4})
+    rollouts = make_rollouts(engine, FilterConfig(kind="all_equal", refill=True))
     clock = Clock()
-    found = rollouts.generate(0, clock)
-    # Two of four teach, two are missing: four more are likely to give two.
-    assert asked.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert indices(found.train_groups) == [0, 2, 5, 6] and indices(found.dropped_groups) == [
+    step = rollouts.generate(0, clock)
+    # Two of four groups are informative and two are missing: four more are likely to give two.
+    assert engine.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert indices(step.train_groups) == [0, 2, 5, 6] and indices(step.dropped_groups) == [
         1,
         3,
         4,
         7,
     ]
-    assert found.metrics == {
+    assert step.metrics == {
         "rollout/prompts": 8,
         "rollout/teaching": 5 / 8,
         "rollout/refills": 1,
         "rollout/missing": 0,
     }
-    assert len(found.scores.groups) == 8 and found.scores.failures == {"right/timeout": 2}
+    assert len(step.scores.groups) == 8 and step.scores.failures == {"right/timeout": 2}
     assert {"rollout", "reward"} <= clock.seconds.keys()
     rollouts.generate(1, clock)
-    assert asked.calls[2:] == [[8, 9, 10, 11]]
+    assert engine.calls[2:] == [[8, 9, 10, 11]]
 
 
-def test_a_run_that_goes_on_takes_the_prompts_that_come_next():
-    asked = Asked(set())
-    make_rollouts(asked, FilterConfig(), {"prompts_taken": 7}).generate(1, Clock())
-    assert asked.calls == [[7, 8, 9, 10]]
+def test_a_resumed_run_uses_the_next_prompts():
+    engine = RecordingEngine(set())
+    make_rollouts(engine, FilterConfig(), {"prompts_taken": 7}).generate(1, Clock())
+    assert engine.calls == [[7, 8, 9, 10]]
 
 
-def test_extra_prompts_come_on_top_and_what_is_not_needed_is_left_out():
-    asked = Asked({0})
-    found = make_rollouts(
-        asked, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)
+def test_extra_prompts_are_added_and_surplus_groups_are_dropped():
+    engine = RecordingEngine({0})
+    step = make_rollouts(
+        engine, FilterConfig(kind="all_equal", refill=True, extra_prompts=1)
     ).generate(0, Clock())
-    assert asked.calls == [
-        [0, 1, 2, 3],
-        [4, 5, 6],
-    ]  # one is missing; 4 / 3 of it, rounded up, and one
-    assert indices(found.train_groups) == [1, 2, 3, 4] and indices(found.dropped_groups) == [
+    # One group is missing: 4 / 3 of it, rounded up, plus one extra prompt.
+    assert engine.calls == [[0, 1, 2, 3], [4, 5, 6]]
+    assert indices(step.train_groups) == [1, 2, 3, 4] and indices(step.dropped_groups) == [
         0,
         5,
         6,
@@ -176,74 +173,72 @@ def test_extra_prompts_come_on_top_and_what_is_not_needed_is_left_out():
 
 
 @pytest.mark.parametrize(("most", "calls"), [(0, 1), (1, 2), (2, 3), (9, 3), (None, 3)])
-def test_after_its_refills_or_all_rows_a_step_goes_on_with_what_is_left(
-    most: int | None, calls: int
-):
-    asked = Asked(set(range(ROWS)) - {2})
+def test_after_all_refills_or_rows_a_step_trains_uninformative_groups(most: int | None, calls: int):
+    engine = RecordingEngine(set(range(ROWS)) - {2})
     section = FilterConfig(kind="all_equal", refill=True, max_refills=most)
-    found = make_rollouts(asked, section).generate(0, Clock())
-    assert len(asked.calls) == calls and sorted(itertools.chain(*asked.calls)) == list(
+    step = make_rollouts(engine, section).generate(0, Clock())
+    assert len(engine.calls) == calls and sorted(itertools.chain(*engine.calls)) == list(
         range(4 * calls)
     ), "no row twice in a step"
-    assert indices(found.train_groups) == [0, 1, 2, 3]
-    assert select_informative(section, found.train_groups).tolist() == [False, False, True, False]
-    assert found.metrics["rollout/missing"] == 3
-    assert_mentions(found.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
+    assert indices(step.train_groups) == [0, 1, 2, 3]
+    assert select_informative(section, step.train_groups).tolist() == [False, False, True, False]
+    assert step.metrics["rollout/missing"] == 3
+    assert_mentions(step.scores.notes[-1], f"1 of {4 * calls} groups", f"{calls - 1} refills")
 
 
-def test_a_step_in_which_no_group_teaches_anything_says_so():
-    found = make_rollouts(
-        Asked(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)
+def test_a_step_without_informative_groups_is_reported():
+    step = make_rollouts(
+        RecordingEngine(set(range(ROWS))), FilterConfig(kind="all_equal", refill=True)
     ).generate(0, Clock())
-    assert_mentions(found.scores.notes[-1], "0 of 12 groups", "2 refills")
+    assert_mentions(step.scores.notes[-1], "0 of 12 groups", "2 refills")
 
 
-def test_a_step_that_begins_an_epoch_asks_no_prompt_twice_and_passes_over_those_that_it_had():
-    asked = Asked(set(range(ROWS)) - {9})
+def test_a_step_at_the_start_of_an_epoch_uses_no_prompt_twice():
+    engine = RecordingEngine(set(range(ROWS)) - {9})
     rollouts = make_rollouts(
-        asked, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8}
+        engine, FilterConfig(kind="all_equal", refill=True, max_refills=1), {"prompts_taken": 8}
     )
     rollouts.generate(2, Clock())
-    assert asked.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {
+    assert engine.calls == [[8, 9, 10, 11], [0, 1, 2, 3]] and rollouts.state() == {
         "prompts_taken": 16
     }
     rollouts = make_rollouts(
-        asked, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9}
+        engine, FilterConfig(kind="all_equal", refill=True, max_refills=3), {"prompts_taken": 9}
     )
     rollouts.generate(3, Clock())
-    assert asked.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], (
-        "all twelve, then there are no others"
+    assert engine.calls[2:] == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]], (
+        "the step ends after all twelve rows"
     )
     shuffled = make_rollouts(
-        again := Asked(set(range(ROWS))),
+        engine := RecordingEngine(set(range(ROWS))),
         FilterConfig(kind="all_equal", refill=True),
         {"prompts_taken": 10},
         shuffle=True,
     )
     shuffled.generate(1, Clock())
-    assert sorted(itertools.chain(*again.calls)) == list(range(ROWS))
+    assert sorted(itertools.chain(*engine.calls)) == list(range(ROWS))
 
 
-def test_a_step_of_more_prompts_than_there_are_asks_for_no_others():
-    asked = Asked(set(range(ROWS)))
+def test_a_step_of_more_prompts_than_rows_has_no_refill():
+    engine = RecordingEngine(set(range(ROWS)))
     rollouts = make_rollouts(
-        asked,
+        engine,
         FilterConfig(kind="all_equal", refill=True, max_refills=None),
         prompts_per_step=ROWS + 1,
     )
-    found = rollouts.generate(0, Clock())
-    assert asked.calls == [[*range(ROWS), 0]] and found.metrics["rollout/missing"] == ROWS + 1
+    step = rollouts.generate(0, Clock())
+    assert engine.calls == [[*range(ROWS), 0]] and step.metrics["rollout/missing"] == ROWS + 1
     assert rollouts.state() == {"prompts_taken": ROWS + 1}
 
 
-def test_without_refill_the_step_keeps_its_groups_and_says_nothing_but_its_numbers():
-    asked = Asked({1, 3})
-    found = make_rollouts(asked, FilterConfig(kind="all_equal")).generate(0, Clock())
-    assert indices(found.train_groups) == [0, 1, 2, 3] and found.scores.notes == ("one",)
-    assert found.metrics["rollout/missing"] == 2 and found.metrics["rollout/teaching"] == 0.5
+def test_without_refill_a_step_keeps_its_groups_and_reports_only_metrics():
+    engine = RecordingEngine({1, 3})
+    step = make_rollouts(engine, FilterConfig(kind="all_equal")).generate(0, Clock())
+    assert indices(step.train_groups) == [0, 1, 2, 3] and step.scores.notes == ("one",)
+    assert step.metrics["rollout/missing"] == 2 and step.metrics["rollout/teaching"] == 0.5
 
 
-def test_groups_are_compared_by_a_source_where_one_is_named():
+def test_groups_are_filtered_by_the_configured_source():
     group = RolloutGroup(Prompt(0, np.array([1])), ())
     scored = ScoredGroup(group, (Reward(1.5, {"right": 1.0}), Reward(1.0, {"right": 1.0})))
     assert select_informative(FilterConfig(kind="all_equal"), [scored]).tolist() == [True]
@@ -252,15 +247,15 @@ def test_groups_are_compared_by_a_source_where_one_is_named():
     ).tolist() == [False]
     assert select_informative(
         FilterConfig(kind="all_equal", source="elsewhere"), [scored]
-    ).tolist() == [True], "the row has other sources"
+    ).tolist() == [True], "the row has no reward of this source"
 
 
-# --- configuration --------------------------------------------------------------------------------------------------------------------
+# --- configuration
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with everything that trainings need."""
+    """Working directory with all inputs of trainings."""
     monkeypatch.chdir(tmp_path)
     return make_working_folder(tmp_path)
 
@@ -290,15 +285,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["kind=all_equal", "source=nobody"], ("rollout.filter.source=nobody", "reward.sources")),
     ],
 )
-def test_a_filter_that_cannot_be_is_refused(
-    folder: Path, sets: list[str], fragments: tuple[str, ...]
-):
+def test_an_invalid_filter_is_refused(folder: Path, sets: list[str], fragments: tuple[str, ...]):
     with pytest.raises((MsrlError, ManyErrors)) as caught:
-        load(["grpo.yaml"], [f"rollout.filter.{one}" for one in sets], command="train-grpo")
+        load(["grpo.yaml"], [f"rollout.filter.{key}" for key in sets], command="train-grpo")
     assert_mentions(caught.value, *fragments)
 
 
-def test_samples_of_one_cannot_be_compared(folder: Path):
+def test_a_filter_needs_several_samples_per_prompt(folder: Path):
     with pytest.raises(MsrlError, match=mentions("kind=all_equal", "samples")):
         sets = [
             "rollout.filter.kind=all_equal",
@@ -309,27 +302,27 @@ def test_samples_of_one_cannot_be_compared(folder: Path):
 
 
 def roll_filter(**changes: Any) -> tuple[Any, list[str]]:
-    """What becomes of ROLL's keys, and the mistakes."""
-    found = roll.translate(wrap({**ROLL, **changes}, Origin("roll.yaml")), "roll.yaml")
-    tree: Any = plain(found.tree)
-    return tree.get("rollout", {}).get("filter"), found.errors
+    """Return the filter and the errors of a translated ROLL configuration."""
+    translation = roll.translate(wrap({**ROLL, **changes}, Origin("roll.yaml")), "roll.yaml")
+    tree: Any = plain(translation.tree)
+    return tree.get("rollout", {}).get("filter"), translation.errors
 
 
-def test_rolls_filters_of_the_run_or_of_its_domains():
+def test_roll_filters_of_the_run_and_of_its_domains_are_translated():
     mean = {"kind": "mean", "low": 0.1, "high": 0.9}
     assert roll_filter(**FILTER)[0] == mean
     assert roll_filter(query_filter_config={"type": "std_filter"})[0] == {
         "kind": "std",
         "low": -1.0,
-    }, "nothing is left out"
-    found, _ = roll_filter(
+    }, "the default threshold filters nothing"
+    section, _ = roll_filter(
         query_filter_config={"type": "std_filter", "filter_args": {"std_threshold": 0.34}}
     )
-    eight = np.array([1.0, *[0.0] * 7])  # of 8 samples; the original's deviation has n - 1
+    rewards = np.array([1.0, *[0.0] * 7])  # of 8 samples; ROLL's deviation divides by n - 1
     assert (
-        eight.std() > found["low"]
-        and eight.std(ddof=1) > 0.34
-        and found["low"] == pytest.approx(0.34 * np.sqrt(7 / 8))
+        rewards.std() > section["low"]
+        and rewards.std(ddof=1) > 0.34
+        and section["low"] == pytest.approx(0.34 * np.sqrt(7 / 8))
     )
     both = {**FILTER, "is_use_additional_prompts": True, "max_additional_running_prompts": 7}
     assert roll_filter(**both)[0] == {
@@ -338,7 +331,7 @@ def test_rolls_filters_of_the_run_or_of_its_domains():
         "extra_prompts": 7,
         "max_refills": None,
     }
-    assert roll_filter(is_use_additional_prompts=True)[0] is None, "nothing is left out"
+    assert roll_filter(is_use_additional_prompts=True)[0] is None, "there is no filter"
     domains = {
         name: {"worker_cls": "x.MathRuleRewardWorker", **FILTER} for name in ("math", "logic")
     }
@@ -354,7 +347,7 @@ def test_rolls_filters_of_the_run_or_of_its_domains():
         ([1], ("filter_args", "std_threshold")),
     ],
 )
-def test_rolls_filters_that_cannot_be_are_named(arguments: Any, fragments: tuple[str, ...]):
+def test_invalid_roll_filters_are_reported(arguments: Any, fragments: tuple[str, ...]):
     (error,) = roll_filter(query_filter_config={"type": "std_filter", "filter_args": arguments})[1]
     assert_mentions(error, *fragments)
 
@@ -367,7 +360,7 @@ def test_rolls_filters_that_cannot_be_are_named(arguments: Any, fragments: tuple
         {"query_filter_config": {"type": "std_filter"}},
     ],
 )
-def test_rolls_domains_with_different_filters_are_refused(other: dict[str, Any]):
+def test_roll_domains_with_different_filters_are_refused(other: dict[str, Any]):
     domains = {
         "math": {"worker_cls": "x.MathRuleRewardWorker", **FILTER},
         "logic": {"worker_cls": "x.MathRuleRewardWorker", **other},

@@ -1,4 +1,4 @@
-"""Checkpoints of trainings on disk: which one is gone on from when some are damaged, and what is said of it. No rank is started."""
+"""Checkpoints of trainings on disk: selection, damage reports and retention, without ranks."""
 
 from __future__ import annotations
 
@@ -37,16 +37,27 @@ from support import assert_mentions, mentions
 
 LAYOUT = Layout(tp=2)
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
 
 
 def write(
     root: Path, step: int, hf_dir: Path, shape: Shape, retention: Retention = KEEP_ALL
 ) -> None:
-    """A checkpoint of two ranks with tensors of its own."""
+    """Write a checkpoint of two ranks with tensors that depend on step and rank."""
     prepare_folders(root, step)
     for rank, at in enumerate(LAYOUT.ranks()):
         tensors = {"exp_avg.w": torch.full((50,), float(step + rank))}
@@ -65,7 +76,7 @@ def write(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """Checkpoints of steps 2, 4 and 6."""
+    """Folder with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(CONFIG))
@@ -115,38 +126,38 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("kind", "damage", "fragments"), DAMAGES)
-def test_a_checkpoint_with_a_damaged_or_missing_file_is_passed_over_and_the_file_is_named(
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_skipped_and_the_file_reported(
     saves, kind, damage, fragments
 ):
     damage(saves / FILES[kind])
-    found, notes = resume_from("auto", saves)
-    assert found == SavedTraining(saves, 4, skipped=(6,))
+    saved, notes = resume_from("auto", saves)
+    assert saved == SavedTraining(saves, 4, skipped=(6,))
     assert_mentions(notes[0], FILES[kind], "step 6", *fragments)
     assert_mentions(notes[-1], "step 4", saves)
-    check_room(saves, found)
+    check_room(saves, saved)
     with pytest.raises(MsrlError, match=mentions(FILES[kind], *fragments)):
         resume_from(str(saves / "iter_0000006"), saves)
 
 
-def test_whole_checkpoints_are_gone_on_from_by_age_or_by_name(saves):
+def test_a_run_resumes_from_the_newest_complete_checkpoint_or_a_given_one(saves):
     assert resume_from("none", saves) == (None, ())
     assert (
         resume_from("auto", saves)[0]
         == resume_from(str(saves), Path("elsewhere"))[0]
         == SavedTraining(saves, 6)
     )
-    found, _ = resume_from(str(saves / "iter_0000002"), saves)
-    assert found == SavedTraining(saves, 2) and found.state()["step"] == 2
+    saved, _ = resume_from(str(saves / "iter_0000002"), saves)
+    assert saved == SavedTraining(saves, 2) and saved.state()["step"] == 2
     with pytest.raises(MsrlError, match=mentions("steps 4, 6")):
-        check_room(saves, found)
+        check_room(saves, saved)
 
 
-def test_checkpoints_of_another_training_are_neither_mixed_with_nor_pruned(saves, tmp_path):
-    found = SavedTraining(saves, 6)
-    check_room(saves, found)
+def test_checkpoints_of_another_training_are_rejected_and_not_removed(saves, tmp_path):
+    saved = SavedTraining(saves, 6)
+    check_room(saves, saved)
     alias = tmp_path / "alias"
     alias.symlink_to(saves)
-    check_room(alias, found)
+    check_room(alias, saved)
     for step, fragments in (
         (2, ("another training", saves)),
         (8, ("step 6", "auto")),
@@ -155,10 +166,10 @@ def test_checkpoints_of_another_training_are_neither_mixed_with_nor_pruned(saves
         for folder in (other / f"iter_{step:07d}", training_dir(other, step)):
             folder.mkdir(parents=True)
         with pytest.raises(MsrlError, match=mentions(f"step {step}", *fragments)):
-            check_room(other, found)
+            check_room(other, saved)
 
 
-def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoints(tmp_path):
+def test_a_folder_that_is_not_writable_or_has_other_files_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     for root, reason in (
         (Path("/sys/kernel/x"), "denied|not permitted|Read-only"),
@@ -177,14 +188,14 @@ def test_a_folder_that_cannot_be_written_or_is_somebody_elses_takes_no_checkpoin
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
 
 
-def test_where_no_checkpoint_is_whole_nothing_starts_anew_by_itself(saves):
+def test_resume_auto_fails_if_all_checkpoints_are_damaged(saves):
     for step in (2, 4, 6):
         (training_dir(saves, step) / random_file(0)).unlink()
     with pytest.raises(MsrlError, match=mentions("step 6", "step 4", "step 2", "rng_00000")):
         resume_from("auto", saves)
 
 
-def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(saves):
+def test_a_damaged_checkpoint_is_written_again_and_is_never_the_newest(saves):
     flip_last_byte(saves / FILES["optimizer"])
     hf_dir = saves.parent / "hf"
     shutil.copytree(saves / "hf", hf_dir)
@@ -196,12 +207,12 @@ def test_a_damaged_checkpoint_is_written_again_and_never_counts_as_the_newest(sa
     assert saved_steps(saves) == [6] and resume_from("auto", saves)[0] == SavedTraining(saves, 6)
 
 
-def test_what_a_kill_leaves_between_the_two_renames_is_no_checkpoint(saves):
+def test_a_kill_between_the_two_renames_leaves_no_checkpoint(saves):
     shutil.rmtree(iteration_dir(saves, 6))
     assert resume_from("auto", saves)[0] == SavedTraining(saves, 4)
 
 
-def test_what_a_kill_left_of_another_step_is_cleared_by_the_next_save(saves):
+def test_a_save_removes_incomplete_folders_that_a_kill_left(saves):
     hf_dir = saves.parent / "hf"
     shutil.copytree(saves / "hf", hf_dir)
     prepare_folders(saves, 7)
@@ -210,7 +221,7 @@ def test_what_a_kill_left_of_another_step_is_cleared_by_the_next_save(saves):
     assert not list(saves.rglob("*.partial")) and saved_steps(saves) == [2, 4, 6, 8]
 
 
-def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(saves):
+def test_a_save_never_changes_the_configuration_that_earlier_checkpoints_need(saves):
     before = {path.name: path.stat().st_mtime_ns for path in (saves / "hf").iterdir()}
     hf_dir = saves.parent / "other"
     shutil.copytree(saves / "hf", hf_dir)
@@ -220,35 +231,33 @@ def test_a_save_never_touches_the_configuration_that_earlier_checkpoints_need(sa
 
 
 @pytest.mark.slow  # imports Megatron
-def test_what_keeps_a_checkpoint_from_being_written_in_the_background_is_raised_when_it_is_asked_for(
-    tmp_path, monkeypatch
-):
+def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     from msrl.platforms import get
 
     get("cpu").prepare()
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.saver import Saver
 
-    part = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
-    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
+    files = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (files, None))
     saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     assert saver.finished() == []
     saver.save(3, {}, KEEP_ALL)
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
-        saver.end()  # it meets no other rank, for the first waits for this one's part
+        saver.end()  # raises before it synchronizes, since rank 0 waits for this rank's files
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
         saver.finished(must_wait=True)
 
-    def has_no_room(*_: object, **__: object) -> None:
+    def raise_disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "begin", has_no_room)
+    monkeypatch.setattr(checkpoints, "begin", raise_disk_full)
     with pytest.raises(MsrlError, match=mentions("step 3", "No space left")):
         Saver(None, tmp_path, tmp_path, in_background=True).save(3, {}, KEEP_ALL)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (part, None))
+    monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (files, None))
     prepare_folders(tmp_path / "gone", 3)
-    again = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
-    again.save(3, {}, KEEP_ALL)
-    assert [saved.step for saved in again.finished(must_wait=True)] == [
+    saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
+    saver.save(3, {}, KEEP_ALL)
+    assert [saved.step for saved in saver.finished(must_wait=True)] == [
         3
-    ] and again.finished() == []
+    ] and saver.finished() == []

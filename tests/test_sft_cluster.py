@@ -1,4 +1,4 @@
-"""msrl train-sft over the machines of a cluster, two Ray nodes with a device each: what one machine computes, to the bit."""
+"""msrl train-sft on two Ray nodes with one device each is bitwise equal to one machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster of two nodes."""
+    """Address of a cluster of two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         patch.setenv("RAY_TMPDIR", folder)
@@ -56,18 +56,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory: a model and 24 examples. Paths in configurations are relative."""
+    """Working directory with a model and 24 examples; paths in configurations are relative."""
     from msrl.cli import app
 
-    found = tmp_path_factory.mktemp("sft")
+    working_dir = tmp_path_factory.mktemp("sft")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(found)
-        save_model(found / "hf", tied=False, positions=256)
+        patch.chdir(working_dir)
+        save_model(working_dir / "hf", tied=False, positions=256)
         examples = [
             {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
             for i in range(24)
         ]
-        write_rows(found / "data.jsonl", examples)
+        write_rows(working_dir / "data.jsonl", examples)
         data = [
             "--input",
             "data.jsonl",
@@ -81,11 +81,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "data",
         ]
         app.app(["preprocess", *data], standalone_mode=False)
-        yield found
+        yield working_dir
 
 
 def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A run at TP 2, on both nodes where there is an address."""
+    """Return the settings of a run at TP 2, on both nodes if there is an address."""
     nodes = {} if address is None else {"address": address, "nodes": 2, "devices_per_node": 1}
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": "hf", "dtype": "float32"},
@@ -93,9 +93,9 @@ def settings(name: str, address: str | None, **changes: dict[str, Any]) -> dict[
         "cluster": {
             "platform": "cpu",
             "rpc_timeout_s": 120.0,
-            "env": {"OMP_NUM_THREADS": "1"},
+            "env": {"OMP_NUM_THREADS": "1"},  # the same order of sums on one and two machines
             **nodes,
-        },  # sums as one thread makes them
+        },
         "train": {
             "steps": STEPS,
             "global_batch": 8,
@@ -121,19 +121,19 @@ def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    """The folder of a run on one machine."""
+def local_run(folder: Path) -> Path:
+    """Folder of a run on one machine."""
     succeed(
         "train-sft",
         "-c",
-        str(write_config(folder / "whole.yaml", settings("whole", None))),
-        log=folder / "whole.log",
+        str(write_config(folder / "local.yaml", settings("local", None))),
+        log=folder / "local.log",
     )
-    return folder / "runs" / "whole"
+    return folder / "runs" / "local"
 
 
 def checksums(run: Path) -> dict[str, Any]:
-    """Of weights, moments and random numbers."""
+    """Return the checksums of weights, optimizer moments and random-number states."""
     return {
         key: value
         for key, value in SavedTraining(run / "checkpoints", STEPS).state().items()
@@ -141,17 +141,17 @@ def checksums(run: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_over_two_machines_is_that_of_one(folder: Path, whole: Path, cluster: str):
+def test_a_run_on_two_machines_equals_that_on_one(folder: Path, local_run: Path, cluster: str):
     command = start(folder, "spread", cluster)
     assert command.wait() == 0, command.output()
     run = folder / "runs" / "spread"
-    assert metrics(run) == metrics(whole) and len(rows(run)) == STEPS
-    assert checksums(run) == checksums(whole)
+    assert metrics(run) == metrics(local_run) and len(rows(run)) == STEPS
+    assert checksums(run) == checksums(local_run)
 
 
 @pytest.mark.full
-def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit(
-    folder: Path, whole: Path, cluster: str
+def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwise_equal(
+    folder: Path, local_run: Path, cluster: str
 ):
     command = start(folder, "interrupted", cluster)
     run = folder / "runs" / "interrupted"
@@ -166,19 +166,17 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
     )
     command = start(folder, "interrupted", cluster, checkpoint={"resume": "auto"})
     assert command.wait() == 0, command.output()
-    assert metrics(run) == metrics(whole) and checksums(run) == checksums(whole)
+    assert metrics(run) == metrics(local_run) and checksums(run) == checksums(local_run)
 
 
 @pytest.mark.full
-def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(
-    folder: Path, cluster: str
-):
+def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, cluster: str):
     command = start(folder, "dead", cluster, train={"steps": 10000})
     command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
     ranks = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "ray::RankActor" in " ".join(process.info["cmdline"] or ())
+        if "ray::TrainActor" in " ".join(process.info["cmdline"] or ())
     ]
     assert len(ranks) == 2
     ranks[1].kill()
@@ -189,9 +187,7 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_gives_the_devices_back(
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_more_ranks_than_the_cluster_has_devices_are_refused_with_what_is_there(
-    folder: Path, cluster: str
-):
+def test_more_ranks_than_devices_are_refused_with_the_number_of_devices(folder: Path, cluster: str):
     command = start(
         folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2}
     )

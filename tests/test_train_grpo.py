@@ -554,7 +554,7 @@ def test_a_closed_terminal_saves_too_and_the_resumed_run_took_up_where_the_first
 ):
     first, last = len(interrupted.reported), len(hung_up.reported)
     assert hung_up.code == 130 and "Traceback" not in hung_up.output
-    assert f"saved step {last} in" in hung_up.output and last > first
+    assert f"step {last} to" in hung_up.output and last > first
     assert hung_up.reported[:first] == interrupted.reported
     assert [row["step"] for row in hung_up.reported] == list(range(1, last + 1))
     assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()

@@ -1,4 +1,4 @@
-"""msrl train-sft as a command: what a run leaves behind, and that it survives kills, interrupts and dead ranks to the bit."""
+"""msrl train-sft: outputs of a run, and bitwise-equal results after kills and interrupts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ONE_BATCH = {**TRAIN, "steps": 3, "global_batch": 24}
 
 
 def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Run the workflow of the command; its metrics."""
+    """Run the workflow of the command in this process and return its metrics."""
     from msrl.workflows.sft import run as train_sft
 
     config = Config.model_validate(settings, strict=False)
@@ -63,7 +63,7 @@ def run_in_process(settings: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint under their Hugging Face names."""
+    """Return all weights of a checkpoint by Hugging Face name."""
     source = open_weights(checkpoint)
     return {
         name: t.clone()
@@ -72,16 +72,20 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
-    assert set(mine) == set(theirs)
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name]), name
+def assert_same_weights(actual: Path, expected: Path) -> None:
+    actual_weights, expected_weights = weights(actual), weights(expected)
+    assert set(actual_weights) == set(expected_weights)
+    for name, tensor in actual_weights.items():
+        assert torch.equal(tensor, expected_weights[name]), name
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A model as Hugging Face folder and as mcore checkpoint of TP 2; 24 examples as they are and packed, 7 held out."""
+    """Folder with a model and examples.
+
+    The model is a Hugging Face folder and an mcore checkpoint of TP 2. There are 24 training
+    examples, unpacked and packed, and 7 held-out ones.
+    """
     from msrl.cli import app
 
     folder = tmp_path_factory.mktemp("sft")
@@ -91,9 +95,13 @@ def inputs(tmp_path_factory) -> Path:
         {"instruction": f"{i}+{i}=", "input": "", "output": f"{2 * i}" * (1 + i % 7)}
         for i in range(31)
     ]
-    for name, part, flags in (("data", examples[:24], ()), ("packed", examples[:24], ("--pack", "--seq-length", "200")),
-                              ("eval", examples[24:], ())):  # fmt: skip
-        source = str(write_rows(folder / f"{name}.jsonl", part))
+    pack = ("--pack", "--seq-length", "200")
+    for name, samples, flags in (
+        ("data", examples[:24], ()),
+        ("packed", examples[:24], pack),
+        ("eval", examples[24:], ()),
+    ):
+        source = str(write_rows(folder / f"{name}.jsonl", samples))
         arguments = [
             "preprocess",
             "--input",
@@ -111,9 +119,9 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(inputs) -> dict[str, Any]:
-    """A run at TP 2 from the mcore checkpoint."""
+    """Configuration of a TP-2 run from the mcore checkpoint."""
     return {
-        "run": {"name": "whole", "dir": str(inputs / "runs")},
+        "run": {"name": "complete", "dir": str(inputs / "runs")},
         "model": {"path": str(inputs / "mcore"), "dtype": "float32"},
         "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0},
@@ -131,58 +139,57 @@ def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict
 
 
 @pytest.fixture(scope="module")
-def whole(inputs, config) -> Path:
-    """The folder of an uninterrupted run, which leaves nothing in its temporary folder."""
-    file, tmp = write_config(inputs / "whole.yaml", config), make_tmp()
-    succeed("train-sft", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
-    (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
-    return inputs / "runs" / "whole"
+def complete_run(inputs, config) -> Path:
+    """Folder of an uninterrupted run, whose temporary files are listed in `complete.tmp`."""
+    file, tmp = write_config(inputs / "complete.yaml", config), make_tmp()
+    succeed("train-sft", "-c", str(file), log=inputs / "complete.log", tmp=tmp)
+    (inputs / "complete.tmp").write_text("\n".join(files_in(tmp)))
+    return inputs / "runs" / "complete"
 
 
-def test_a_run_leaves_metrics_events_configuration_report_and_curves(whole, config):
+def test_a_run_writes_metrics_events_configuration_report_and_curves(complete_run, config):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert [row["step"] for row in rows(whole)] == list(range(1, STEPS + 1))
-    for found in metrics(whole):
-        assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(found)
-        assert all(np.isfinite(value) for value in found.values())
-    assert [step for step, found in enumerate(metrics(whole), 1) if "eval/loss" in found] == [
-        10,
-        20,
-        24,
-    ]
-    assert [found["train/lr"] for found in metrics(whole)][:3] == pytest.approx([5e-4, 1e-3, 1e-3])
-    losses = [found["train/loss"] for found in metrics(whole)]
+    assert [row["step"] for row in rows(complete_run)] == list(range(1, STEPS + 1))
+    for row in metrics(complete_run):
+        assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(row)
+        assert all(np.isfinite(value) for value in row.values())
+    evaluated = [step for step, row in enumerate(metrics(complete_run), 1) if "eval/loss" in row]
+    assert evaluated == [10, 20, 24]
+    assert [row["train/lr"] for row in metrics(complete_run)][:3] == pytest.approx(
+        [5e-4, 1e-3, 1e-3]
+    )
+    losses = [row["train/loss"] for row in metrics(complete_run)]
     assert losses[-1] < losses[0] - 1
-    events = EventAccumulator(str(whole / "tensorboard"))
+    events = EventAccumulator(str(complete_run / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
         losses, rel=1e-6
     )
     assert Config.model_validate(
-        yaml.safe_load((whole / "config.yaml").read_text())
+        yaml.safe_load((complete_run / "config.yaml").read_text())
     ) == Config.model_validate(config)
-    assert f"step {STEPS}" in (whole / "report.md").read_text()
-    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"step {STEPS}" in (complete_run / "report.md").read_text()
+    assert (complete_run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_the_newest_checkpoints_stay(whole):
+def test_only_the_newest_checkpoints_are_kept(complete_run):
     names = [
         path.name
-        for path in (whole / "checkpoints").iterdir()
+        for path in (complete_run / "checkpoints").iterdir()
         if path.name.startswith((".", "iter_"))
     ]
     assert sorted(names) == ["iter_0000020", "iter_0000024"]
-    assert sorted(path.name for path in (whole / "checkpoints" / "training").iterdir()) == [
+    assert sorted(path.name for path in (complete_run / "checkpoints" / "training").iterdir()) == [
         "iter_0000020",
         "iter_0000024",
     ]
-    assert latest_iteration(whole / "checkpoints") == STEPS
+    assert latest_iteration(complete_run / "checkpoints") == STEPS
 
 
 @torch.no_grad()
-def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_as_megatron_does(
-    whole, inputs
+def test_the_converted_checkpoint_equals_the_export_and_transformers_agrees_with_megatron(
+    complete_run, inputs
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,48 +200,50 @@ def test_the_checkpoint_converts_to_what_was_exported_and_transformers_computes_
         "convert-ckpt",
         "mcore2hf",
         "--load",
-        str(whole / "checkpoints"),
+        str(complete_run / "checkpoints"),
         "--save",
         str(target),
         "--no-verify",
         log=inputs / "c.log",
     )
-    assert_same_weights(whole / "checkpoints", target)
-    assert_same_weights(target, whole / "hf")
-    model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(whole / "hf")("<|im_start|>user\n3+3=<|im_end|>")[
+    assert_same_weights(complete_run / "checkpoints", target)
+    assert_same_weights(target, complete_run / "hf")
+    model = AutoModelForCausalLM.from_pretrained(complete_run / "hf", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(complete_run / "hf")("<|im_start|>user\n3+3=<|im_end|>")[
         "input_ids"
     ]
-    (found,) = megatron_logits(whole / "checkpoints", [ids], ParallelLayout(2))
-    torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
+    (logits,) = megatron_logits(complete_run / "checkpoints", [ids], ParallelLayout(2))
+    torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0], rtol=0, atol=1e-4)
 
 
-def test_the_model_is_asked_as_it_was_taught_wherever_it_is_opened(whole, inputs):
+def test_all_exports_have_the_chat_template_of_the_training_data(complete_run, inputs):
     from transformers import AutoTokenizer
 
     from msrl.types import Conversation, Message
     from msrl.workflows.serve.engine import choose_renderer
 
     question = Conversation((Message("user", "1+1="),))
-    taught = choose_renderer(inputs / "hf", "qwen").prompt(question).tolist()
-    assert choose_renderer(inputs / "hf", None).prompt(question).tolist() != taught, (
-        "the tokenizer's own template has no system text"
+    expected = choose_renderer(inputs / "hf", "qwen").prompt(question).tolist()
+    assert choose_renderer(inputs / "hf", None).prompt(question).tolist() != expected, (
+        "the tokenizer's template has no system text"
     )
-    for folder in (whole / "hf", whole / "checkpoints" / "hf"):
-        assert choose_renderer(folder, None).prompt(question).tolist() == taught
+    for folder in (complete_run / "hf", complete_run / "checkpoints" / "hf"):
+        assert choose_renderer(folder, None).prompt(question).tolist() == expected
         chat = [{"role": "user", "content": "1+1="}]
         assert (
             AutoTokenizer.from_pretrained(folder).apply_chat_template(
                 chat, add_generation_prompt=True
             )["input_ids"]
-            == taught
+            == expected
         )
 
 
-def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config, inputs, tmp_path):
+def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
+    complete_run, config, inputs, tmp_path
+):
     with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
         run_in_process(config)
-    shutil.copytree(whole / "checkpoints", tmp_path / "old")
+    shutil.copytree(complete_run / "checkpoints", tmp_path / "old")
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
     with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
         run_in_process(named(config, "again", checkpoint=old))
@@ -245,17 +254,17 @@ def test_an_existing_run_and_its_checkpoints_are_not_written_over(whole, config,
     assert not (inputs / "runs" / "again").exists()
 
 
-def test_nothing_stays_in_the_temporary_folder(whole, inputs):
-    assert (inputs / "whole.left").read_text() == ""
+def test_a_run_removes_its_temporary_files(complete_run, inputs):
+    assert (inputs / "complete.tmp").read_text() == ""
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGHUP]
 )
-def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_the_bit_where_the_other_did(
-    whole, config, inputs, number
+def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwise_equal(
+    complete_run, config, inputs, number
 ):
-    """As a terminal does it, to every process of the group; and as timeout(1) does it, to the command and then to every process."""
+    """A terminal signals the process group; timeout(1) signals the command, then the group."""
     name = f"interrupted by {number.name}"
     file = write_config(
         inputs / "interrupted.yaml", named(config, name, checkpoint={"every_steps": None})
@@ -273,13 +282,13 @@ def test_an_interrupt_saves_after_the_step_in_hand_and_the_resumed_run_ends_to_t
         re.search(rf"(?i)saved .*step {done}\b", command.output())
         and "Traceback" not in command.output()
     )
-    assert metrics(run) == metrics(whole)[:done]
+    assert metrics(run) == metrics(complete_run)[:done]
     resumed = run_in_process(named(config, name, checkpoint={"resume": "auto"}))
-    assert resumed == metrics(whole)
-    assert_same_weights(run / "checkpoints", whole / "checkpoints")
+    assert resumed == metrics(complete_run)
+    assert_same_weights(run / "checkpoints", complete_run / "checkpoints")
 
 
-def test_an_interrupt_while_ranks_start_ends_the_run_at_once(config, inputs):
+def test_an_interrupt_while_ranks_start_ends_the_run_immediately(config, inputs):
     file = write_config(inputs / "early.yaml", named(config, "interrupted early"))
     command = Command("train-sft", "-c", str(file), log=inputs / "interrupted early.log")
     command.when(lambda: bool(children(command.process.pid)))
@@ -292,8 +301,8 @@ def test_an_interrupt_while_ranks_start_ends_the_run_at_once(config, inputs):
     )
 
 
-def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goes_on_to_the_bit(
-    whole, config, inputs
+def test_a_kill_during_a_save_keeps_the_last_checkpoint_and_the_resumed_run_is_bitwise_equal(
+    complete_run, config, inputs
 ):
     name = "killed"
     changes = {"resume": "auto", "every_steps": 1, "keep": None}
@@ -304,10 +313,9 @@ def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goe
     def is_saving() -> bool:
         return mcore.iteration_dir(saves, 2).exists() and any(saves.glob(".iter_*.partial"))
 
-    half, tmp = list[Path](), make_tmp()
-    while (
-        not half
-    ):  # a save may be done between its being seen and the kill; the next start then goes on
+    incomplete, tmp = list[Path](), make_tmp()
+    # A save may complete between its detection and the kill; then the next attempt resumes.
+    while not incomplete:
         command = Command("train-sft", "-c", str(file), log=inputs / "killed.log", tmp=tmp)
         ranks = command.when_started(2)
         command.when(is_saving, every_s=0.0005)
@@ -316,21 +324,19 @@ def test_a_kill_in_mid_save_leaves_the_checkpoint_before_and_the_resumed_run_goe
             tmp.glob("msrl-ranks-*")
         )
         wait_for_end(ranks)
-        half = list(saves.glob(".iter_*.partial"))
+        incomplete = list(saves.glob(".iter_*.partial"))
     last = latest_iteration(saves)
-    assert isinstance(last, int) and half[0].name == f".iter_{last + 1:07d}.partial"
-    assert weights(saves)  # of the checkpoint before, whole
-    assert metrics(run)[:last] == metrics(whole)[:last]
+    assert isinstance(last, int) and incomplete[0].name == f".iter_{last + 1:07d}.partial"
+    assert weights(saves)  # the last checkpoint is complete
+    assert metrics(run)[:last] == metrics(complete_run)[:last]
     succeed("train-sft", "-c", str(file), log=inputs / "resumed.log", tmp=tmp)
-    assert files_in(tmp) == [], "the next run removes what the killed ones left"
-    assert metrics(run) == metrics(whole)
-    assert_same_weights(saves, whole / "checkpoints")
+    assert files_in(tmp) == [], "the next run removes temporary files of the killed ones"
+    assert metrics(run) == metrics(complete_run)
+    assert_same_weights(saves, complete_run / "checkpoints")
     assert not list(saves.glob("**/.*partial"))
 
 
-def test_a_rank_that_dies_ends_the_run_at_once_and_is_named_in_bf16_from_a_hugging_face_folder(
-    whole, config, inputs
-):
+def test_a_rank_that_dies_ends_the_run_with_a_message_that_names_it(complete_run, config, inputs):
     changes = {
         "model": {"path": str(inputs / "hf"), "dtype": "bfloat16"},
         "train": {"steps": 10000},
@@ -347,24 +353,25 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named_in_bf16_from_a_huggi
     )
     run = inputs / "runs" / "dead"
     command.when(lambda: len(rows(run)) >= 6)
-    everyone = children(command.process.pid)
+    processes = children(command.process.pid)
     (victim,) = [
-        pid for pid, line in everyone.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)
+        pid for pid, line in processes.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)
     ]
     psutil.Process(victim).kill()
     killed = time.monotonic()
     assert command.wait() == 1
     assert time.monotonic() - killed < 60  # half of rpc_timeout_s
     assert re.search(r"RankError: rank 1 .*SIGKILL", command.output())
-    assert not still_running(everyone)
-    # The same data, order and learning rates in the warm-up: bfloat16 is near the other run.
-    losses = [[found["train/loss"] for found in metrics(folder)[:3]] for folder in (run, whole)]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=0.05)
+    assert not still_running(processes)
+    # Data, order and warm-up are the same, so the losses of bfloat16 are close to float32.
+    losses = [row["train/loss"] for row in metrics(run)[:3]]
+    expected = [row["train/loss"] for row in metrics(complete_run)[:3]]
+    np.testing.assert_allclose(losses, expected, rtol=0.05)
 
 
 @pytest.fixture(scope="module")
 def unpacked(inputs, config) -> list[dict[str, float]]:
-    """All examples in every step, from the Hugging Face folder, on one rank."""
+    """Metrics of a run on one rank with all examples in each step, from the Hugging Face folder."""
     settings = named(
         config,
         "unpacked",
@@ -377,26 +384,24 @@ def unpacked(inputs, config) -> list[dict[str, float]]:
 def packed_like(
     inputs, config, name: str, batch: int, **sections: dict[str, Any]
 ) -> list[dict[str, float]]:
-    one = {
+    single_rank = {
         "model": {"path": str(inputs / "hf")},
         "checkpoint": {"every_steps": None, "export_hf": False},
     }
-    settings = named(config, name, **one, **sections)
+    settings = named(config, name, **single_rank, **sections)
     return run_in_process(
         {**settings, "train": {**ONE_BATCH, "global_batch": batch, "micro_batch": 1}}
     )
 
 
-def assert_same_path(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert set(mine) == set(theirs)
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=2e-5), name
+def assert_same_metrics(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for row, expected_row in zip(actual, expected, strict=True):
+        assert set(row) == set(expected_row)
+        for name, value in expected_row.items():
+            assert row[name] == pytest.approx(value, rel=2e-5), name
 
 
-def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_of_single_examples(
-    inputs, config, unpacked
-):
+def test_rows_packed_while_training_have_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
     from msrl.workflows.sft.rows import open_rows
 
@@ -405,19 +410,19 @@ def test_rows_packed_while_training_on_two_data_parallel_ranks_give_the_losses_o
         open_rows(Config.model_validate(named(config, "x", data=data)), SftDataset(inputs / "data"))
     )
     assert count % 2 == 0 and count < 24
-    found = packed_like(
+    row_metrics = packed_like(
         inputs, config, "packed now", count, data=data, cluster={"devices_per_node": 2}
     )
-    assert_same_path(found, unpacked)
-    assert "eval/loss" in found[-1]  # 7 held-out rows, which do not divide over two ranks
+    assert_same_metrics(row_metrics, unpacked)
+    assert "eval/loss" in row_metrics[-1]  # 7 held-out rows do not divide evenly over two ranks
 
 
-def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, config, unpacked):
+def test_rows_packed_by_preprocess_have_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
 
     packed = SftDataset(inputs / "packed")
     assert sum(len(row) for row in packed) == 24 and len(packed) < 24
-    assert_same_path(
+    assert_same_metrics(
         packed_like(
             inputs, config, "packed before", len(packed), data={"train": str(inputs / "packed")}
         ),
@@ -425,8 +430,8 @@ def test_rows_packed_by_preprocess_give_the_losses_of_single_examples(inputs, co
     )
 
 
-def test_a_step_of_which_no_token_is_learnt_changes_nothing_and_says_so(inputs, config, capsys):
-    """Data of other systems has such rows; here the labels of the first 8 are taken away."""
+def test_a_step_without_trained_tokens_changes_nothing_and_is_reported(inputs, config, capsys):
+    """Data of other systems has such rows; here the labels of the first 8 are masked."""
     from msrl.data.dataset import SftDataset
 
     for file in inputs.glob("data_*"):
@@ -435,22 +440,22 @@ def test_a_step_of_which_no_token_is_learnt_changes_nothing_and_says_so(inputs, 
     labels = np.memmap(inputs / "unlearnt_packed_labels_document.bin", np.int32, "r+")
     labels[:count] = -100
     labels.flush()
-    (inputs / "unlearnt_manifest.json").unlink()  # it has the checksum of the other labels
+    (inputs / "unlearnt_manifest.json").unlink()  # it has the checksum of the original labels
     settings = named(
         config,
-        "unlearnt",
-        data={"train": str(inputs / "unlearnt"), "shuffle": False},
+        "untrained",
+        data={"train": str(inputs / "untrained"), "shuffle": False},
         checkpoint={"every_steps": 1, "keep": None},
     )
-    found = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
+    steps = run_in_process({**settings, "train": {**TRAIN, "steps": 2}})
     assert_mentions(capsys.readouterr().err, "no token")
     assert (
-        found[0]["train/loss_tokens"] == 0
-        and "train/loss" not in found[0]
-        and found[1]["train/loss_tokens"] > 0
+        steps[0]["train/loss_tokens"] == 0
+        and "train/loss" not in steps[0]
+        and steps[1]["train/loss_tokens"] > 0
     )
     source, before = (
-        open_mcore(inputs / "runs" / "unlearnt" / "checkpoints", iteration=1),
+        open_mcore(inputs / "runs" / "untrained" / "checkpoints", iteration=1),
         weights(inputs / "mcore"),
     )
     for rule in all_rules(source.shape):
@@ -471,11 +476,10 @@ def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     }
     run_in_process({**settings, "train": {**lora, "steps": 2}})
     run_in_process({**settings, "train": lora})
-    whole = run_in_process({**named(settings, "adapters at once"), "train": lora})
+    uninterrupted = run_in_process({**named(settings, "adapters at once"), "train": lora})
     resumed = metrics(inputs / "runs" / "adapters")
-    assert [row["train/loss"] for row in resumed] == [
-        row["train/loss"] for row in whole
-    ]  # dropout included
+    losses = [row["train/loss"] for row in resumed]
+    assert losses == [row["train/loss"] for row in uninterrupted]  # despite dropout
     saved = find_checkpoint(inputs / "runs" / "adapters" / "checkpoints").files
     assert all(
         ".lora_" in name for path in saved.values() for name in mcore.read_rank_file(path)["model"]
@@ -493,9 +497,7 @@ def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     )
 
 
-def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoint(
-    inputs, config, capfd
-):
+def test_a_run_stops_early_and_keeps_the_best_checkpoint(inputs, config, capfd):
     sections = {
         "data": {
             "train": str(inputs / "data"),
@@ -509,27 +511,24 @@ def test_a_run_ends_when_held_out_rows_get_no_better_and_keeps_the_best_checkpoi
         "checkpoint": {"every_steps": None, "keep": 1, "keep_best": True, "export_hf": True},
     }
     settings = named(config, "early", **sections)
-    nothing_learnt = {**ONE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
-    found = run_in_process({**settings, "train": nothing_learnt})
-    assert [step for step, row in enumerate(found, 1) if "eval/loss" in row] == [2, 4, 6] and len(
-        found
-    ) == 6
-    assert found[1]["eval/perplexity"] == pytest.approx(np.exp(found[1]["eval/loss"]))
+    no_progress = {**ONE_BATCH, "steps": 20, "global_batch": 8, "optimizer": {"lr": 1e-30}}
+    steps = run_in_process({**settings, "train": no_progress})
+    assert [step for step, row in enumerate(steps, 1) if "eval/loss" in row] == [2, 4, 6]
+    assert len(steps) == 6
+    assert steps[1]["eval/perplexity"] == pytest.approx(np.exp(steps[1]["eval/loss"]))
     saves = inputs / "runs" / "early" / "checkpoints"
     assert sorted(path.name for path in saves.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
-    out, said = capfd.readouterr()
+    out, err = capfd.readouterr()
     assert re.search(r"Hugging Face model: .*early/hf.*step 2.*best", out)
     report = (inputs / "runs" / "early" / "report.md").read_text()
     assert re.search(r"- best evaluation: [\d.]+, after step 2", report) and re.search(
         r"- end: .*early.*2 evaluations", report
     )
-    assert_mentions(said, "data.train: ", "70 tokens", "2 evaluations")
+    assert_mentions(err, "data.train: ", "70 tokens", "2 evaluations")
 
 
-def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its_end(
-    inputs, config
-):
-    """A rate that is out of all proportion: the second update has nothing finite to go by."""
+def test_a_run_that_ends_with_an_error_completes_its_background_save(inputs, config):
+    """With a huge learning rate, the gradient of the second update is not finite."""
     train = {
         **TRAIN,
         "steps": 3,
@@ -561,13 +560,13 @@ def test_an_update_that_ends_the_run_lets_the_save_in_the_background_come_to_its
         ({"checkpoint": {"resume": "nowhere"}}, ("checkpoint.resume=nowhere", "checkpoint")),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_rank_starts(config, inputs, sections, fragments):
+def test_invalid_settings_are_refused_before_any_rank_starts(config, inputs, sections, fragments):
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         run_in_process(named(config, "refused", **sections))
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(config, inputs):
+def test_held_out_rows_longer_than_a_micro_batch_are_refused(config, inputs):
     from msrl.cli import app
 
     source = str(
@@ -596,8 +595,8 @@ def test_held_out_rows_that_no_pass_can_take_are_refused_before_any_rank_starts(
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config, inputs, tmp_path):
-    """Two tensor-parallel ranks would each take such a token for one of the other's, and embed it as zeros."""
+def test_tokens_outside_the_vocabulary_are_refused(config, inputs, tmp_path):
+    """Each tensor-parallel rank would treat such a token as another rank's and embed zeros."""
     for path in inputs.glob("data_packed_*"):
         shutil.copyfile(path, tmp_path / path.name)
     ids = np.memmap(tmp_path / "data_packed_input_ids_document.bin", np.int32, "r+")
@@ -608,13 +607,16 @@ def test_tokens_of_other_systems_data_that_the_model_has_not_are_refused(config,
     assert not (inputs / "runs" / "refused").exists()
 
 
-def test_weights_that_are_cut_short_are_named_with_exit_code_2(config, inputs):
-    shutil.copytree(inputs / "hf", inputs / "cut")
-    file = inputs / "cut" / "model.safetensors"
+def test_a_truncated_weight_file_is_reported_with_exit_code_2(config, inputs):
+    shutil.copytree(inputs / "hf", inputs / "truncated")
+    file = inputs / "truncated" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    settings = named(config, "cut", model={"path": str(inputs / "cut")})
+    settings = named(config, "truncated", model={"path": str(inputs / "truncated")})
     command = Command(
-        "train-sft", "-c", str(write_config(inputs / "cut.yaml", settings)), log=inputs / "cut.log"
+        "train-sft",
+        "-c",
+        str(write_config(inputs / "truncated.yaml", settings)),
+        log=inputs / "truncated.log",
     )
     assert command.wait() == 2
     assert str(file) in command.output() and "Traceback" not in command.output()

@@ -1,4 +1,4 @@
-"""What a training decides without a device: learning rates, which checkpoints stay, when it ends, which rows it reads, what is frozen."""
+"""Parts of a training without a device: schedules, retention, gradient guard, rows and freeze."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rates(kind: str, **options: float) -> list[float]:
     return [schedule.at(update) for update in range(13)]
 
 
-def test_wsd_warms_up_stays_and_goes_down_at_the_end():
-    # Worked out by hand: two updates up, six flat, four down to 0.1 in steps of (1 - 0.1) / 4.
+def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
+    # By hand: two updates up, six constant, four down to 0.1 in steps of (1 - 0.1) / 4.
     expected = [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1]
     assert rates("wsd", decay=4) == pytest.approx(expected)
     assert rates("wsd", decay=1 / 3) == pytest.approx(expected)
@@ -53,7 +53,7 @@ def saves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("retention", "going"),
+    ("retention", "removed"),
     [
         (Retention(), []),
         (Retention(newest=2), [3, 2, 1]),
@@ -64,15 +64,13 @@ def saves(tmp_path):
         (Retention(newest=4, max_bytes=10), [4, 3, 2, 1]),
     ],
 )
-def test_checkpoints_stay_by_count_and_bytes_and_the_newest_and_the_best_in_any_case(
-    saves, retention, going
+def test_checkpoints_are_kept_by_count_and_bytes_and_always_the_newest_and_the_best(
+    saves, retention, removed
 ):
-    assert retention.surplus(saves) == going
+    assert retention.surplus(saves) == removed
 
 
-def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_row_and_the_batch_is_kept(
-    tmp_path,
-):
+def test_too_many_consecutive_nonfinite_gradients_end_the_run_and_save_the_batch(tmp_path):
     batch = MicroBatch(
         np.arange(3),
         np.arange(1, 4),
@@ -86,17 +84,17 @@ def test_gradients_that_are_not_finite_are_skipped_until_they_are_too_many_in_a_
     ] == [True, True, False, True, True]
     with pytest.raises(MsrlError, match=mentions("3 updates", "(inf)", "rank_00001.npz")):
         guard.must_skip(math.inf, [batch, batch])
-    with np.load(tmp_path / "bad" / "rank_00001.npz") as kept:
-        np.testing.assert_array_equal(kept["1.token_ids"], batch.token_ids)
-        assert "0.advantages" in kept
+    with np.load(tmp_path / "bad" / "rank_00001.npz") as saved:
+        np.testing.assert_array_equal(saved["1.token_ids"], batch.token_ids)
+        assert "0.advantages" in saved
     (tmp_path / "file").write_text("")
     with pytest.raises(GradientError, match=mentions("train.max_skipped=1", "(nan)", "file")):
         GradientGuard(1, tmp_path / "file" / "bad", rank=0).must_skip(math.nan, [batch])
 
 
-def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():
-    learnt, held_out = split(100, 0.1, seed=3)
-    assert len(held_out) == 10 and sorted((*learnt, *held_out)) == list(range(100))
+def test_held_out_rows_depend_on_the_seed_and_are_not_trained():
+    trained, held_out = split(100, 0.1, seed=3)
+    assert len(held_out) == 10 and sorted((*trained, *held_out)) == list(range(100))
     assert split(100, 0.1, seed=3)[1] == held_out != split(100, 0.1, seed=4)[1]
     assert split(5, 0.0, seed=0) == ((0, 1, 2, 3, 4), ())
 
@@ -104,13 +102,20 @@ def test_rows_are_held_out_by_the_seed_and_none_is_in_both_parts():
 @pytest.fixture
 def shape():
     values = {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+    }
     return shape_from_config(HfConfig(values, "config.json"))
 
 
-def test_parameters_are_chosen_by_either_name(shape):
+def test_parameters_are_selected_by_hugging_face_and_megatron_names(shape):
     embedding = {"embedding.word_embeddings.weight"}
     assert (
         chosen(shape, ["model.embed_tokens.weight"], key="k")
@@ -121,7 +126,7 @@ def test_parameters_are_chosen_by_either_name(shape):
     assert fused == {"decoder.layers.1.self_attention.linear_qkv.weight"}
 
 
-def test_a_part_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
+def test_a_slice_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(shape):
     with pytest.raises(
         MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")
     ):

@@ -1,4 +1,4 @@
-"""The trainings that `test_training.py` compares: small random models, and every case that one start of the ranks goes through."""
+"""Small random models and cases of `test_training.py`; the ranks start once for all cases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from product_ranks import Product
 from training_ranks import VOCAB, Case
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 FULL = RecomputeConfig(granularity="full")
 FULL_BLOCK = RecomputeConfig(granularity="full", method="block", layers=3)
 SELECTIVE = RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))
@@ -60,21 +65,26 @@ LORA = {
     )
 }
 LORAS = {
-    "lora whole": (Layout(), 1), "lora tp2": (Layout(tp=2), 1), "lora tp2 sp": (Layout(tp=2, sp=True), 2),
+    "lora single": (Layout(), 1),
+    "lora tp2": (Layout(tp=2), 1),
+    "lora tp2 sp": (Layout(tp=2, sp=True), 2),
     "lora pp2 cp2": (Layout(pp=2, cp=2), 1),
-}  # fmt: skip
+}
 POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "poisoned whole": (Layout(), {}), "poisoned chunked": (Layout(), {"logit_chunk": 5}), "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
-    "poisoned cp2": (Layout(cp=2), {}), "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"logit_chunk": 5}),
-}  # fmt: skip
-STEPS_BESIDE_TRANSFORMERS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 of the others
+    "poisoned single": (Layout(), {}),
+    "poisoned chunked": (Layout(), {"logit_chunk": 5}),
+    "poisoned tp2 sp": (Layout(tp=2, sp=True), {}),
+    "poisoned cp2": (Layout(cp=2), {}),
+    "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"logit_chunk": 5}),
+}
+TRANSFORMERS_STEPS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 for other families
 DROPOUT = LoraConfig(
     rank=4,
     alpha=8.0,
     targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
     dropout=0.3,
 )
-DROPPED = {
+DROPOUT_LAYOUTS = {
     "lora dropout": Layout(),
     "lora dropout tp2": Layout(tp=2),
     "lora dropout tp2 sp": Layout(tp=2, sp=True),
@@ -93,7 +103,7 @@ CRITICS = {
         more={"offload": OffloadConfig(optimizer=True, grads=True, params=True)},
     ),
 }
-# Every policy loss with each ratio that it takes, the aggregations spread over them.
+# Every policy loss with each ratio that it supports; the aggregations are spread over them.
 POLICIES = [
     ("gspo", "seq-mean-token-mean", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
     ("dr_grpo", "seq-sum-over-constant", {}),
@@ -114,7 +124,7 @@ POLICIES = [
 ]
 
 
-def randomised(model):
+def randomize(model):
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.08 if parameter.dim() > 1 else 0.2)
@@ -165,12 +175,18 @@ def models() -> dict[str, torch.nn.Module]:
     }
 
 
-# One step of a family in bfloat16, whose counts of tokens are padded on CPU.
-HALVES = {
-    "qwen3": Case("", Path()), "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)), "qwen3 pp2": Case("", Path(), Layout(pp=2)),
-    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"logit_chunk": 7}), "qwen3 chunked": Case("", Path(), more={"logit_chunk": 80}),
-    "gemma2": Case("", Path()), "gemma2 recomputed": Case("", Path(), more={"recompute": RecomputeConfig(granularity="selective")}),
-}  # fmt: skip
+# One step in bfloat16, for which token counts are padded on CPU.
+BFLOAT16_CASES = {
+    "qwen3": Case("", Path()),
+    "qwen3 tp2 sp": Case("", Path(), Layout(tp=2, sp=True)),
+    "qwen3 pp2": Case("", Path(), Layout(pp=2)),
+    "qwen3 cp2": Case("", Path(), Layout(cp=2), more={"logit_chunk": 7}),
+    "qwen3 chunked": Case("", Path(), more={"logit_chunk": 80}),
+    "gemma2": Case("", Path()),
+    "gemma2 recomputed": Case(
+        "", Path(), more={"recompute": RecomputeConfig(granularity="selective")}
+    ),
+}
 
 
 def _with(case: Case, **changes) -> Case:
@@ -178,10 +194,14 @@ def _with(case: Case, **changes) -> Case:
 
 
 def _table(folders: dict[str, Path]) -> list[Case]:
-    """Ten steps on one batch, at a rate that leaves margin to 1e-5: AdamW makes a step of the rate out of rounding errors."""
-    whole = Case("table whole", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
-    lora = _with(whole, name="table lora", model=folders["qwen2 tied"], more=LORA)
-    cut = [
+    """Return cases of ten steps on one batch.
+
+    The low learning rate leaves margin to the tolerance of 1e-5, since AdamW amplifies rounding
+    errors of nearly zero gradients to steps of the learning rate.
+    """
+    single = Case("table single", folders["qwen3"], steps=10, lr=3e-4, is_same_batch=True)
+    lora = _with(single, name="table lora", model=folders["qwen2 tied"], more=LORA)
+    split = [
         _with(
             case,
             name=f"table {layout}",
@@ -192,26 +212,28 @@ def _table(folders: dict[str, Path]) -> list[Case]:
         )
         for layout, case in TABLE.items()
     ]
-    return [whole, *cut, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
+    return [single, *split, lora, _with(lora, name="table lora tp2", layout=Layout(tp=2))]
 
 
-def _halves(folders: dict[str, Path]) -> list[Case]:
+def _bfloat16_cases(folders: dict[str, Path]) -> list[Case]:
     first = {
         name: _with(case, model=folders[name.split()[0]], steps=1, is_same_batch=True)
-        for name, case in HALVES.items()
+        for name, case in BFLOAT16_CASES.items()
     }
-    whole = [_with(first[family], name=f"first {family}") for family in ("qwen3", "gemma2")]
+    single = [_with(first[family], name=f"first {family}") for family in ("qwen3", "gemma2")]
     return [
-        *whole,
+        *single,
         *[_with(case, name=f"first bf16 {name}", dtype="bfloat16") for name, case in first.items()],
     ]
 
 
-# The batch of the product of all losses in one pack; over two and over four ranks, cut by tokens, its samples in other orders.
+# Batch of all losses: in one micro-batch, and over two and four ranks in token-limited
+# micro-batches with samples in other orders.
 SPREAD: dict[str, dict[str, Any]] = {
-    "product whole": {}, "product dp2 cut": {"dp": 2, "max_tokens": 40},
+    "product single": {},
+    "product dp2 split": {"dp": 2, "max_tokens": 40},
     "product dp4 shuffled": {"dp": 4, "max_tokens": 30, "order": (5, 2, 7, 0, 3, 6, 1, 4)},
-}  # fmt: skip
+}
 
 
 def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
@@ -221,9 +243,9 @@ def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
 
 
 def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
-    """Everything that this file looks at, in one start of the ranks."""
+    """Return all cases."""
     cases = [
-        Case(f"whole {family}", folder, steps=STEPS_BESIDE_TRANSFORMERS.get(family, 8))
+        Case(f"single {family}", folder, steps=TRANSFORMERS_STEPS.get(family, 8))
         for family, folder in folders.items()
     ]
     cases += [
@@ -231,12 +253,12 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         for layout, case in LAYOUTS.items()
     ]
     cases += _table(folders)
-    cases += _halves(folders)
+    cases += _bfloat16_cases(folders)
     cases += [
         _with(LAYOUTS["tp2 sp"], name=f"tp2 sp {family}", model=folders[family])
         for family in ("gemma2", "glm")
     ]
-    policy = Case("policy whole", folders["qwen2"], loss="policy", steps=3)
+    policy = Case("policy single", folders["qwen2"], loss="policy", steps=3)
     cases += [
         policy,
         *[
@@ -246,7 +268,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
     ]
     for number, (name, aggregate, options) in enumerate(POLICIES):
         losses = Case(
-            f"{name} whole",
+            f"{name} single",
             folders["qwen2"],
             loss="policy",
             policy=options,
@@ -257,14 +279,14 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
             losses,
             _with(
                 losses,
-                name=f"{name} cut",
+                name=f"{name} split",
                 layout=Layout(tp=2) if number % 2 else Layout(cp=2),
                 dp=2,
                 micro_batch=1,
             ),
         ]
     full = Case(
-        "full whole",
+        "full single",
         folders["qwen2"],
         reference=folders["qwen2 tied"],
         loss="policy",
@@ -278,21 +300,21 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         _with(full, name="full tp2 cp2", layout=Layout(tp=2, cp=2)),
     ]
     cases += [
-        Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "whole"),
-        Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "whole"),
+        Case("saved", folders["qwen2 tied"], steps=4, save_at=4, save_to=saves / "single"),
+        Case("resumed", folders["qwen2 tied"], first_step=4, resume_from=saves / "single"),
         Case(
             "resumed tp2 pp2",
             folders["qwen2 tied"],
             Layout(tp=2, pp=2),
             first_step=4,
-            resume_from=saves / "whole",
+            resume_from=saves / "single",
         ),
         Case(
             "resumed pp2 cp2",
             folders["qwen2 tied"],
             Layout(pp=2, cp=2),
             first_step=4,
-            resume_from=saves / "whole",
+            resume_from=saves / "single",
         ),
         Case(
             "saved vpp",
@@ -322,14 +344,14 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
             Layout(tp=2, pp=2),
             steps=4,
             save_at=4,
-            save_to=saves / "cut",
+            save_to=saves / "split",
         ),
         Case(
             "resumed dp2 from tp2 pp2",
             folders["qwen2 tied"],
             dp=2,
             first_step=4,
-            resume_from=saves / "cut",
+            resume_from=saves / "split",
         ),
         Case(
             "frozen",
@@ -400,7 +422,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
             resume_from=saves / "lora",
         ),
         *_critics(folders, saves),
-        *_dropped(folders["qwen2 tied"]),
+        *_dropout_cases(folders["qwen2 tied"]),
         Case(
             "not poisoned",
             folders["qwen2"],
@@ -427,38 +449,42 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
     return [*cases, *_poisoned(folders), *products]
 
 
-def _dropped(model: Path) -> list[Case]:
-    """Adapters with dropout, and the same with layers computed again."""
+def _dropout_cases(model: Path) -> list[Case]:
+    """Return cases of adapters with dropout, without and with recomputed layers."""
     cases = [
         Case(name, model, layout, steps=3, lr=1e-2, more={"lora": DROPOUT})
-        for name, layout in DROPPED.items()
+        for name, layout in DROPOUT_LAYOUTS.items()
     ]
-    again = {"lora": DROPOUT, "recompute": FULL}
-    return [*cases, *[_with(case, name=f"{case.name} recomputed", more=again) for case in cases]]
+    settings = {"lora": DROPOUT, "recompute": FULL}
+    recomputed = [_with(case, name=f"{case.name} recomputed", more=settings) for case in cases]
+    return [*cases, *recomputed]
 
 
 def _critics(folders: dict[str, Path], saves: Path) -> list[Case]:
-    """Policies with a critic beside them: from the policy's own weights, from a reward model, in every layout, saved and resumed."""
-    whole = Case("critic whole", folders["qwen2 tied"], steps=4, critic=folders["qwen2 tied"])
+    """Return cases of policies with a critic, in every layout, saved and resumed.
+
+    The critic starts from the policy's weights or from a reward model.
+    """
+    single = Case("critic single", folders["qwen2 tied"], steps=4, critic=folders["qwen2 tied"])
     scored = Case("critic scored", folders["qwen2 tied"], steps=3, critic=folders["scored"])
-    bf16 = _with(whole, name="critic bf16", dtype="bfloat16")
+    bf16 = _with(single, name="critic bf16", dtype="bfloat16")
     return [
-        whole,
+        single,
         scored,
         *[
             _with(
                 case,
                 name=f"critic {layout}",
-                model=whole.model,
-                critic=whole.critic if case.dp == 2 else scored.critic,
+                model=single.model,
+                critic=single.critic if case.dp == 2 else scored.critic,
                 steps=3,
             )
             for layout, case in CRITICS.items()
         ],
-        _with(whole, name="critic saved", save_at=2, save_to=saves / "critic"),
-        _with(whole, name="critic resumed", first_step=2, resume_from=saves / "critic"),
+        _with(single, name="critic saved", save_at=2, save_to=saves / "critic"),
+        _with(single, name="critic resumed", first_step=2, resume_from=saves / "critic"),
         _with(
-            whole,
+            single,
             name="critic resumed tp2 pp2",
             layout=Layout(tp=2, pp=2),
             first_step=2,

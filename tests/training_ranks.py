@@ -1,6 +1,6 @@
-"""What the ranks of the training tests do: one start of four processes, in which every layout trains in turn.
+"""Rank code of the training tests: four processes start once and run all cases in turn.
 
-Imported by rank processes after `platform.prepare()`, by name (`training_ranks:main`).
+Rank processes import it by name (`training_ranks:main`) after `platform.prepare()`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class Case:
-    """A training of `steps` steps on `world` ranks. Saves after `save_at` steps into `save_to`, or goes on from `resume_from`."""
+    """Training of `steps` steps on `world` ranks.
+
+    It saves a checkpoint to `save_to` after `save_at` steps, and resumes from `resume_from` if set.
+    """
 
     name: str
     model: Path
@@ -55,12 +58,12 @@ class Case:
     resume_from: Path | None = None
     first_step: int = 0
     lr: float = 1e-3
-    eps: float = 1e-8  # of AdamW: a large one makes no step of the rate out of a gradient that is nearly zero
+    eps: float = 1e-8  # of AdamW; a large value prevents full steps for nearly zero gradients
     freeze: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # further settings of the policy
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
-    is_same_batch: bool = False  # every step has the batch of the first; the gradients of the last step are wanted too
-    critic: Path | None = None  # what a critic beside the policy starts from
+    is_same_batch: bool = False  # train on the first batch only, and return the last gradients
+    critic: Path | None = None  # initial weights of a critic
 
     @property
     def world(self) -> int:
@@ -69,7 +72,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case did: the report of every step, the final weights under their Hugging Face names, and the last step's gradients."""
+    """Result of a case: reports of all steps, final weights and gradients of the last step.
+
+    Weights have their Hugging Face names.
+    """
 
     name: str
     reports: list[dict[str, float]]
@@ -78,7 +84,10 @@ class Result:
 
 
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
-    """The batch of a step: random tokens, a random part of each sequence to be learnt, and what a policy loss needs."""
+    """Return the batch of a step: random tokens with a random loss mask per sequence.
+
+    With `with_fields`, it has the fields that a policy loss needs.
+    """
     random = np.random.default_rng([7, step])
     ids = tuple(
         random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64)
@@ -100,7 +109,7 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
 
 
 def value_sequences(step: int) -> Sequences:
-    """The batch of a step with what a critic's loss needs."""
+    """Return the batch of a step with the fields that the critic's loss needs."""
     batch, random = sequences(step), np.random.default_rng([8, step])
     fields = {
         name: tuple(random.normal(0, 0.5, len(row)).astype(np.float32) for row in batch.token_ids)
@@ -110,21 +119,22 @@ def value_sequences(step: int) -> Sequences:
 
 
 def main(context: RankContext, cases: list[Any]) -> None:
-    """Every case whose world this rank is part of; rank 0 reports."""
-    from poisoned_ranks import Poisoned, look
-    from product_ranks import Product, walk
+    """Run every case that includes this rank; rank 0 reports the results."""
+    from poisoned_ranks import Poisoned, run_poisoned
+    from product_ranks import Product, run_product
 
-    does: dict[type, Any] = {Poisoned: look, Product: walk, Case: _train}
+    runners: dict[type, Any] = {Poisoned: run_poisoned, Product: run_product, Case: _train}
     for number, case in enumerate(cases):
         if context.rank < case.world:
-            result = does[type(case)](context, case, f"{context.init_method}-{number}")
+            result = runners[type(case)](context, case, f"{context.init_method}-{number}")
             if context.rank == 0:
                 context.report(result)
-            gc.collect()  # models hold themselves, and with them the threads and sockets of a case's process groups
+            # Models are in reference cycles that also hold threads and sockets of process groups.
+            gc.collect()
 
 
 def _train(context: RankContext, case: Case, init_method: str) -> Result:
-    from gradients import assert_copies_are_alike, whole_gradients
+    from gradients import assert_equal_copies, gathered_gradients
     from msrl.trainer.checkpointing import state as checkpoints
     from msrl.trainer.checkpointing.resume import resume_from
     from msrl.trainer.objective.losses import PolicyLoss, SftLoss
@@ -132,15 +142,16 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
     from msrl.trainer.weights import export
 
     while case.resume_from and not resume_from("auto", case.resume_from)[0]:
-        time.sleep(0.1)  # ranks that had no part in the case that saves are early
+        time.sleep(0.1)  # this rank may not have run the case that saves
     saved = resume_from("auto", case.resume_from)[0] if case.resume_from else None
-    weights = (
-        None if "lora" in case.more else saved
-    )  # a checkpoint of adapters has no other weights
+    weights = None if "lora" in case.more else saved  # adapter checkpoints lack base weights
     policy = ReplicaSettings(
-        weights.root if weights else case.model, weights.step if weights else None,
-        optimizer=OptimizerConfig(lr=case.lr, eps=case.eps, weight_decay=WEIGHT_DECAY), freeze=case.freeze, **case.more,
-    )  # fmt: skip
+        weights.root if weights else case.model,
+        weights.step if weights else None,
+        optimizer=OptimizerConfig(lr=case.lr, eps=case.eps, weight_decay=WEIGHT_DECAY),
+        freeze=case.freeze,
+        **case.more,
+    )
     worker = TrainingRank(_rank_settings(case, policy), context.rank, case.world, init_method)
     if saved:
         checkpoints.load_training_state(worker, saved)
@@ -159,34 +170,36 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         )
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0)
-        batches = _mine(batch, case, worker.policy)
+        batches = _local_batches(batch, case, worker.policy)
         reports.append(
             worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr)
         )
         if worker.critic is not None:
             reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
-            gradients = _whole(whole_gradients(worker.policy), context.rank, case.world)
+            gradients = _gather(gathered_gradients(worker.policy), context.rank, case.world)
         worker.offload()
         if case.save_at == step + 1:
             assert case.save_to is not None
             checkpoints.save(worker, case.save_to, step + 1, {"note": case.name}, hf_dir=case.model)
-    assert_copies_are_alike(worker.policy)
-    own = dict(export(worker.policy))
-    if (
-        worker.policy.adapters is not None
-    ):  # merged for the engine after every step, they must leave the model as it was
-        again = dict(export(worker.policy))
-        assert all(torch.equal(own[name], again[name]) for name in own)
+    assert_equal_copies(worker.policy)
+    weights = dict(export(worker.policy))
+    if worker.policy.adapters is not None:
+        # Export merges the adapters, which must leave the model unchanged.
+        second_export = dict(export(worker.policy))
+        assert all(torch.equal(weights[name], second_export[name]) for name in weights)
     if worker.critic is not None:
-        own |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
-    found = _whole(own, context.rank, case.world)
+        weights |= {f"critic.{name}": weight for name, weight in export(worker.critic)}
+    gathered = _gather(weights, context.rank, case.world)
     worker.close()
-    return Result(case.name, reports, found, gradients)
+    return Result(case.name, reports, gathered, gradients)
 
 
 def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
-    """The settings of the case's ranks; reference and critic save memory as the policy does."""
+    """Return the settings of the ranks.
+
+    Reference and critic use the recomputation and offload settings of the policy.
+    """
     recompute, offload = (
         case.more.get("recompute", RecomputeConfig()),
         case.more.get("offload", OffloadConfig()),
@@ -208,21 +221,21 @@ def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
     )
 
 
-def _mine(batch: Sequences, case: Case, replica: ModelReplica) -> list[MicroBatch]:
-    """The micro-batches of this data-parallel rank."""
+def _local_batches(batch: Sequences, case: Case, replica: ModelReplica) -> list[MicroBatch]:
+    """Return the micro-batches of this data-parallel rank."""
     lengths = [len(ids) for ids in batch.token_ids]
-    part = balanced(lengths, replica.position.dp_size)[replica.position.dp_rank]
+    rows = balanced(lengths, replica.position.dp_size)[replica.position.dp_rank]
     limits = BatchLimits(case.micro_batch, case.max_tokens, replica.sequence_multiple)
-    groups = [[part[i] for i in group] for group in limits.group([lengths[i] for i in part])]
+    groups = [[rows[i] for i in group] for group in limits.group([lengths[i] for i in rows])]
     return micro_batches(batch, groups, limits)
 
 
 def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, float]:
-    """The report of a critic's step, and the sum of squares of all values before it."""
+    """Train the critic; return its report and the sum of squares of all values before the step."""
     batch = value_sequences(step)
-    batches = _mine(batch, case, critic)
+    batches = _local_batches(batch, case, critic)
     values = critic.values(batches)
-    found = critic.train_step(
+    report = critic.train_step(
         batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR
     )
     squares = (
@@ -230,18 +243,18 @@ def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, 
         if values is None
         else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
     )
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (critic.position.dp_rank, squares))
-    by_rank = {dp_rank: total for dp_rank, total in everybody if total is not None}
+    totals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(totals, (critic.position.dp_rank, squares))
+    by_rank = {dp_rank: total for dp_rank, total in totals if total is not None}
     return {
-        **{f"value_{name.removeprefix('value_')}": value for name, value in found.items()},
+        **{f"value_{name.removeprefix('value_')}": value for name, value in report.items()},
         "value_squares": sum(by_rank.values()),
     }
 
 
-def _whole(mine: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
-    """The tensors of all stages, on rank 0."""
-    own = {name: tensor.float().numpy() for name, tensor in mine.items()}
-    parts: list[Any] = [None] * world
-    dist.gather_object(own, parts if rank == 0 else None)
-    return {name: value for part in parts if part for name, value in part.items()}
+def _gather(tensors: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
+    """Return the tensors of all stages on rank 0."""
+    arrays = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    by_rank: list[Any] = [None] * world
+    dist.gather_object(arrays, by_rank if rank == 0 else None)
+    return {name: value for stage in by_rank if stage for name, value in stage.items()}

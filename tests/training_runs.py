@@ -1,4 +1,4 @@
-"""What the tests of the two trainings share: a command in a process of its own, its run folder, and small inputs."""
+"""Helpers of the SFT and GRPO tests: commands as processes, run folders and small inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 import yaml
 
-LIMIT_S = 600.0  # for a slow machine under load; nothing here takes a tenth of it otherwise
+LIMIT_S = 600.0  # for a slow, loaded machine; usually a tenth of it suffices
 
 
 class Command:
-    """`msrl ARGUMENTS` in a session of its own, so that a signal can be sent to all of its processes."""
+    """`msrl ARGUMENTS` in a separate session, so that all of its processes can be signaled."""
 
     def __init__(self, *arguments: str, log: Path, tmp: Path | None = None) -> None:
-        """`tmp` is the folder for its temporary files."""
+        """Start the command, with `tmp` as the folder for its temporary files."""
         self.log = log
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
         if tmp is not None:
@@ -32,43 +32,47 @@ class Command:
         self._file = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "msrl", *arguments],
-            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-            preexec_fn=_as_a_terminal_has_it,
-        )  # fmt: skip
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_restore_signals,
+        )
 
     def wait(self) -> int:
-        """The exit code."""
+        """Wait for the command and return its exit code."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"no end within {LIMIT_S:g} s:\n{self.output()}") from None
+            raise AssertionError(f"still running after {LIMIT_S:g} s:\n{self.output()}") from None
         finally:
             self._file.close()
 
     def signal_group(self, number: signal.Signals) -> None:
-        """A signal to the process group of the command, as Slurm, timeout(1) and a closed terminal send it."""
+        """Signal the command's process group, as Slurm, timeout(1) and a closed terminal do."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the process group of the command."""
+        """Send SIGKILL to the process group of the command."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def when(self, happened: Callable[[], bool], *, every_s: float = 0.05) -> None:
-        """Wait until something has happened while the command runs."""
+    def when(self, condition: Callable[[], bool], *, every_s: float = 0.05) -> None:
+        """Wait until the condition holds while the command runs."""
         deadline = time.monotonic() + LIMIT_S
-        while not happened():
+        while not condition():
             assert self.process.poll() is None, (
                 f"the command ended early with {self.process.returncode}:\n{self.output()}"
             )
             assert time.monotonic() < deadline, (
-                f"nothing happened within {LIMIT_S:g} s:\n{self.output()}"
+                f"the condition does not hold after {LIMIT_S:g} s:\n{self.output()}"
             )
             time.sleep(every_s)
 
     def when_started(self, count: int) -> dict[int, str]:
-        """Wait until the command has this many descendants; their command lines."""
+        """Wait until the command has this many descendants; return their command lines."""
         self.when(lambda: len(children(self.process.pid)) == count)
         return children(self.process.pid)
 
@@ -76,26 +80,26 @@ class Command:
         return self.log.read_text(errors="replace")
 
 
-def _as_a_terminal_has_it() -> None:
-    """Signals end a process, whatever these tests were started with."""
+def _restore_signals() -> None:
+    """Restore default signal handlers, which the tests' own parent may have changed."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def make_tmp() -> Path:
-    """A folder for a command's temporary files, of a path short enough for sockets."""
+    """Create a folder for temporary files, with a path that is short enough for sockets."""
     return Path(tempfile.mkdtemp(prefix="tmp-", dir="/tmp"))
 
 
 def files_in(tmp: Path) -> list[str]:
-    """All that is in such a folder, which is then removed."""
+    """Return all paths in a folder and remove it."""
     names = sorted(str(path.relative_to(tmp)) for path in tmp.rglob("*"))
     shutil.rmtree(tmp)
     return names
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """The files in shared memory that these processes have mapped."""
+    """Return the shared-memory files that these processes have mapped."""
     maps = [
         path.read_text(errors="replace")
         for pid in pids
@@ -110,7 +114,7 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
 
 
 def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
-    """Run a command to its end; its output. Fails unless it exits with 0."""
+    """Run a command and return its output; fail unless it exits with 0."""
     command = Command(*arguments, log=log, tmp=tmp)
     code = command.wait()
     assert code == 0, command.output()
@@ -118,14 +122,14 @@ def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are whole."""
+    """Return the complete lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The metrics of every step but those of speed, which differ from run to run."""
+    """Return the metrics of all steps without speed, which differs between runs."""
     return [{k: v for k, v in row["metrics"].items() if "per_s" not in k} for row in rows(run)]
 
 
@@ -134,26 +138,26 @@ def write_config(path: Path, settings: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_rows(path: Path, found: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+def write_rows(path: Path, samples: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return path
 
 
 def children(pid: int) -> dict[int, str]:
-    """All descendants of a process with their command lines."""
+    """Return the command lines of all descendants of a process by pid."""
     import psutil
 
-    found: dict[int, str] = {}
+    commands: dict[int, str] = {}
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            found[child.pid] = " ".join(child.cmdline())
+            commands[child.pid] = " ".join(child.cmdline())
         except psutil.Error:
             continue
-    return found
+    return commands
 
 
 def wait_for_end(pids: Iterable[int], limit_s: float = 20.0) -> None:
-    """Fails when one of these processes still runs after that time."""
+    """Fail if one of these processes still runs after that time."""
     deadline = time.monotonic() + limit_s
     while left := still_running(pids):
         assert time.monotonic() < deadline, f"still running: {left}"
@@ -161,14 +165,14 @@ def wait_for_end(pids: Iterable[int], limit_s: float = 20.0) -> None:
 
 
 def still_running(pids: Iterable[int]) -> list[int]:
-    """Those of these processes that have not ended; where nobody asks for its exit code, one that has ended is still listed."""
+    """Return the processes that have not ended. Zombies, whose parent did not wait, have ended."""
     import psutil
 
-    found = []
+    running = []
     for pid in pids:
         try:
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
+                running.append(pid)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return running

@@ -1,6 +1,7 @@
-"""TRL's SFTTrainer, packed, on the real lengths of GSM8K: tokens of the examples that it trains on per second, padding left out.
+"""Speed of TRL's SFTTrainer with packing on GSM8K, in tokens of examples per second.
 
-Run by the peers' Python: `trl_lengths.py INPUTS [--steps N]`; prints one line of JSON. Only the assistant's turns are learnt, as in ours.
+Padding is not counted. The peers' Python runs it: `trl_lengths.py INPUTS [--steps N]`; it prints
+one line of JSON. Only the assistant's turns are trained, as in msrl's benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SETTLE_STEPS = 4
 
 
 class Steps(TrainerCallback):
-    """Seconds of every step."""
+    """Callback that measures the seconds of every step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -36,7 +37,7 @@ class Steps(TrainerCallback):
 
 
 class Counted:
-    """A collator that notes how many tokens of examples each of its batches holds."""
+    """Collator that records the number of example tokens in each batch."""
 
     def __init__(self, collate: Callable[[Any], Any], pad_token_id: int) -> None:
         self.collate, self.pad_token_id = collate, pad_token_id
@@ -60,10 +61,23 @@ def main() -> None:
         f"{args.inputs}/tiny", dtype=torch.float32, attn_implementation="sdpa"
     )
     config = SFTConfig(
-        output_dir=f"{args.inputs}/out_trl_sft", max_steps=args.steps, per_device_train_batch_size=4, max_length=512, packing=True,
-        packing_strategy="bfd", assistant_only_loss=True, learning_rate=1e-4, lr_scheduler_type="constant", logging_steps=5, report_to=[],
-        save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, seed=0,
-    )  # fmt: skip
+        output_dir=f"{args.inputs}/out_trl_sft",
+        max_steps=args.steps,
+        per_device_train_batch_size=4,
+        max_length=512,
+        packing=True,
+        packing_strategy="bfd",
+        assistant_only_loss=True,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        logging_steps=5,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=0,
+    )
     steps = Steps()
     trainer = SFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -91,23 +91,6 @@ def wait_all(
             )
         results[ready[0]] = _result(ready[0], pending, names)
     return [results[ref] for ref in refs]
-
-
-def until_done(refs: Sequence[Any], labels: Sequence[str], interval_s: float) -> Iterator[None]:
-    """Yield every `interval_s` seconds, and once more when all of `refs` are done.
-
-    There is no time limit.
-
-    Raises:
-        WorkerError: As for `wait_all`, and so are other exceptions.
-    """
-    names = dict(zip(refs, labels, strict=True))
-    pending = list(refs)
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=interval_s)
-        for ref in ready:
-            _result(ref, pending, names)
-        yield
 
 
 def _result(ref: Any, pending: Sequence[Any], names: Mapping[Any, str]) -> Any:

@@ -1,6 +1,4 @@
-"""Process groups of a training rank: creation, lookup and destruction, and the position of the rank
-in them.
-"""
+"""Process groups of a training rank: creation, lookup, destruction, and the rank's position."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from msrl.trainer.settings import Layout, RankSettings
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Position of this rank in the parallel layout, its device, and the numeric settings that its
-    replicas share.
-    """
+    """Position of this rank in the parallel layout, its device, and shared numeric settings."""
 
     platform: Platform
     device: torch.device
@@ -122,9 +118,7 @@ def cp_group() -> dist.ProcessGroup:
 
 
 def dp_group() -> dist.ProcessGroup:
-    """Return the ranks that hold the same shard of the model: data-parallel and context-parallel
-    ones.
-    """
+    """Return the data- and context-parallel ranks that hold the same shard of the model."""
     return cast(
         "dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
@@ -136,8 +130,9 @@ def expert_dp_group() -> dist.ProcessGroup:
 
 
 def expert_group() -> dist.ProcessGroup:
-    """Return the ranks of a stage that hold each shard of each expert once, in the order (group of
-    experts, shard of each).
+    """Return the group of ranks that hold each shard of each expert of a stage once.
+
+    The order is (group of experts, shard of each).
     """
     return cast("dist.ProcessGroup", parallel_state.get_expert_tensor_and_model_parallel_group())
 

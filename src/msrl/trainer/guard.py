@@ -52,9 +52,8 @@ class GradientGuard:
             where = f" {self._save(micro_batches)}" if self.folder is not None else ""
             raise GradientError(
                 f"train.max_skipped={self.max_skipped}: the gradient of {times} was not finite "
-                f"({norm}), so the run ends without saving"
-                f" this step.{where} Inspect the batch, lower train.optimizer.lr, or resume from "
-                "the last checkpoint."
+                f"({norm}), so the run ends without saving this step.{where} Inspect the batch, "
+                "lower train.optimizer.lr, or resume from the last checkpoint."
             )
         return True
 

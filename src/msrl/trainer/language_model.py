@@ -1,5 +1,4 @@
-"""Replica of a language model, policy or reference: log-probabilities of labels, logits, and
-training on them.
+"""Replica of a language model, policy or reference: log-probabilities, logits and training.
 
 Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m on this rank under
 context parallelism), P = m + padding, V columns of the vocabulary on this rank.
@@ -25,7 +24,7 @@ from msrl.trainer.objective.divergence import reference_distribution
 from msrl.trainer.objective.logprobs import (
     Distribution,
     VocabColumns,
-    columns_of,
+    make_columns,
     vocab_parallel_logprobs,
 )
 from msrl.trainer.objective.losses import Loss, Outputs
@@ -33,9 +32,7 @@ from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
-"""[M] log-probabilities of the labels, and [M] entropies and divergences from the reference where
-the loss needs them.
-"""
+"""Log-probabilities of the labels, and entropies and divergences if the loss needs them, [M]."""
 
 
 class LanguageModelReplica(ModelReplica):
@@ -50,8 +47,9 @@ class LanguageModelReplica(ModelReplica):
         lr: float,
         references: Sequence[Distribution | None] = (),
     ) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         minimize = functools.partial(self._minimize, loss, num_tokens)
         return self.update(
@@ -77,8 +75,9 @@ class LanguageModelReplica(ModelReplica):
     def logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not
-        set. None except on the last stage.
+        """Return the log-probability of every label, [N] per micro-batch, 0 outside of the mask.
+
+        None except on the last stage.
         """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
@@ -95,8 +94,9 @@ class LanguageModelReplica(ModelReplica):
     def distributions(
         self, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[Distribution | None]:
-        """Return the model's distribution over the vocabulary for each micro-batch; None except on
-        the last stage.
+        """Return the distribution over the vocabulary for each micro-batch.
+
+        None except on the last stage.
         """
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class LanguageModelReplica(ModelReplica):
 
         def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             assert isinstance(output, Tensor)
-            return {"logits": batch.whole(output[: len(batch.labels)])}
+            return {"logits": batch.gather(output[: len(batch.labels)])}
 
         rows = self.run(unmasked, finish)
         return (
@@ -160,13 +160,13 @@ class LanguageModelReplica(ModelReplica):
             columns = self._columns(output.shape[-1], temperature, with_entropy=with_entropy)
             results = vocab_parallel_logprobs(output, labels, columns, batch.reference)
         entropy, divergence = (
-            None if values is None else batch.whole(values[:count]) for values in results[1:]
+            None if values is None else batch.gather(values[:count]) for values in results[1:]
         )
-        return batch.whole(results[0][:count]), entropy, divergence
+        return batch.gather(results[0][:count]), entropy, divergence
 
     @property
     def _is_chunked(self) -> bool:
-        """True if logits are made from hidden states, `logit_chunk` positions at a time."""
+        """True if logits are computed from hidden states, `logit_chunk` positions at a time."""
         return self.settings.logit_chunk is not None
 
     def _minimize(
@@ -183,7 +183,7 @@ class LanguageModelReplica(ModelReplica):
         self, width: int, temperature: float, *, with_entropy: bool = False
     ) -> VocabColumns:
         """Return this rank's columns of the vocabulary, `width` of them with padding."""
-        return columns_of(
+        return make_columns(
             width,
             vocab_size=self.shape.vocab_size,
             tp_rank=self.position.tp_rank,

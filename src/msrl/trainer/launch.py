@@ -1,8 +1,8 @@
 """Ranks of a run as processes of this machine: start, messages, and end of all ranks if one fails.
 
 A rank calls `platform.prepare()` and then `function(rank: RankContext, payload)` of a module. It
-sends reports and receives the request to stop through a pipe. The payload is pickled, which is safe
-because only processes of this run read it.
+sends reports and receives messages through a pipe. The payload is pickled, which is safe because
+only processes of this run read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from msrl import temporary
 from msrl.errors import MsrlError
@@ -39,16 +39,6 @@ class RankError(Exception):
     """Failure of a rank. The message holds the traceback of the rank."""
 
 
-class RankConnection(Protocol):
-    """Connection of a rank to its parent: a pipe, or the queue of `workflows/sft/cluster.py`."""
-
-    def send(self, message: tuple[str, object], /) -> None: ...
-
-    def poll(self) -> bool:
-        """Return True if the rank is asked to stop."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RankContext:
     """Number of a rank and its connection to the process that started it."""
@@ -56,13 +46,17 @@ class RankContext:
     rank: int
     world_size: int
     init_method: str
-    pipe: RankConnection
+    pipe: connection.Connection
 
     def report(self, message: object) -> None:
         self.pipe.send(("report", message))
 
-    def asked_to_stop(self) -> bool:
-        return self.pipe.poll()
+    def receive(self) -> Any:
+        """Wait for a message of the parent; None if it has closed the connection."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return None
 
 
 class LocalRanks:
@@ -82,16 +76,12 @@ class LocalRanks:
         env: Mapping[str, str] | None = None,
     ) -> None:
         _check_devices(num_ranks, platform)
-        self._target, self._payload, self._num_ranks, self._platform = (
-            target,
-            payload,
-            num_ranks,
-            platform,
-        )
+        self._target, self._payload, self._platform = target, payload, platform
+        self.num_ranks = num_ranks
+        self.init_method = ""  # known once the ranks are started
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[connection.Connection] = []
-        self.was_asked_to_stop = False
 
     def __enter__(self) -> LocalRanks:
         self._stack = contextlib.ExitStack()
@@ -105,13 +95,13 @@ class LocalRanks:
 
     def _start(self, folder: Path) -> None:
         """Start all ranks, with `folder` for their temporary files."""
-        job = folder / "job.pickle"
+        job, self.init_method = folder / "job.pickle", _init_method(folder)
         job.write_bytes(pickle.dumps((self._target, self._payload)))
         env = {**os.environ, **temporary.environment(folder), **self._env}
-        for rank in range(self._num_ranks):
+        for rank in range(self.num_ranks):
             parent_end, rank_end = connection.Pipe()
             descriptor = rank_end.fileno()
-            arguments = [rank, self._num_ranks, self._platform.name, descriptor, job, os.getpid()]
+            arguments = [rank, self.num_ranks, self._platform.name, descriptor, job, os.getpid()]
             command = [sys.executable, "-m", "msrl.trainer.launch", *map(str, arguments)]
             # In a new session, so that only this process gets signals to its process group.
             process = subprocess.Popen(
@@ -143,11 +133,10 @@ class LocalRanks:
             pipe.close()
         self._stack.close()
 
-    def ask_to_stop(self) -> None:
-        """Ask rank 0 to end the run after the current step."""
-        self.was_asked_to_stop = True
-        with contextlib.suppress(OSError):  # the rank has ended already
-            self._pipes[0].send("stop")
+    def send(self, rank: int, message: object) -> None:
+        """Send a message to a rank. `messages` raises an error for a rank that has ended."""
+        with contextlib.suppress(OSError):
+            self._pipes[rank].send(message)
 
     def messages(self) -> Iterator[Any]:
         """Yield the ranks' reports until all ranks have ended.
@@ -223,6 +212,11 @@ def run_ranks(
         return list(ranks.messages())
 
 
+def _init_method(folder: Path) -> str:
+    """Return torch's `init_method` for ranks that share a folder."""
+    return f"file://{folder / 'rendezvous'}"
+
+
 def quiet_megatron() -> None:
     """Silence warnings of Megatron and torch about missing CUDA libraries. Errors still raise."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -250,7 +244,7 @@ def main() -> None:
             get(platform).prepare()
             target, payload = pickle.loads(Path(job).read_bytes())
             module, _, function = target.partition(":")
-            store = f"file://{Path(job).with_name('rendezvous')}"
+            store = _init_method(Path(job).parent)
             context = RankContext(int(rank), int(world_size), store, pipe)
             getattr(importlib.import_module(module), function)(context, payload)
         except MsrlError as error:

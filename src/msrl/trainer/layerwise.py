@@ -49,7 +49,7 @@ class LayerwiseReplica(LanguageModelReplica):
 
         stream_weights(model, lambda name, into: put(into, read(name), name))
         for name, weight in megatron.named_weights(model).items():
-            if not isinstance(weight, nn.Parameter):  # the biases of experts, one number for each
+            if not isinstance(weight, nn.Parameter):  # biases of experts, one number each
                 put(weight, read(name), name)
         if source.shape.tie_word_embeddings:
             model.output_layer.register_forward_pre_hook(_tied(read), with_kwargs=True)
@@ -59,8 +59,9 @@ class LayerwiseReplica(LanguageModelReplica):
 class _WithoutMemory(TorchFunctionMode):
     """Give the CPU tensors that Megatron creates for its weights a shape and no memory.
 
-    Untouched memory is no substitute: on huge pages, which ranks use, touching a small part of it
-    takes all. `torch.device("meta")` does not cover the factories that the CPU platform redirects.
+    Untouched memory is no substitute: with huge pages, which ranks use, touching a small part
+    allocates all of it. `torch.device("meta")` does not cover the factories that the CPU platform
+    redirects.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,8 +74,9 @@ class _WithoutMemory(TorchFunctionMode):
 def _tied(
     read: Callable[[str], Tensor],
 ) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
-    """Return a hook that reads the weight of a tied output layer: the embedding, which owns it, has
-    released it by then.
+    """Return a hook that reads the weight of a tied output layer.
+
+    The embedding owns the weight and has released it before.
     """
 
     def with_weight(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""Offload of optimizer state, gradients and parameters to the machine's memory while a rank does
-not use them.
+"""Offload of optimizer state, gradients and parameters to the machine's memory.
 
 A tensor stays where it is referred to: only its storage is emptied, and filled again before the
 next use.
@@ -29,9 +28,7 @@ class HostMemory:
         self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor | int]]] = {}
 
     def offload(self, *kinds: str) -> None:
-        """Move the storages of these kinds (default: all) to the host, unless they are there
-        already.
-        """
+        """Move the storages of these kinds (default: all) to the host."""
         for kind in kinds or tuple(self._kinds):
             if kind in self._kinds and kind not in self._offloaded:
                 storages = {
@@ -46,9 +43,7 @@ class HostMemory:
                 self._offloaded[kind] = stored
 
     def onload(self, *kinds: str) -> None:
-        """Move the storages of these kinds (default: all) back to the device, where they were
-        offloaded.
-        """
+        """Move the storages of these kinds (default: all) back from the host."""
         for kind in kinds or tuple(self._kinds):
             for storage, stored in self._offloaded.pop(kind, ()):
                 storage.resize_(stored if isinstance(stored, int) else len(stored))

@@ -1,5 +1,4 @@
-"""Megatron's distributed AdamW over float32 master weights: one optimizer, and a second one for the
-experts of a mixture.
+"""Megatron's distributed AdamW over float32 master weights.
 
 Experts are data parallel over other ranks than the rest of a model and need their own optimizer;
 both share one gradient norm.
@@ -44,29 +43,26 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
     chain = get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
     assert isinstance(chain, ChainedOptimizer)
-    for part in parts(chain):
-        for group in part.optimizer.param_groups:
-            # Megatron's own scheduler, which we do not use, would multiply this.
+    for distributed in active_optimizers(chain):
+        for group in distributed.optimizer.param_groups:
+            # Megatron's scheduler, which msrl does not use, would apply the multiplier.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-            if is_torchs(part):
-                group["fused"], group["foreach"] = (
-                    True,
-                    False,
-                )  # one pass over each shard instead of ten
+            if is_torch_adamw(distributed):
+                # One pass over each shard instead of ten.
+                group["fused"], group["foreach"] = True, False
     return chain
 
 
-def is_torchs(part: DistributedOptimizer) -> bool:
-    """Return True if torch's AdamW makes the updates, which counts them per parameter, in its
-    state.
+def is_torch_adamw(distributed: DistributedOptimizer) -> bool:
+    """Return True if the optimizer is torch's AdamW, which counts updates per parameter.
 
     Megatron uses Transformer Engine's or Apex's where installed, and MindSpeed has its own; these
     count updates in the parameter groups.
     """
-    return isinstance(part.optimizer, torch.optim.AdamW)
+    return isinstance(distributed.optimizer, torch.optim.AdamW)
 
 
-def parts(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
+def active_optimizers(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
     """Yield the optimizers that have parameters on this rank."""
     for optimizer in chain.chained_optimizers:
         if not getattr(optimizer, "is_stub_optimizer", False):
@@ -79,7 +75,7 @@ def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
     Returns the norm before.
     """
     norm = float(chain.get_grad_norm() or 0.0)
-    for optimizer in parts(chain):
+    for optimizer in active_optimizers(chain):
         clip_grad_by_total_norm_fp32(
             cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm
         )

@@ -1,5 +1,6 @@
-"""State of Megatron's distributed AdamW per parameter: collected from the data-parallel ranks that
-own it, and restored.
+"""State of Megatron's distributed AdamW per parameter: collection and restoration.
+
+It is collected from the data-parallel ranks that own it.
 
 The state of a parameter has the parameter's shape, so the weight layouts apply to it, and another
 parallel layout can load it.
@@ -17,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from msrl.trainer import groups
-from msrl.trainer.optimizer import is_torchs, parts
+from msrl.trainer.optimizer import active_optimizers, is_torch_adamw
 
 if TYPE_CHECKING:
     from msrl.trainer.replica import ModelReplica
@@ -39,8 +40,9 @@ def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on every data-parallel
-    rank. All of them must call it.
+    """Yield ("exp_avg.NAME", tensor of the parameter's shape), the same on all data-parallel ranks.
+
+    All of them must call it.
     """
     for name, parameter in trained(replica.model):
         owned = _owned(replica.optimizer, parameter)
@@ -48,23 +50,23 @@ def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
             groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
         )
         for kind in kinds(replica.position.dtype):
-            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
                 moments = owned.state.get(owned.main, {})  # empty before the first update
                 state = owned.main.detach() if kind == MASTER else moments.get(kind)
                 if state is not None:
-                    whole[owned.start : owned.end] = state.flatten()
+                    full[owned.start : owned.end] = state.flatten()
             if group.size() > 1:
-                dist.all_reduce(whole, group=group)
-            yield f"{kind}.{name}", whole.view(parameter.shape)
+                dist.all_reduce(full, group=group)
+            yield f"{kind}.{name}", full.view(parameter.shape)
 
 
 def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
     """Yield the moments, and the master weights where they are not the parameters themselves."""
-    for part in parts(chain):
-        for state in part.optimizer.state.values():
+    for distributed in active_optimizers(chain):
+        for state in distributed.optimizer.state.values():
             yield from (state[moment] for moment in MOMENTS if moment in state)
-        for group in part.optimizer.param_groups if is_bf16 else ():
+        for group in distributed.optimizer.param_groups if is_bf16 else ():
             yield from group["params"]
 
 
@@ -75,8 +77,8 @@ def num_updates(replica: ModelReplica) -> int:
     """
     counted = [
         each
-        for part in parts(replica.optimizer)
-        for each in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        for distributed in active_optimizers(replica.optimizer)
+        for each in (*distributed.optimizer.state.values(), *distributed.optimizer.param_groups)
     ]
     own = max((int(each["step"]) for each in counted if "step" in each), default=0)
     count = torch.tensor(own, device=replica.position.device)
@@ -89,8 +91,8 @@ def restore(
 ) -> None:
     """Restore the state that `collect` yielded: this rank's tensors by kind and parameter name."""
     replica.optimizer.reload_model_params()
-    for part in parts(replica.optimizer):
-        for group in () if is_torchs(part) else part.optimizer.param_groups:
+    for distributed in active_optimizers(replica.optimizer):
+        for group in () if is_torch_adamw(distributed) else distributed.optimizer.param_groups:
             group["step"] = replica.position.platform.count_of_updates(updates)
     for name, parameter in trained(replica.model):
         owned = _owned(replica.optimizer, parameter)
@@ -128,11 +130,17 @@ def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | N
     Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of
     megatron-core 0.16.1.
     """
-    for part in parts(chain):
-        place = part.model_param_group_index_map.get(parameter)
-        if place is not None:
-            group, order = place
-            piece = part._get_model_param_range_map(parameter)["param"]
-            main = part.optimizer.param_groups[group]["params"][order]
-            return _Owned(main, piece.start, piece.end, part.optimizer.state, is_torchs(part))
+    for distributed in active_optimizers(chain):
+        indices = distributed.model_param_group_index_map.get(parameter)
+        if indices is not None:
+            group, order = indices
+            piece = distributed._get_model_param_range_map(parameter)["param"]
+            main = distributed.optimizer.param_groups[group]["params"][order]
+            return _Owned(
+                main,
+                piece.start,
+                piece.end,
+                distributed.optimizer.state,
+                is_torch_adamw(distributed),
+            )
     return None

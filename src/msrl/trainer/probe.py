@@ -23,54 +23,62 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Request:
+    """Logits to compute, sent to the ranks."""
+
     checkpoint: Path
     token_ids: tuple[tuple[int, ...], ...]
     platform: str
-    cut: ParallelLayout
+    layout: ParallelLayout
     layerwise: bool
 
 
 def megatron_logits(
     checkpoint_dir: Path,
     token_ids: Sequence[Sequence[int]],
-    cut: ParallelLayout,
+    layout: ParallelLayout,
     *,
     platform: str = "cpu",
     layerwise: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of each sequence, [T, vocabulary] float32, that the ranks of a layout
-    compute from the checkpoint.
+    """Return the logits of each sequence that the ranks of a layout compute from the checkpoint.
+
+    Each is [T, vocabulary] float32.
 
     With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
     the layout must be that of one rank.
     """
     device = resolve(platform)
-    job = _Job(checkpoint_dir, tuple(tuple(ids) for ids in token_ids), device.name, cut, layerwise)
+    ids = tuple(tuple(sequence) for sequence in token_ids)
+    request = _Request(checkpoint_dir, ids, device.name, layout, layerwise)
     (logits,) = run_ranks(
-        "msrl.trainer.probe:rank", job, num_ranks=cut.ranks_per_model, platform=device
+        "msrl.trainer.probe:rank", request, num_ranks=layout.ranks_per_model, platform=device
     )
     import torch
 
     return [torch.from_numpy(rows) for rows in logits]
 
 
-def rank(context: RankContext, job: _Job) -> None:
+def rank(context: RankContext, request: _Request) -> None:
     """Run one rank: a forward pass per sequence; the last stage reports the logits."""
     from msrl.trainer.language_model import LanguageModelReplica
     from msrl.trainer.layerwise import LayerwiseReplica
     from msrl.trainer.rank import TrainingRank
     from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
-    layout, policy = Layout(**job.cut.trained().as_json()), ReplicaSettings(job.checkpoint)
-    settings = RankSettings(job.platform, layout, "float32", seed=0, timeout_s=600, policy=policy)
-    policy_class = LayerwiseReplica if job.layerwise else LanguageModelReplica
+    layout, policy = (
+        Layout(**request.layout.trained().as_json()),
+        ReplicaSettings(request.checkpoint),
+    )
+    settings = RankSettings(
+        request.platform, layout, "float32", seed=0, timeout_s=600, policy=policy
+    )
+    policy_class = LayerwiseReplica if request.layerwise else LanguageModelReplica
     training_rank = TrainingRank(
         settings, context.rank, context.world_size, context.init_method, policy_class=policy_class
     )
-    groups = (
-        [job.token_ids] if job.layerwise else [(ids,) for ids in job.token_ids]
-    )  # one pass over the weights, or one per sequence
+    # One pass over the weights, or one per sequence.
+    groups = [request.token_ids] if request.layerwise else [(ids,) for ids in request.token_ids]
     logits = training_rank.logits(
         [_batch(group, training_rank.sequence_multiple) for group in groups]
     )

@@ -1,7 +1,7 @@
-"""A training rank: process groups, collectives, and the model replicas (policy, reference, critic,
-reward models).
+"""Training rank: process groups, collectives and model replicas.
 
-Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch.
+Replicas are policy, reference, critic and reward models. Import this after `platform.prepare()`.
+Letters: N tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class TrainingRank:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step of the policy over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step of the policy over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         references: Sequence[Distribution | None] = ()
         if loss.needs_divergence:
@@ -107,8 +108,9 @@ class TrainingRank:
     def logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False
     ) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 where the mask is not
-        set. None except on the last stage.
+        """Return the log-probability of every label, 0 where the mask is not set.
+
+        [N] per micro-batch; None except on the last stage.
         """
         if not of_reference:
             return self.policy.logprobs(micro_batches, temperature)
@@ -135,22 +137,25 @@ class TrainingRank:
     # Critic and reward models
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the critic's value before each label, [N] per micro-batch, 0 where the mask is not
-        set. None except on the last stage.
+        """Return the critic's value before each label, 0 where the mask is not set.
+
+        [N] per micro-batch; None except on the last stage.
         """
         return self._trained_critic().values(micro_batches)
 
     def train_critic_step(
         self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step of the critic over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step of the critic over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         return self._trained_critic().train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return a reward model's value before each label, [N] per micro-batch, and offload the
-        model. None except on the last stage.
+        """Return a reward model's value before each label, and offload the model.
+
+        [N] per micro-batch; None except on the last stage.
         """
         reward_model = self.reward_models[name]
         scores = reward_model.values(micro_batches)
@@ -164,9 +169,18 @@ class TrainingRank:
     # Rank
 
     def offload(self) -> None:
-        """Offload what the settings of each replica allow, until it is used again."""
+        """Offload what the settings of each replica allow."""
         for replica in self.replicas():
             replica.host.offload()
+
+    def onload(self) -> None:
+        """Onload the parameters of the policy, the reference and the critic.
+
+        Reward models stay offloaded until `scores` uses them.
+        """
+        for replica in (self.policy, self.reference, self.critic):
+            if replica is not None:
+                replica.host.onload("params")
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if any rank passes True. All ranks must call it."""
@@ -175,8 +189,9 @@ class TrainingRank:
         return bool(result.item())
 
     def close(self) -> None:
-        """Release the replicas and leave the process groups, whose threads and sockets go with the
-        last model.
+        """Release the replicas and leave the process groups.
+
+        Threads and sockets of the groups end with the last model.
         """
         for replica in self.replicas():
             replica.close()

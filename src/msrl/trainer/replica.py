@@ -1,5 +1,4 @@
-"""Model replica of a rank: weights, optional optimizer, adapters and host memory, and Megatron's
-passes over micro-batches.
+"""Model replica of a rank: weights, optimizer, adapters, host memory and passes over micro-batches.
 
 Import this after `platform.prepare()`. Letters: N tokens of a packed micro-batch, M of them
 selected by the loss mask (`device_batch.py`).
@@ -44,14 +43,14 @@ from msrl.types import MicroBatch
 Output = Tensor | HiddenStates
 Values = dict[str, Any]
 Finish = Callable[[Output, DeviceBatch], "Values | tuple[Tensor, Values]"]
-"""Turns the model's output for a micro-batch into values by name, or into the scalar to minimize
-and such values. Last stage only.
+"""Function of a micro-batch's output on the last stage: values by name, with the loss if training.
 """
 
 
 class ModelReplica:
-    """A model on this rank, which has joined its process groups; trainable if its settings have an
-    optimizer.
+    """A model on this rank, trainable if its settings have an optimizer.
+
+    The rank has joined its process groups before.
     """
 
     def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
@@ -102,7 +101,7 @@ class ModelReplica:
     def _build_links(self) -> pipeline.Links | None:
         if self.num_chunks == 1:
             return None
-        config: Any = pipeline.chunks_of(self.model)[0].config
+        config: Any = pipeline.virtual_stages(self.model)[0].config
         return pipeline.Links(config, self.position.device, self.position.timeout_s)
 
     def _prepare_training(self, optimizer: OptimizerConfig) -> None:
@@ -149,8 +148,9 @@ class ModelReplica:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of every micro-batch's token count, for sequence parallelism and for kernels that
-        are compiled by size.
+        """Divisor of every micro-batch's token count.
+
+        Sequence parallelism and kernels that are compiled by size need it.
         """
         multiple = token_multiple(self.position.device.type, self.position.dtype)
         return math.lcm(sequence_multiple(self.position.layout, self.shape), multiple)
@@ -175,16 +175,19 @@ class ModelReplica:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
         Args:
-            finish: computes the loss and the sums of a micro-batch.
-            num_tokens: loss tokens of the micro-batches of all ranks.
-            gives_hidden, references: see `run`.
+            micro_batches: Micro-batches of this data-parallel rank.
+            finish: Function that computes the loss and the sums of a micro-batch.
+            num_tokens: Number of loss tokens in the micro-batches of all ranks.
+            lr: Learning rate.
+            gives_hidden: See `run`.
+            references: See `run`.
 
         Returns:
-            Metrics per loss token, the same on every rank. `skipped` is 1 if the update was skipped
-            since its gradient was not finite.
+            Metrics per loss token, equal on every rank. `skipped` is 1 if the update was skipped
+            because its gradient was not finite.
 
         Raises:
-            MsrlError: too many consecutive updates were skipped.
+            MsrlError: Too many consecutive updates were skipped.
         """
         assert self.wrapped is not None and self.settings.optimizer is not None, (
             "built without an optimizer"
@@ -244,9 +247,12 @@ class ModelReplica:
         """Run Megatron's schedule over the micro-batches, with a backward pass if `is_training`.
 
         Args:
-            finish: receives the model's output on the last stage. gives_hidden: the output is
-            `HiddenStates` in place of logits. references: the reference model's distribution for
-            each micro-batch; empty where the loss needs none.
+            micro_batches: Micro-batches of this data-parallel rank.
+            finish: Function that receives the model's output on the last stage.
+            is_training: Run backward passes, too.
+            gives_hidden: The output is `HiddenStates` in place of logits.
+            references: Distribution of the reference model for each micro-batch, or empty if the
+                loss needs none.
 
         Returns:
             The values of `finish` for each micro-batch on the last stage, nothing on other stages.
@@ -268,7 +274,7 @@ class ModelReplica:
         chunks = (
             self.wrapped
             if is_training and self.wrapped is not None
-            else pipeline.chunks_of(self.model)
+            else pipeline.virtual_stages(self.model)
         )
         with torch.set_grad_enabled(is_training):
             values = pipeline.run(
@@ -318,8 +324,9 @@ class ModelReplica:
     def _loss(
         self, finish: Finish, batch: DeviceBatch, output: Output
     ) -> tuple[Tensor, Tensor, Values]:
-        """Return (loss, token count, values), the form that Megatron's schedules take; the count is
-        not used.
+        """Return (loss, token count, values), as Megatron's schedules require.
+
+        They do not use the count.
         """
         no_count = torch.zeros((), dtype=torch.int, device=self.position.device)
         result = finish(output, batch)
@@ -330,8 +337,9 @@ class ModelReplica:
     def mean_metrics(
         self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int
     ) -> dict[str, float]:
-        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`, on every
-        pipeline stage.
+        """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`.
+
+        All pipeline stages get them.
         """
         means: list[dict[str, float]] = [{}]
         if self.position.is_last_stage:

@@ -24,8 +24,10 @@ from msrl.types import ChatFormat
 
 @dataclass(frozen=True, slots=True)
 class Layout(ParallelLayout):
-    """Parallel layout of a training: the sizes of `ParallelLayout`, sequence parallelism (`sp`),
-    and context parallelism over `cp` ranks.
+    """Parallel layout of a training.
+
+    It has the sizes of `ParallelLayout`, sequence parallelism (`sp`), and context parallelism over
+    `cp` ranks.
     """
 
     sp: bool = False
@@ -33,15 +35,15 @@ class Layout(ParallelLayout):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that train one copy of the model; the remaining factor of the world size
-        is data parallel.
+        """Number of ranks that train one copy of the model.
+
+        The remaining factor of the world size is data parallelism.
         """
         return self.ranks_per_replica(self.cp)
 
 
 def sequence_multiple(layout: Layout, shape: Shape) -> int:
-    """Return the divisor of every micro-batch's token count: sequence parallelism splits the tokens
-    over ranks.
+    """Return the divisor of every micro-batch's token count for sequence parallelism.
 
     Megatron's mixtures of experts require sequence parallelism wherever there is tensor
     parallelism.
@@ -62,12 +64,10 @@ class ReplicaSettings:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    logit_chunk: int | None = (
-        None  # positions whose logits exist at once; None: all positions of a micro-batch
-    )
-    max_skipped: int = (
-        3  # consecutive updates with a gradient that is not finite; the last one ends the run
-    )
+    # Positions whose logits exist at once; None: all positions of a micro-batch.
+    logit_chunk: int | None = None
+    # Consecutive updates with a gradient that is not finite; the last one ends the run.
+    max_skipped: int = 3
     bad_batch_dir: Path | None = None  # folder for the batch of that last update
 
 
@@ -81,8 +81,9 @@ def critic_settings(
     max_skipped: int = 3,
     bad_batch_dir: Path | None = None,
 ) -> ReplicaSettings:
-    """Return the settings of a critic, which trains all but the bias of its head: transformers'
-    score heads have none.
+    """Return the settings of a critic, which trains all parameters except the bias of its head.
+
+    Score heads of transformers have no bias.
     """
     return ReplicaSettings(
         model=model,
@@ -98,8 +99,7 @@ def critic_settings(
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """Settings of a training rank: values that all its replicas share, and the settings of each
-    replica.
+    """Settings of a training rank: values shared by its replicas, and settings of each replica.
 
     With adapters (`policy.lora`) the reference is the policy without them, and `reference` stays
     None.
@@ -113,10 +113,8 @@ class RankSettings:
     policy: ReplicaSettings
     reference: ReplicaSettings | None = None
     critic: ReplicaSettings | None = None
-    reward_models: Mapping[str, ReplicaSettings] = field(
-        default_factory=dict[str, ReplicaSettings]
-    )  # by the name of the reward source
-    deterministic: bool = False  # refuse operations whose result may differ from run to run
-    chat: ChatFormat | None = (
-        None  # chat format of the training data, stored beside the checkpoints
-    )
+    # By the name of the reward source.
+    reward_models: Mapping[str, ReplicaSettings] = field(default_factory=dict[str, ReplicaSettings])
+    deterministic: bool = False  # refuse operations whose results may differ between runs
+    # Chat format of the training data, stored next to the checkpoints.
+    chat: ChatFormat | None = None

@@ -71,8 +71,9 @@ class ValueModelReplica(ModelReplica):
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step over this data-parallel rank's micro-batches; see
-        `ModelReplica.update`.
+        """Run one optimizer step over this data-parallel rank's micro-batches.
+
+        See `ModelReplica.update`.
         """
         return self.update(
             micro_batches,
@@ -84,7 +85,7 @@ class ValueModelReplica(ModelReplica):
 
 def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
     assert isinstance(output, Tensor)
-    return batch.whole(output.squeeze(-1).float())
+    return batch.gather(output.squeeze(-1).float())
 
 
 def _minimize(

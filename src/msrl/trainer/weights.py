@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of this pipeline stage, one Megatron tensor at a time, on
-    the first rank of the stage.
+    """Yield (Hugging Face name, tensor) of this pipeline stage on its first rank.
+
+    Tensors come one Megatron tensor at a time.
 
     Every rank must exhaust the iterator, which is empty on all but the first rank of a stage. The
     vocabulary comes without its padding. A tied output layer is not yielded, since Hugging Face
@@ -34,9 +35,7 @@ def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same with experts one by one, even where Hugging Face stacks those of a layer in
-    one tensor.
-    """
+    """Yield the same with separate experts, even where Hugging Face stacks those of a layer."""
     weights = megatron.named_weights(replica.model)
     placed = [
         each
@@ -86,9 +85,7 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def _experts(
     replica: ModelReplica, weights: Mapping[str, Tensor], placed: Sequence[StageTensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the experts of a stage: the first expert of every rank, then the second of every rank,
-    and so on.
-    """
+    """Yield the experts of a stage: the first of every rank, then the second of every rank, etc."""
     group, size = groups.expert_group(), replica.position.layout.etp_size
     elsewhere = _experts_by_name(replica)
     for each in placed:
@@ -99,8 +96,9 @@ def _experts(
 
 
 def _experts_by_name(replica: ModelReplica) -> dict[str, list[Rule]]:
-    """Return, by a name inside a rank, the rules of that name on the ranks of each group of
-    experts, in their order.
+    """Return the rules on the ranks of each group of experts, by their name inside a rank.
+
+    The rules are in the order of the groups.
     """
     layout, rules = replica.position.layout, dict[str, list[Rule]]()
     for number in range(layout.ep):

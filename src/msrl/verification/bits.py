@@ -76,9 +76,8 @@ def require_equal_copies(
         raise MsrlError(
             f"{where}: {len(unequal)} tensors differ between ranks that hold copies of them: "
             f"{unequal[0].ranks} (by up to {_largest_difference(unequal[0]):.1e}). The ranks "
-            "diverged "
-            "in training, or a file belongs to another checkpoint. "
-            "To use the copies of the first rank, run reshard with --no-verify."
+            "diverged in training, or a file belongs to another checkpoint. To use the copies of "
+            "the first rank, run reshard with --no-verify."
         )
 
 

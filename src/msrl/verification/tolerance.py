@@ -1,5 +1,4 @@
-"""Tolerances of the verification, by family: differences of the logits of transformers and
-Megatron.
+"""Tolerances of the verification by family, for logits of transformers and Megatron.
 
 Both sides compute in float32. The numbers in the reasons are the largest differences of the
 families' small random models on two tensor-parallel ranks, with logits of standard deviation 1.2,

@@ -1,0 +1,1 @@
+"""Workflows of the commands: the only place where the packages below meet."""

@@ -1,5 +1,4 @@
-"""Workflow of `msrl preprocess`: convert rows of text to indexed files of token ids with a
-manifest.
+"""Workflow of `msrl preprocess`: convert rows of text to indexed files with a manifest.
 
 Rows become conversations, then token ids. Several worker processes tokenize batches of rows; the
 results are written in the order of the rows.

@@ -1,5 +1,6 @@
-"""Sizes and checksums of the files of a checkpoint: recorded when the files are written, compared
-before a training resumes.
+"""Sizes and checksums of a checkpoint's files.
+
+They are recorded when the files are written and compared before a training resumes.
 
 A record is {"bytes": size, "crc32": of the whole file}, or {"bytes": size, "sha256": digest of the
 zip records}, which `checkpoint/torch_files` computes for files of weights. Light to import.

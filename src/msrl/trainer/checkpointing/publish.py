@@ -1,5 +1,4 @@
-"""Writing of a checkpoint after the ranks have synchronized: every rank writes its part, the first
-one publishes the checkpoint.
+"""Writing of a checkpoint: every rank writes its files, then the first rank publishes it.
 
 Nothing here communicates with other ranks, so it may run beside the training. The first rank finds
 the parts by the lists that their writers leave in the staged folder. A checkpoint is flushed to
@@ -54,13 +53,11 @@ def critic_file(at: Coords) -> str:
 def critic_weights(folder: Path, at: Coords) -> dict[str, Tensor]:
     """Return the weights of the critic in a rank's file, by name; views of the file."""
     with safe_open(folder / critic_file(at), "pt") as file:
-        return beginning(file, f"{WEIGHT}.")
+        return tensors_with_prefix(file, f"{WEIGHT}.")
 
 
-def beginning(file: Any, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of an open safetensors file whose names begin with `prefix`, by the rest
-    of their names.
-    """
+def tensors_with_prefix(file: Any, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): file.get_tensor(name)
         for name in file.keys()  # noqa: SIM118 - not a mapping
@@ -82,31 +79,32 @@ def _staged_training(root: Path, step: int) -> Path:
 
 
 def prepare_folders(root: Path, step: int) -> None:
-    """Create empty folders for the parts, and remove the incomplete ones that killed runs left."""
+    """Create empty folders for the files, and remove incomplete folders of killed runs."""
     for folder in (mcore.staging_dir(root, step), _staged_training(root, step)):
-        for half in (folder, *folder.parent.glob(".iter_*.partial")):
-            shutil.rmtree(half, ignore_errors=True)
+        for incomplete in (folder, *folder.parent.glob(".iter_*.partial")):
+            shutil.rmtree(incomplete, ignore_errors=True)
         folder.mkdir(parents=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Model and optimizer state that the first of the ranks with the same shard writes for all of
-    them.
+    """Model and optimizer state of a shard.
+
+    Only the first of the ranks with the same shard writes it.
     """
 
     folder: str  # of the rank, as `mcore.rank_folder` names it
     weights: Mapping[str, Tensor]
     args: argparse.Namespace
-    states: Mapping[
-        str, dict[str, Tensor]
-    ]  # by file name: optimizer state, and the critic with its weights
+    # By file name: optimizer state, and the critic with its weights.
+    states: Mapping[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Part of a checkpoint that one rank writes: its random-number states, and on writers weights
-    and optimizer states.
+    """Files that one rank writes.
+
+    They hold its random-number states and, on writers, weights and optimizer states.
     """
 
     root: Path
@@ -116,11 +114,9 @@ class RankFiles:
     weights: Weights | None = None
 
     def write(self) -> None:
-        """Write the files of the part, then the list of them."""
-        staged, visible = (
-            _staged_training(self.root, self.step),
-            training_dir(self.root, self.step).relative_to(self.root),
-        )
+        """Write the files, then the list of them."""
+        staged = _staged_training(self.root, self.step)
+        visible = training_dir(self.root, self.step).relative_to(self.root)
         tensors = {random_file(self.rank): self.random_states}
         records: dict[str, Record] = {}
         if self.weights is not None:
@@ -131,10 +127,10 @@ class RankFiles:
             records[str(visible / name)] = record_file(staged / name)
         write_text(staged / _part_file(self.rank), json.dumps(records))
 
-    def _write_model(self, mine: Weights) -> dict[str, Record]:
-        inside = Path(mine.folder, mcore.FILE)
+    def _write_model(self, model: Weights) -> dict[str, Record]:
+        inside = Path(model.folder, mcore.FILE)
         path = mcore.staging_dir(self.root, self.step) / inside
-        written = mcore.write_rank_file(path, mine.weights, mine.args, self.step)
+        written = mcore.write_rank_file(path, model.weights, model.args, self.step)
         flush_to_disk(path)
         name = mcore.iteration_dir(self.root, self.step).relative_to(self.root) / inside
         return {str(name): {"bytes": written.num_bytes, "sha256": written.sha256}}
@@ -152,7 +148,7 @@ class SavedModel:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Publication of the parts of all ranks as a checkpoint.
+    """Publication of the files of all ranks as a checkpoint.
 
     `state` are the contents of `state.json` besides the files.
     """
@@ -167,15 +163,16 @@ class Publication:
     chat: ChatFormat | None = None  # chat format of the trained model
 
     def publish(self) -> None:
-        """Make the checkpoint visible once all parts are written: the state for a resume first, the
-        model and its tracker last.
+        """Make the checkpoint visible once all ranks have written their files.
+
+        The state for a resume becomes visible first, the model and its tracker last.
         """
         staged, final = _staged_training(self.root, self.step), training_dir(self.root, self.step)
         records = self._records(staged)
         write_text(staged / STATE, with_checksum({**self.state, "files": records}))
         flush_to_disk(staged)
         self._place_sidecars()
-        # The model's folder first, so that the rest is never taken for complete.
+        # Remove the model's folder first, so that the remainder is never read as complete.
         shutil.rmtree(mcore.iteration_dir(self.root, self.step), ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
@@ -199,19 +196,20 @@ class Publication:
         return dict(sorted(records.items()))
 
     def _place_sidecars(self) -> None:
-        """Copy config, tokenizer and pass-through tensors atomically, since existing checkpoints
-        need them all the time.
+        """Copy config, tokenizer and pass-through tensors atomically.
+
+        Existing checkpoints need them at all times.
         """
-        place = self.root / mcore.SIDECAR
+        sidecar = self.root / mcore.SIDECAR
         is_needed = any(self.root.glob("iter_*"))
-        if place.exists() and (is_needed or self.hf_dir.resolve() == place.resolve()):
+        if sidecar.exists() and (is_needed or self.hf_dir.resolve() == sidecar.resolve()):
             return
-        staged = place.with_name(f".{place.name}.partial")
+        staged = sidecar.with_name(f".{sidecar.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)
         copy_sidecars(self.hf_dir, staged, getattr(torch, self.model.dtype), self.chat)
         write_pass_through(self.hf_dir, staged, self.model.shape)
-        shutil.rmtree(place, ignore_errors=True)
-        staged.rename(place)
+        shutil.rmtree(sidecar, ignore_errors=True)
+        staged.rename(sidecar)
 
     def _manifest_entry(self, records: Mapping[str, Record]) -> dict[str, Any]:
         files = {
@@ -226,8 +224,10 @@ class Publication:
         return {**entry, "adapters_only": True} if self.model.is_adapters else entry
 
     def _prune(self) -> None:
-        """Remove surplus checkpoints; the model's folder first, so that the rest is never taken for
-        complete.
+        """Remove surplus checkpoints.
+
+        The model's folder is removed first, so that the remainder is never read as a complete
+        checkpoint.
         """
         for step in self.retention.surplus(self.root, self.step):
             shutil.rmtree(mcore.iteration_dir(self.root, step))

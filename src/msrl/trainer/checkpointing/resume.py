@@ -1,12 +1,11 @@
 """Folders of a training's checkpoints, resume checks, and retention. Light to import.
 
     <save>/iter_0000010/, <save>/hf/, ...   the model's weights, in the format of `checkpoint/mcore`
-    <save>/training/iter_0000010/           our state: optimizer per parameter, random-number
-    states, the step
+    <save>/training/iter_0000010/           training state: optimizer, random numbers, step
 
-A checkpoint is complete if both folders exist (each is written beside its place and renamed, the
-model's last) and every file matches its size and checksum in `state.json`, which covers the weights
-and itself.
+A checkpoint is complete if both folders exist and every file matches its size and checksum in
+`state.json`, which covers the weights and itself. Each folder is written under a temporary name and
+renamed, the model's last.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from msrl.files import why_not_writable
 from msrl.trainer.checkpointing.integrity import damages, has_checksum, read_with_checksum
 
 STATE = "state.json"
-_OURS = frozenset(
+# Names that msrl writes; the last one belongs to a run's folder.
+_KNOWN_NAMES = frozenset(
     ("training", "hf", "latest_checkpointed_iteration.txt", "msrl_manifest.json", "attempts.jsonl")
-)  # the last one: of a run's folder
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,7 @@ class SavedTraining:
         )
 
     def damage(self) -> str | None:
-        """Read every file; return a line on what is missing or damaged, or None if the checkpoint
-        is complete.
-        """
+        """Read every file; return a line on the first problem, or None if there is none."""
         if not (self.training_dir / STATE).is_file():
             return f"{self.training_dir / STATE} is missing"
         try:
@@ -79,8 +77,10 @@ class SavedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Checkpoints to keep: the `newest` ones (None: all) while they total at most `max_bytes`, and
-    always the newest one and `best`.
+    """Checkpoints to keep.
+
+    These are the `newest` ones (None: all) while they total at most `max_bytes`, and always the
+    newest one and `best`.
     """
 
     newest: int | None = None
@@ -140,9 +140,8 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
     """Check that a training that starts from `resume` can save into `root`.
 
     Raises:
-        MsrlError: the folder cannot be written, or it holds other files, checkpoints of another
-        training, or checkpoints of steps that the
-            training would write again.
+        MsrlError: The folder cannot be written, or it holds other files, checkpoints of another
+            training, or checkpoints of steps that the training would write again.
     """
     reason = why_not_writable(root)
     if reason is not None:
@@ -154,27 +153,27 @@ def check_room(root: Path, resume: SavedTraining | None) -> None:
     start_step = resume.step if resume else 0
     is_same_root = resume is not None and resume.root.resolve() == root.resolve()
     replaced = resume.skipped if resume and is_same_root else ()
-    others = [
+    conflicting = [
         step
         for step in _iterations(root)
         if not (is_same_root and step <= start_step) and step not in replaced
     ]
-    if others:
-        raise MsrlError(_conflict(root, resume, others))
+    if conflicting:
+        raise MsrlError(_conflict(root, resume, conflicting))
 
 
-def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -> str:
+def _conflict(root: Path, resume: SavedTraining | None, conflicting: Sequence[int]) -> str:
     """Return the message on checkpoints under `root` that the training must not replace."""
-    steps = ", ".join(map(str, others))
+    steps = ", ".join(map(str, conflicting))
     present, them = (
         (f"the checkpoint of step {steps}", "it")
-        if len(others) == 1
+        if len(conflicting) == 1
         else (f"the checkpoints of steps {steps}", "them")
     )
     if not saved_steps(root):
         problem = "without the training state that a resume needs"
         remedy = f"Start from {them} with checkpoint.load: {root} and another checkpoint.save"
-    elif resume is not None and others[0] <= resume.step:
+    elif resume is not None and conflicting[0] <= resume.step:
         problem = f"of another training than the resumed one in {resume.root}"
         remedy = "Set checkpoint.save to another folder"
     else:
@@ -185,15 +184,16 @@ def _conflict(root: Path, resume: SavedTraining | None, others: Sequence[int]) -
 
 
 def _refuse_other_files(root: Path) -> None:
-    """Raise MsrlError if the folder holds files and none that a training or conversion writes;
-    hidden files are ignored.
+    """Raise MsrlError if the folder holds files, but none of a training or conversion.
+
+    Hidden files are ignored.
     """
     names = (
         sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
         if root.is_dir()
         else []
     )
-    if names and not any(name in _OURS or name.startswith("iter_") for name in names):
+    if names and not any(name in _KNOWN_NAMES or name.startswith("iter_") for name in names):
         raise MsrlError(
             f"checkpoint.save={root}: the folder holds other files ({names[0]}). Set it to a new "
             "or empty folder."
@@ -207,7 +207,7 @@ def resume_from(resume: str, root: Path) -> tuple[SavedTraining | None, tuple[st
     of checkpoints: its newest complete one. A folder of one iteration: that one.
 
     Raises:
-        MsrlError: there is no complete checkpoint; for `auto` only if there are damaged ones.
+        MsrlError: There is no complete checkpoint; for `auto` only if there are damaged ones.
     """
     if resume == "none":
         return None, ()

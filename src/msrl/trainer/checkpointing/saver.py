@@ -1,5 +1,7 @@
-"""Checkpoint saves of one rank: immediate, or by a thread from copies in the machine's memory while
-the training continues.
+"""Checkpoint saves of one rank, immediate or in the background.
+
+A background save is done by a thread, from copies in the machine's memory, while the training
+continues.
 
 At most one save is in progress; the next one waits for it. An error of the thread is raised by the
 next call.
@@ -34,12 +36,8 @@ class Saver:
     def __init__(
         self, rank: TrainingRank, root: Path, hf_dir: Path, *, in_background: bool
     ) -> None:
-        self._rank, self._root, self._hf_dir, self._in_background = (
-            rank,
-            root,
-            hf_dir,
-            in_background,
-        )
+        self._rank, self._root, self._hf_dir = rank, root, hf_dir
+        self._in_background = in_background
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[SavedTraining] = []
@@ -63,7 +61,7 @@ class Saver:
 
     def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         self._join()
-        part, publication = checkpoints.begin(
+        files, publication = checkpoints.begin(
             self._rank,
             self._root,
             step,
@@ -72,15 +70,16 @@ class Saver:
             retention=retention,
             keeps_copy=True,
         )
-        # A daemon, so that a rank that fails does not wait for the parts of others.
+        # A daemon thread, so that a rank that fails does not wait for files of other ranks.
         self._thread = threading.Thread(
-            target=self._write, args=(part, publication), name=f"save {step}", daemon=True
+            target=self._write, args=(files, publication), name=f"save {step}", daemon=True
         )
         self._thread.start()
 
     def finished(self, *, must_wait: bool = False) -> list[SavedTraining]:
-        """Return the saves finished since the last call: complete checkpoints on the first rank,
-        parts of them on the others.
+        """Return the saves finished since the last call.
+
+        On the first rank these are complete checkpoints, on others the files of the rank.
 
         With `must_wait`, wait for the save in progress. Raises MsrlError, or the exception that
         ended the save.
@@ -91,26 +90,27 @@ class Saver:
         return finished
 
     def end(self) -> None:
-        """Wait for the save in progress when a run ends in the middle of a step, so that it is
-        complete before any rank leaves.
+        """Wait for the save in progress when a run ends in the middle of a step.
 
-        All ranks must call it. An error of this rank's part is raised before the ranks synchronize,
-        since the first rank still waits for that part.
+        No rank may leave before it is complete.
+
+        All ranks must call it. An error of this rank is raised before the ranks synchronize, since
+        the first rank still waits for the files of this rank.
         """
         self._join()
         self._rank.any_rank(False)
 
-    def _write(self, part: RankFiles, publication: Publication | None) -> None:
+    def _write(self, files: RankFiles, publication: Publication | None) -> None:
         try:
-            part.write()
+            files.write()
             if publication is not None:
                 publication.publish()
         except _FAILURES as error:
-            self._error = self._failed(part.step, error)
+            self._error = self._failed(files.step, error)
         except BaseException as error:
             self._error = error
         else:
-            self._finished.append(SavedTraining(self._root, part.step))
+            self._finished.append(SavedTraining(self._root, files.step))
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -122,6 +122,6 @@ class Saver:
     def _failed(self, step: int, error: Exception) -> MsrlError:
         return MsrlError(
             f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier "
-            "checkpoints are complete."
-            " Free disk space or set another folder, then resume with --resume auto."
+            "checkpoints are complete. Free disk space or set another folder, then resume with "
+            "--resume auto."
         )

@@ -31,11 +31,11 @@ from msrl.trainer.checkpointing.publish import (
     RankFiles,
     SavedModel,
     Weights,
-    beginning,
     critic_file,
     optimizer_file,
     prepare_folders,
     random_file,
+    tensors_with_prefix,
 )
 from msrl.trainer.checkpointing.resume import KEEP_ALL, Retention, SavedTraining
 from msrl.trainer.model.build import named_weights
@@ -61,8 +61,8 @@ def save(
 
     `extra` is the workflow's state (JSON); `hf_dir` has config and tokenizer.
     """
-    part, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
-    part.write()
+    files, publication = begin(rank, root, step, extra, hf_dir=hf_dir, retention=retention)
+    files.write()
     dist.barrier()
     if publication is not None:
         publication.publish()
@@ -80,8 +80,9 @@ def begin(
     retention: Retention,
     keeps_copy: bool = False,
 ) -> tuple[RankFiles, Publication | None]:
-    """Collect the state of all ranks; return this rank's part of the checkpoint and, on the first
-    rank, its publication.
+    """Collect the state of all ranks.
+
+    Returns the files of this rank and, on the first rank, the publication of the checkpoint.
 
     With `keeps_copy` neither refers to tensors that training changes.
     """
@@ -92,10 +93,10 @@ def begin(
     if is_first:
         prepare_folders(root, step)
     dist.barrier()
-    part = _part(rank, root, step, keeps_copy=keeps_copy)
+    files = _rank_files(rank, root, step, keeps_copy=keeps_copy)
     updates = [optimizer_state.num_updates(replica) for replica in trained]
     if not is_first:
-        return part, None
+        return files, None
     policy, layout = rank.policy, rank.settings.layout
     frozen = list(policy.settings.freeze)
     state = {
@@ -110,14 +111,15 @@ def begin(
     model = SavedModel(
         policy.shape, layout, rank.settings.dtype, is_adapters=policy.adapters is not None
     )
-    return part, Publication(
+    return files, Publication(
         root, step, dist.get_world_size(), state, model, hf_dir, retention, rank.settings.chat
     )
 
 
-def _part(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
-    """Return what this rank writes; the first of the ranks that hold the same shard writes it for
-    all of them.
+def _rank_files(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) -> RankFiles:
+    """Return the files that this rank writes.
+
+    Weights are written by the first of the ranks that hold the same shard.
     """
     position = rank.position
     states = {optimizer_file(position.coords): _states(rank.policy)}
@@ -144,9 +146,8 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
         vars(args).update(
             lora_r=lora.rank, lora_alpha=lora.alpha, lora_target_modules=list(lora.targets)
         )
-        vars(args).update(
-            load=str(policy.settings.model.absolute())
-        )  # the base model, which the checkpoint does not contain
+        # The base model, which the checkpoint does not contain.
+        vars(args).update(load=str(policy.settings.model.absolute()))
     return args
 
 
@@ -168,8 +169,9 @@ def _weight_states(critic: ModelReplica) -> dict[str, Tensor]:
 
 
 def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, Any]:
-    """Restore everything but the policy's weights, which the rank has loaded, from a checkpoint of
-    any parallel layout. Returns `extra`.
+    """Restore the training from a checkpoint of any parallel layout and return `extra`.
+
+    The rank has loaded the policy's weights before.
 
     Raises MsrlError if frozen parameters or the presence of a critic differ from the saved
     training.
@@ -195,8 +197,7 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
         before = list(state.get("freeze", []))
         raise MsrlError(
             f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the "
-            "same value, or start a new training from"
-            " its weights with checkpoint.load."
+            "same value, or start a new training from its weights with checkpoint.load."
         )
     if (rank.critic is None) != ("critic" not in state):
         saved_critic, own_critic = (
@@ -204,8 +205,8 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
         )
         raise MsrlError(
             f"algo.advantage.estimator: {saved.training_dir} was trained with {saved_critic}, and "
-            f"this training {own_critic}. Set the same"
-            " estimator, or start a new training from its weights with checkpoint.load."
+            f"this training {own_critic}. Set the same estimator, or start a new training from its "
+            "weights with checkpoint.load."
         )
 
 
@@ -227,22 +228,22 @@ def _saved_states(
     kinds: Sequence[str],
 ) -> dict[str, dict[str, Tensor]]:
     """Return this rank's tensors by kind and name, from the files of all saved ranks."""
-    cut = ParallelLayout.from_json(saved.state()["cut"])
-    files = {at: safe_open(saved.training_dir / file_name(at), "pt") for at in cut.ranks()}
+    layout = ParallelLayout.from_json(saved.state()["cut"])
+    files = {at: safe_open(saved.training_dir / file_name(at), "pt") for at in layout.ranks()}
     states: dict[str, dict[str, Tensor]] = {}
     for kind in kinds:
-        shards = {at: _shard(replica, cut, at, file, kind) for at, file in files.items()}
+        shards = {at: _shard(replica, layout, at, file, kind) for at, file in files.items()}
         if replica.adapters is not None:
-            states[kind] = replica.adapters.reshard(cut, shards, str(saved.training_dir))
+            states[kind] = replica.adapters.reshard(layout, shards, str(saved.training_dir))
             continue
         source = ShardedSource(
-            replica.shape, cut, shards, saved.root / mcore.SIDECAR, str(saved.training_dir)
+            replica.shape, layout, shards, saved.root / mcore.SIDECAR, str(saved.training_dir)
         )
         states[kind] = dict(source.local_tensors(replica.position.layout, replica.position.coords))
     return states
 
 
-def _restore_random(position: RankPosition, saved: SavedTraining, cut: ParallelLayout) -> None:
+def _restore_random(position: RankPosition, saved: SavedTraining, layout: ParallelLayout) -> None:
     """Restore the states of this rank's random-number generators.
 
     A rank that the saved layout did not have and a device of another kind keep the states of their
@@ -250,11 +251,11 @@ def _restore_random(position: RankPosition, saved: SavedTraining, cut: ParallelL
     the same numbers, and the saved states are of ranks without copies.
     """
     path = saved.training_dir / random_file(dist.get_rank())
-    if cut.tp != position.layout.tp or not path.is_file():
+    if layout.tp != position.layout.tp or not path.is_file():
         return
     with safe_open(path, "pt") as file:
         torch.set_rng_state(file.get_tensor("rng"))
-        of_device, tracked = beginning(file, _DEVICE), beginning(file, _TRACKED)
+        of_device, tracked = tensors_with_prefix(file, _DEVICE), tensors_with_prefix(file, _TRACKED)
     if position.platform.name in of_device:
         position.platform.set_random_state(of_device[position.platform.name])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
@@ -267,8 +268,10 @@ def _sizes(states: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _random_states(platform: Platform) -> dict[str, Tensor]:
-    """Return the states of torch's generator, of the device's where it is another, and of
-    Megatron's for numbers that differ by rank.
+    """Return the states of all random-number generators.
+
+    These are torch's generator, the device's if it has a separate one, and Megatron's for numbers
+    that differ by rank.
     """
     own = platform.random_state()
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
@@ -282,15 +285,17 @@ def _random_states(platform: Platform) -> dict[str, Tensor]:
 
 
 def _shard(
-    replica: ModelReplica, cut: ParallelLayout, at: Coords, file: Any, kind: str
+    replica: ModelReplica, layout: ParallelLayout, at: Coords, file: Any, kind: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of a kind in one rank's file; parameters without a state (frozen, biases
-    of experts) are zeros without memory.
+    """Return the tensors of a kind in one rank's file.
+
+    Parameters without a state (frozen ones, biases of experts) are zeros without memory.
     """
-    stored = beginning(file, f"{kind}.")
+    stored = tensors_with_prefix(file, f"{kind}.")
     has_biases = replica.shape.moe is not None and replica.shape.moe.expert_bias
     is_all_trained = not replica.settings.freeze and not has_biases
     if replica.adapters is not None or is_all_trained:
         return stored
-    planned = rank_plan(replica.shape, cut, at, replica.shape.padded_vocab_size(cut.tp)).tensors
+    padded = replica.shape.padded_vocab_size(layout.tp)
+    planned = rank_plan(replica.shape, layout, at, padded).tensors
     return {name: stored.get(name, torch.zeros(()).expand(size)) for name, size in planned.items()}

@@ -56,9 +56,8 @@ def _attend(
         factor = head_dim**-0.5 if scale is None else scale
         explicit = partial(_explicit_attention, scale=factor, softcap=softcap, sinks=sinks)
         return _in_blocks(explicit, query, key, value, window, first)
-    if (
-        width < head_dim
-    ):  # torch's fused kernels need one width; its fallback stores all attention weights
+    if width < head_dim:
+        # torch's fused kernels need equal widths; its fallback stores all attention weights.
         value = F.pad(value, (0, head_dim - width))
         return _attend(query, key, value, scale, window, None, None, first)[..., :width]
     if window is None and first == 0:
@@ -134,9 +133,8 @@ def _explicit_attention(
 ) -> Tensor:
     """Compute attention with softcap or sinks, which torch's kernels lack.
 
-    Softcap is from Gemma 2 (arXiv:2408.00118, section 2); for sinks see `Attention`.
-
-    The backward pass recomputes the scores instead of storing them.
+    Softcap is from Gemma 2 (arXiv:2408.00118, section 2); for sinks see `Attention`. The backward
+    pass recomputes the scores instead of storing them.
     """
     inputs = query, key, value, visible, scale, softcap, sinks
     return cast(
@@ -300,10 +298,8 @@ def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 class CoreAttention(MegatronModule):
     """Core attention module of a layer, between the projections.
 
-    Megatron's layer spec creates it with Megatron's arguments.
-
-    `traits` are the model's; `layer` is the number of its layer in the model, counted from 0 over
-    all pipeline stages.
+    Megatron's layer spec creates it with Megatron's arguments. `traits` are those of the model;
+    `layer` is the number of the layer in the model, counted from 0 over all pipeline stages.
     """
 
     def __init__(

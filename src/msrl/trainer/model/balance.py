@@ -1,5 +1,4 @@
-"""Balance of a mixture's experts while it trains: a load-balancing loss, a loss of large router
-logits, and biases that move.
+"""Load balancing of experts: a load-balancing loss, a router z-loss, and updated biases.
 
 Both losses are sums over tokens with a global denominator, so they do not depend on how the batch
 is split over ranks or passes. Padding counts for nothing, and every layer of experts adds its own
@@ -31,8 +30,9 @@ from msrl.types import MicroBatch
 
 
 def aux_loss_coef(settings: RouterConfig, moe: Moe) -> float:
-    """Return the coefficient of the load-balancing loss, which may be that of the model's
-    config.json.
+    """Return the coefficient of the load-balancing loss.
+
+    The default is that of the model's config.json.
     """
     return (
         (moe.aux_loss_coef or 0.0) if settings.aux_loss_coef == "model" else settings.aux_loss_coef
@@ -40,13 +40,14 @@ def aux_loss_coef(settings: RouterConfig, moe: Moe) -> float:
 
 
 def balances_experts(settings: RouterConfig, moe: Moe) -> bool:
-    """Return True if the settings ask for a loss or for moving biases."""
+    """Return True if the settings enable a loss or updates of biases."""
     return bool(aux_loss_coef(settings, moe) or settings.z_loss_coef or settings.bias_update_rate)
 
 
 class ExpertBalance:
-    """Balance of the experts of one model on this rank; its routers call `_add_losses` in training
-    passes.
+    """Balance of the experts of one model on this rank.
+
+    Its routers call `_add_losses` in training passes.
     """
 
     def __init__(
@@ -58,12 +59,10 @@ class ExpertBalance:
         for number, router in enumerate(self._routers):
             router.hook = functools.partial(self._add_losses, number)
         self._num_tokens = 1.0
-        self._sums = torch.zeros(
-            2, device=device
-        )  # balance loss and z-loss, over layers and tokens of this rank
-        self._load = torch.zeros(
-            len(self._routers), moe.num_experts, device=device
-        )  # tokens of this rank that went to each expert
+        # Balance loss and z-loss, over layers and tokens of this rank.
+        self._sums = torch.zeros(2, device=device)
+        # Tokens of this rank per expert.
+        self._load = torch.zeros(len(self._routers), moe.num_experts, device=device)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step over this data-parallel rank's micro-batches. All ranks must call it."""
@@ -75,8 +74,9 @@ class ExpertBalance:
         self._load.zero_()
 
     def expert_groups(self, batch: MicroBatch, packed: PackedSequences) -> Tensor:
-        """Return which of this rank's tokens belong to which group, [n, G] bool; padding belongs to
-        none.
+        """Return which of this rank's tokens belong to which group, [n, G] bool.
+
+        Padding belongs to no group.
         """
         numbers = np.repeat(np.arange(len(batch.cu_seqlens) - 1), np.diff(batch.cu_seqlens))
         if self.settings.aux_loss_over == "micro_batch":
@@ -88,10 +88,9 @@ class ExpertBalance:
             rows = packed.context.rows
             group_numbers = torch.where(rows >= 0, group_numbers[rows.clamp(min=0)], -1)
         group = groups.tp_group()
-        mine = group_numbers.chunk(group.size())[
-            group.rank()
-        ]  # mixtures train under sequence parallelism
-        return (mine == torch.arange(num_groups, device=self.device)[:, None]).T
+        # Mixtures of experts train under sequence parallelism.
+        local = group_numbers.chunk(group.size())[group.rank()]
+        return (local == torch.arange(num_groups, device=self.device)[:, None]).T
 
     def _add_losses(
         self,
@@ -115,12 +114,12 @@ class ExpertBalance:
         return MoEAuxLossAutoScaler.apply(probs, (coefs * terms).sum())  # pyright: ignore[reportReturnType]
 
     def _imbalance(self, logits: Tensor, members: Tensor) -> Tensor:
-        """Return this rank's part of the sum over groups g of (tokens of g / T) E sum_i f_i P_i
-        (arXiv:2101.03961, section 2.2).
+        """Return this rank's part of the load-balancing loss.
 
-        f_i is the share of the group's choices that fell on expert i, chosen without biases. P_i is
-        the mean of its scores, which sum to 1 (DeepSeek V3, arXiv:2412.19437, equations 17 to 20,
-        whose alpha is `aux_loss_coef`).
+        The loss is the sum over groups g of (tokens of g / T) E sum_i f_i P_i (arXiv:2101.03961,
+        section 2.2). f_i is the share of the group's choices that fell on expert i, chosen without
+        biases. P_i is the mean of its scores, which sum to 1 (DeepSeek V3, arXiv:2412.19437,
+        equations 17 to 20, whose alpha is `aux_loss_coef`).
         """
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         scores = scores if self.moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -133,12 +132,11 @@ class ExpertBalance:
         return self.moe.num_experts * (shares * sums).sum() / self._num_tokens
 
     def end(self, *, is_skipped: bool) -> dict[str, float]:
-        """Move the biases, unless the update was skipped, and return the metrics.
-
-        All ranks must call it and get the same result.
+        """Update the biases, unless the update was skipped, and return the metrics.
 
         The metrics are the losses, averaged over layers and without their coefficients, and the
-        highest load of an expert in any layer as a multiple of the mean load.
+        highest load of an expert in any layer as a multiple of the mean load. All ranks must call
+        it and get the same result.
         """
         dist.all_reduce(self._sums)
         busiest = torch.zeros((), device=self.device)
@@ -150,7 +148,7 @@ class ExpertBalance:
             mean = self._load.mean(-1, keepdim=True)
             busiest = (self._load / mean.clamp(min=1e-9)).max()
             if not is_skipped:
-                self._move_biases(mean)
+                self._update_biases(mean)
         dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=groups.pp_group())
         aux, large = (self._sums / sum(self.moe.layers)).tolist()
         metrics = {"router_aux_loss": aux} if self._aux_loss_coef else {}
@@ -158,9 +156,10 @@ class ExpertBalance:
             metrics["router_z_loss"] = large
         return {**metrics, "busiest_expert": busiest.item()}
 
-    def _move_biases(self, mean: Tensor) -> None:
-        """Raise the biases of experts with fewer tokens than the mean, lower the others
-        (arXiv:2408.15664, algorithm 1).
+    def _update_biases(self, mean: Tensor) -> None:
+        """Raise the biases of experts with fewer tokens than the mean and lower the others.
+
+        Source: arXiv:2408.15664, algorithm 1.
         """
         if self.settings.bias_update_rate:
             for router, load, average in zip(self._routers, self._load, mean, strict=True):

@@ -1,6 +1,4 @@
-"""Construction of Megatron's model from a Shape: its configuration, its layers, and the
-data-parallel wrapper.
-"""
+"""Construction of Megatron's model from a Shape: configuration, layers and wrapper."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
 from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
-from msrl.trainer.model.pipeline import Chunks, EmptyLayer, chunks_of
+from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple
 
@@ -180,11 +178,13 @@ def build_model(
     padded_vocab_size: int,
     recompute: RecomputeConfig = NO_RECOMPUTE,
 ) -> torch.nn.Module:
-    """Return this rank's shard of the model without weights: a PolicyModel, or `Chunks` of several
-    under virtual pipeline stages.
+    """Return this rank's shard of the model without weights.
 
-    Parameters have the names of `stage_tensors`. Raises MsrlError if Megatron's internals have
-    changed.
+    It is a PolicyModel, or `VirtualStages` if the rank has several virtual pipeline stages.
+    Parameters have the names of `stage_tensors`.
+
+    Raises:
+        MsrlError: Megatron's internals have changed.
     """
     check_seams_once()
     config = transformer_config(shape, layout, dtype, device, recompute)
@@ -193,11 +193,10 @@ def build_model(
         _build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size)
         for number, layers in enumerate(chunks)
     ]
-    model = models[0] if len(models) == 1 else Chunks(models)
+    model = models[0] if len(models) == 1 else VirtualStages(models)
     _mark_shards(model, shape, layout)
-    return (
-        model if device.type == "cpu" else model.to(device)
-    )  # weights without memory (see `streaming`) could not be moved
+    # Weights without memory (see `streaming`) cannot be moved.
+    return model if device.type == "cpu" else model.to(device)
 
 
 def _build_chunk(
@@ -208,8 +207,9 @@ def _build_chunk(
     layers: Sequence[int | None],
     padded_vocab_size: int,
 ) -> PolicyModel:
-    """Return one virtual stage of this rank; `layers` are the numbers of its layers in the model,
-    None an empty position.
+    """Return one virtual stage of this rank.
+
+    `layers` are the numbers of its layers in the model; None is an empty position.
     """
     is_first = parallel_state.is_pipeline_first_stage() and number == 0
     is_last = parallel_state.is_pipeline_last_stage() and number == num_chunks - 1
@@ -240,8 +240,9 @@ def _build_chunk(
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Make the embeddings require a gradient: Megatron's recomputation needs an input with one, and
-    frozen embeddings have none.
+    """Make the embeddings require a gradient.
+
+    Megatron's recomputation needs an input that requires one, and frozen embeddings do not.
     """
     return (
         output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
@@ -249,8 +250,9 @@ def _with_gradient(module: torch.nn.Module, inputs: object, output: Tensor) -> T
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that checkpoints hold: its parameters, and the saved buffers
-    (biases of experts).
+    """Return the tensors of a model that checkpoints contain.
+
+    These are its parameters and the saved buffers (biases of experts).
     """
     return {
         name: value
@@ -260,8 +262,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
-    """Mark the split parameters for Megatron's gradient norm: it marks them itself only where it
-    initializes them.
+    """Mark the split parameters for Megatron's gradient norm.
+
+    Megatron marks only the parameters that it initializes.
     """
     weights = named_weights(model)
     at = Coords(
@@ -282,17 +285,15 @@ def _mark_shards(model: torch.nn.Module, shape: Shape, layout: Layout) -> None:
 
 
 def mark_shard(parameter: Tensor, axis: int) -> None:
-    """Mark a parameter as split along `axis` over tensor-parallel ranks, or over the ranks of an
-    expert.
-    """
+    """Mark a parameter as split along `axis` over tensor-parallel ranks or ranks of an expert."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=axis, partition_stride=1)
 
 
 def mark_expert_copy(parameter: Tensor) -> None:
     """Mark a parameter that all shards of one expert hold a copy of.
 
-    Megatron would take it for a copy on all tensor-parallel ranks: it would sum the gradients of
-    different experts, and count only those of the first rank in the norm.
+    Otherwise Megatron would treat it as a copy on all tensor-parallel ranks: it would sum the
+    gradients of different experts, and count only those of the first rank in the norm.
     """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
     vars(parameter).update(
@@ -318,8 +319,9 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Seque
 
 
 def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataParallel]:
-    """Return Megatron's data-parallel wrapper of each virtual stage; it sums gradients, since
-    losses have global denominators.
+    """Return Megatron's data-parallel wrapper of each virtual stage.
+
+    It sums gradients, since losses have global denominators.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -327,7 +329,7 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         overlap_grad_reduce=platform.overlap_communication,
         check_for_nan_in_grad=False,
     )
-    chunks = cast("list[PolicyModel]", chunks_of(model))
+    chunks = cast("list[PolicyModel]", virtual_stages(model))
     config = chunks[0].config
     wrapped = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
@@ -341,14 +343,14 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
 
 
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Remove the hooks of `wrap`: they keep the model alive through autograd's nodes, which the
-    garbage collector does not see.
+    """Remove the hooks of `wrap`.
+
+    They keep the model alive through autograd's nodes, which the garbage collector does not see.
     """
     for chunk in wrapped:
         for node in cast("list[Any]", chunk.grad_accs):
-            hooks = node.register_hook(
-                lambda *gradients: None
-            ).hooks_dict_ref()  # all hooks of the node
+            # `hooks_dict_ref` returns all hooks of the node.
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()
             hooks.clear()
         chunk.grad_accs = []
 

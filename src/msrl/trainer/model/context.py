@@ -30,7 +30,7 @@ class ContextShare:
     lengths: tuple[int, ...]  # of the padded sequences, sum P
     rows: Tensor  # [n] position in the micro-batch of each of this rank's tokens; -1 for padding
     # [n] the same, but padding repeats the token before it, so that no untrained embedding is used
-    stand_ins: Tensor
+    clamped_rows: Tensor
     order: Tensor  # [P] index of each padded position in the concatenated tokens of all ranks
     inverse: Tensor  # [P] padded position of each of the concatenated tokens
 

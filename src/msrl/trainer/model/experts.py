@@ -1,10 +1,9 @@
-"""Mixtures of experts: our router, and the layer that passes it the groups of tokens whose load is
-balanced.
+"""Mixtures of experts: the router, and the layer that passes it the groups of tokens to balance.
 
 Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The
-choice of experts is ours and exact to the models' definitions. No load-balancing loss is added
-unless the training asks for it (`balance.py`): otherwise the router learns from the task alone, as
-in transformers without `output_router_logits`.
+choice of experts is msrl's and follows the models' definitions exactly. A load-balancing loss is
+added only if the training enables it (`balance.py`): otherwise the router learns from the task
+alone, as in transformers without `output_router_logits`.
 
 Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G
 groups of tokens.
@@ -74,8 +73,9 @@ def _in_chosen_groups(merit: Tensor, moe: Moe) -> Tensor:
 
 
 class Router(TopKRouter):
-    """Megatron's router with the choice of `choose_experts`; scores are computed in float32
-    whatever the dtype of the weights.
+    """Megatron's router with the choice of `choose_experts`.
+
+    Scores are computed in float32 for every dtype of the weights.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
-        self.hook: RouteHook | None = (
-            None  # of a training that balances experts (`balance.py`), set once
-        )
+        # Set once by a training that balances experts (`balance.py`).
+        self.hook: RouteHook | None = None
 
     def forward(
         self,
@@ -119,15 +118,15 @@ class Router(TopKRouter):
 
 
 class MixtureLayer(TransformerLayer):
-    """Megatron's transformer layer whose router gets the groups of tokens of the packed
-    micro-batch.
-    """
+    """Megatron's transformer layer with token groups of the packed micro-batch for the router."""
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Replace TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
-        only a padding mask to the router.
+        """Pass the token groups to the router.
+
+        Replaces TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
+        only a padding mask.
         """
         arguments["packed_seq_params"] = packed_seq_params
         attended, context = self._forward_attention(hidden_states, **arguments)
@@ -157,9 +156,8 @@ def _run_experts(
 class ExpertOutput(RowParallelLinear):
     """Second matrix of an expert.
 
-    Where an expert is split, each shard adds its share of the bias, since their outputs are summed.
-
-    The share has the gradient of the whole bias, so that the copies on the ranks stay equal.
+    If an expert is split, each shard adds a share of the bias, since their outputs are summed. The
+    share has the gradient of the full bias, so that the copies on the ranks stay equal.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

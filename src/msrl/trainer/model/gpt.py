@@ -1,5 +1,4 @@
-"""Megatron's GPT with the embedding scale, output layers and forward pass that our families and
-losses need.
+"""Megatron's GPT with msrl's embedding scale, output layers and forward pass.
 
 Letters: n tokens of a packed micro-batch on this rank (s of them after the split of sequence
 parallelism), M positions that the loss mask selects, P = M + padding, c channels, V columns of the
@@ -29,8 +28,7 @@ from msrl.trainer.model.padding import pad_tokens
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT whose last stage computes outputs only at the positions that the loss mask
-    selects.
+    """Megatron's GPT whose last stage computes outputs only at positions of the loss mask.
 
     The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and
     the treatment of output weights and logits.
@@ -54,7 +52,7 @@ class PolicyModel(GPTModel):
         """Run this stage.
 
         Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary
-        embeddings travel in `packed`.
+        embeddings are part of `packed`.
 
         Returns:
             Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P,
@@ -71,19 +69,16 @@ class PolicyModel(GPTModel):
         return self._hidden_states(padded) if gives_hidden else self._logits(padded)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [s, 1, c], scaled where the family scales them."""
+        """Return the embeddings [s, 1, c], scaled if the family scales them."""
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         scale = self._shape.embedding_scale
         if scale == 1:
             return embedded
-        return embedded * torch.tensor(
-            scale, dtype=embedded.dtype, device=embedded.device
-        )  # rounded like the weights
+        # The scale is rounded like the weights.
+        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, 1, c] of all tokens, from those that sequence parallelism
-        leaves on this rank.
-        """
+        """Return the hidden states [n, 1, c] of all tokens of a sequence-parallel group."""
         if not self.config.sequence_parallel:
             return hidden
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -101,7 +96,7 @@ class PolicyModel(GPTModel):
         return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)
 
     def _output_weight(self) -> Tensor | None:
-        """Return the weight that replaces the output layer's own; None: its own."""
+        """Return the weight to use in place of the output layer's weight; None for the latter."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -115,8 +110,9 @@ class PolicyModel(GPTModel):
 
 
 def _score_head(config: TransformerConfig) -> RowParallelLinear:
-    """Return MindSpeed's head of reward models: input channels are split over the tensor-parallel
-    ranks, all of which get the score.
+    """Return MindSpeed's head of reward models.
+
+    Input channels are split over the tensor-parallel ranks, all of which get the score.
     """
     plain = copy.copy(config)
     plain.sequence_parallel = False

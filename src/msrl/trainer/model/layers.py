@@ -79,9 +79,8 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         wide, normed = grads[0].float(), x.float() * scale
         product = (wide * normed).view(-1, x.shape[-1])
-        along = (
-            torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)
-        )  # mean over a row of (dL/dn) n
+        # Mean over a row of (dL/dn) n.
+        along = torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)
         grad = torch.addcmul(wide * weight, normed, along, value=-1).mul_(scale)
         return grad.to(x.dtype), product.sum(0).to(weight.dtype), None
 
@@ -89,9 +88,8 @@ class _RmsNorm(torch.autograd.Function):
 class _SwiGlu(torch.autograd.Function):
     """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor.
 
-    The backward pass needs only this tensor.
-
-    On CPU, both gradients are written directly into one tensor.
+    The backward pass needs only this tensor. On CPU, both gradients are written directly into one
+    tensor.
     """
 
     @staticmethod
@@ -146,9 +144,7 @@ class GatedMlp(MLP):
 class PostNormLayer(TransformerLayer):
     """Megatron's layer with norms of the outputs of attention and MLP.
 
-    They apply before an output is added to the residual.
-
-    The norms have MindSpeed's names.
+    They apply before an output is added to the residual. The norms have MindSpeed's names.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
-"""LoRA while training (arXiv:2106.09685): W x becomes W x + s B A x with s = alpha / r; W is
-frozen, A [r, in] and B [out, r] are trained.
+"""LoRA during training (arXiv:2106.09685).
+
+W x becomes W x + s B A x with s = alpha / r. W is frozen; A [r, in] and B [out, r] are trained.
 
 Under tensor parallelism a column-parallel layer has all of A and its own rows of B, a row-parallel
 one its own columns of A and all of B, as in the files of `checkpoint/adapters`; a replicated layer
@@ -43,9 +44,8 @@ from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer.model.build import mark_expert_copy, mark_shard
 
-Key = tuple[
-    str, str
-]  # Megatron's name of the base weight, with global layer numbers, and "A" or "B"
+# Megatron's name of the base weight, with global layer numbers, and "A" or "B".
+Key = tuple[str, str]
 
 
 class _Factor(torch.nn.Module):
@@ -63,22 +63,22 @@ class Adapted:
     linear: torch.nn.Module
     placed: StageTensor
 
-    def parameter(self, part: str) -> torch.nn.Parameter:
-        return getattr(self.linear, f"lora_{part}")["default"].weight
+    def parameter(self, factor: str) -> torch.nn.Parameter:
+        return getattr(self.linear, f"lora_{factor}")["default"].weight
 
-    def name(self, part: str) -> str:
+    def name(self, factor: str) -> str:
         """Return the name of a factor among the model's parameters."""
-        return factor_name(self.placed, part)
+        return factor_name(self.placed, factor)
 
 
-def factor_name(placed: StageTensor, part: str) -> str:
+def factor_name(placed: StageTensor, factor: str) -> str:
     """Return the name of the factor "A" or "B" of a weight among the model's parameters."""
-    return f"{placed.name.removesuffix('.weight')}.lora_{part}.default.weight"
+    return f"{placed.name.removesuffix('.weight')}.lora_{factor}.default.weight"
 
 
-def factor_layout(layout: Layout, part: str) -> Layout:
+def factor_layout(layout: Layout, factor: str) -> Layout:
     """Return the tensor layout of a factor, from that of the base weight."""
-    if part == "A":
+    if factor == "A":
         return layout if _is_row(layout) else Replicated()
     return Replicated() if _is_row(layout) else layout
 
@@ -95,7 +95,7 @@ class Adapters:
         self,
         model: torch.nn.Module,
         shape: Shape,
-        cut: ParallelLayout,
+        layout: ParallelLayout,
         at: Coords,
         settings: LoraConfig,
         seed: int,
@@ -112,7 +112,7 @@ class Adapters:
         modules = dict(model.named_modules())
         self.all = tuple(
             Adapted(modules[placed.name.removesuffix(".weight")], placed)
-            for placed in stage_tensors(shape, cut, at)
+            for placed in stage_tensors(shape, layout, at)
             if is_layer(placed.rule.mcore, placed.rule.hf, settings.targets)
         )
         self._by_name = {adapted.placed.name: adapted for adapted in self.all}
@@ -129,21 +129,21 @@ class Adapters:
         a = _initial(self.rank, whole_inputs, seed, placed.rule.mcore)
         a = layouts.split(factor_layout(placed.layout, "A"), a, placed.num_shards)[placed.shard]
         b = torch.zeros(base.shape[0], self.rank)
-        for part, value in (("A", a), ("B", b)):
+        for factor, value in (("A", a), ("B", b)):
             setattr(
                 linear,
-                f"lora_{part}",
+                f"lora_{factor}",
                 torch.nn.ModuleDict({"default": _Factor(value.to(base.device, base.dtype))}),
             )
-            _mark(adapted, part)
+            _mark(adapted, factor)
         self._mask(adapted)
-        linear.register_forward_hook(self._hook_of(placed))
+        linear.register_forward_hook(self._select_hook(placed))
 
-    def _hook_of(self, placed: StageTensor) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
+    def _select_hook(self, placed: StageTensor) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
         if placed.rule.expert is not None:
             return functools.partial(self._expert_hook, is_row=_is_row(placed.layout))
         if isinstance(placed.layout, Replicated):
-            return self._whole_hook
+            return self._replicated_hook
         return self._row_hook if _is_row(placed.layout) else self._column_hook
 
     def _mask(self, adapted: Adapted) -> None:
@@ -166,15 +166,13 @@ class Adapters:
         )
         parameter.register_hook(lambda grad: grad * mask)
 
-    def _dropped(
+    def _apply_dropout(
         self, linear: torch.nn.Module, x: Tensor, *, is_split: bool, draws: tuple[str, ...] = ()
     ) -> Tensor:
         """Apply dropout before A.
 
-        Ranks that hold different parts of x draw different numbers, from Megatron's generator of
-        that name.
-
-        `draws` is the name; the default is the generator of tensor-parallel ranks.
+        Ranks with different slices of x draw different numbers, from the generator of Megatron with
+        the name `draws`. The default is the generator of tensor-parallel ranks.
         """
         if not (self.settings.dropout and linear.training):
             return x
@@ -191,7 +189,8 @@ class Adapters:
             return output
         is_split = linear.config.sequence_parallel
         low = F.linear(
-            self._dropped(linear, inputs[0], is_split=is_split), linear.lora_A["default"].weight
+            self._apply_dropout(linear, inputs[0], is_split=is_split),
+            linear.lora_A["default"].weight,
         )
         low = (
             gather_from_sequence_parallel_region(low)
@@ -206,7 +205,7 @@ class Adapters:
         if not self._is_enabled:
             return output
         low = F.linear(
-            self._dropped(linear, inputs[0], is_split=True), linear.lora_A["default"].weight
+            self._apply_dropout(linear, inputs[0], is_split=True), linear.lora_A["default"].weight
         )
         reduce = (
             reduce_scatter_to_sequence_parallel_region
@@ -217,11 +216,11 @@ class Adapters:
             reduce(low), linear.lora_B["default"].weight
         ), output[1]
 
-    def _whole_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _replicated_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not self._is_enabled:
             return output
         low = F.linear(
-            self._dropped(linear, inputs[0], is_split=linear.config.sequence_parallel),
+            self._apply_dropout(linear, inputs[0], is_split=linear.config.sequence_parallel),
             linear.lora_A["default"].weight,
         )
         return output + self.scale * F.linear(low, linear.lora_B["default"].weight)
@@ -241,7 +240,7 @@ class Adapters:
             b = copy_to_tensor_model_parallel_region(b, linear.tp_group)
         else:
             a = copy_to_tensor_model_parallel_region(a, linear.tp_group)
-        x = self._dropped(
+        x = self._apply_dropout(
             linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),)
         )
         return output[0] + self.scale * F.linear(F.linear(x, a), b), output[1]
@@ -256,8 +255,9 @@ class Adapters:
             self._is_enabled = True
 
     def merged(self, name: str) -> Tensor | None:
-        """Return a base weight of this rank plus its adapter, added in float32; None for a weight
-        without one.
+        """Return a base weight of this rank plus its adapter, added in float32.
+
+        None for a weight without an adapter.
         """
         adapted = self._by_name.get(name)
         if adapted is None:
@@ -269,7 +269,9 @@ class Adapters:
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by name."""
         return {
-            adapted.name(part): adapted.parameter(part) for adapted in self.all for part in "AB"
+            adapted.name(factor): adapted.parameter(factor)
+            for adapted in self.all
+            for factor in "AB"
         }
 
     def load(self, root: Path, step: int) -> None:
@@ -284,73 +286,79 @@ class Adapters:
                 self.named()[name].copy_(value)
 
     def reshard(
-        self, cut: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str
+        self, layout: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str
     ) -> dict[str, Tensor]:
-        """Return this rank's shards of tensors that are named and split like adapters, from the
-        files of all ranks of a layout.
+        """Return this rank's shards of adapter-like tensors from the files of a layout's ranks.
+
+        The tensors have the names and shards of the adapters.
 
         Raises MsrlError if one is missing or has another shape.
         """
         shards: dict[Key, dict[int, Tensor]] = {}
         counts: dict[Key, int] = {}
         for at, tensors in files.items():
-            for placed in stage_tensors(self._shape, cut, at):
-                for part in "AB":
-                    if factor_name(placed, part) in tensors:
-                        key = (placed.rule.mcore, part)
+            for placed in stage_tensors(self._shape, layout, at):
+                for factor in "AB":
+                    if factor_name(placed, factor) in tensors:
+                        key = (placed.rule.mcore, factor)
                         shards.setdefault(key, {})[placed.shard] = tensors[
-                            factor_name(placed, part)
+                            factor_name(placed, factor)
                         ]
                         counts[key] = placed.num_shards
-        whole = {
-            key: [parts[shard] for shard in sorted(parts)]
-            for key, parts in shards.items()
-            if len(parts) == counts[key]
+        complete = {
+            key: [by_shard[shard] for shard in sorted(by_shard)]
+            for key, by_shard in shards.items()
+            if len(by_shard) == counts[key]
         }
-        mine = {a.name(part): _own(a.placed, part, whole, where) for a in self.all for part in "AB"}
+        local = {
+            adapted.name(factor): _own_shard(adapted.placed, factor, complete, where)
+            for adapted in self.all
+            for factor in "AB"
+        }
         for name, parameter in self.named().items():
-            if mine[name].shape != parameter.shape:
+            if local[name].shape != parameter.shape:
                 raise MsrlError(
-                    f"{where}: {name} is {list(mine[name].shape)}, but train.lora makes it "
-                    f"{list(parameter.shape)}"
+                    f"{where}: {name} has shape {list(local[name].shape)}, but train.lora requires "
+                    f"{list(parameter.shape)}. Set the values of train.lora of that training."
                 )
-        return mine
+        return local
 
 
-def _mark(adapted: Adapted, part: str) -> None:
+def _mark(adapted: Adapted, factor: str) -> None:
     """Mark for Megatron how a factor is split, and over which ranks its gradients are summed."""
     parameter, layout, linear = (
-        adapted.parameter(part),
-        factor_layout(adapted.placed.layout, part),
+        adapted.parameter(factor),
+        factor_layout(adapted.placed.layout, factor),
         cast("Any", adapted.linear),
     )
     is_split, is_expert = not isinstance(layout, Replicated), adapted.placed.rule.expert is not None
     vars(parameter).update(allreduce=not is_expert)
     if is_split:
-        mark_shard(parameter, int(part == "A"))
+        mark_shard(parameter, int(factor == "A"))
     elif is_expert:
         mark_expert_copy(parameter)
     else:
         vars(parameter).update(sequence_parallel=linear.config.sequence_parallel)
 
 
-def _own(
-    placed: StageTensor, part: str, shards: Mapping[Key, Sequence[Tensor]], where: str
+def _own_shard(
+    placed: StageTensor, factor: str, shards: Mapping[Key, Sequence[Tensor]], where: str
 ) -> Tensor:
     """Return a rank's shard of a factor, from all of its shards in another layout."""
-    sources = shards.get((placed.rule.mcore, part))
+    sources = shards.get((placed.rule.mcore, factor))
     if sources is None:
         raise MsrlError(
-            f"{where}: has no adapter of {placed.rule.mcore}; train.lora.targets must be those "
-            "that it was trained with"
+            f"{where}: no adapter of {placed.rule.mcore}. Set train.lora.targets to those of that "
+            "training."
         )
-    layout = factor_layout(placed.layout, part)
+    layout = factor_layout(placed.layout, factor)
     return layouts.split(layout, layouts.join(layout, sources), placed.num_shards)[placed.shard]
 
 
 def _initial(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """Return the initial A, [r, in], the same in every parallel layout: uniform in +-1 / sqrt(in),
-    as in PEFT.
+    """Return the initial A, [r, in]: uniform in +-1 / sqrt(in), as in PEFT.
+
+    It is the same in every parallel layout.
     """
     generator = torch.Generator(device="cpu").manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(inputs)

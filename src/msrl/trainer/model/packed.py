@@ -1,6 +1,4 @@
-"""A packed micro-batch as Megatron's layers see it: sequences one after the other, each with its
-own positions.
-"""
+"""Packed micro-batch of Megatron's layers: concatenated sequences, each with separate positions."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from msrl.trainer.model.context import ContextShare
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Description of a packed micro-batch for every layer; Megatron passes it on as
-    `packed_seq_params`.
+    """Description of a packed micro-batch, which Megatron passes as `packed_seq_params`.
 
     Letters: N tokens of the micro-batch, n of them on this rank, G groups of tokens among which the
     load of experts is balanced. `qkv_format` tells Megatron to leave queries as [N, 1, h, d]: the
@@ -28,16 +25,15 @@ class PackedSequences:
     interleaved: bool = False
     # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
     context: ContextShare | None = None
-    expert_groups: Tensor | None = (
-        None  # [n, G] bool, members of each group; None outside training passes (see `balance.py`)
-    )
+    # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
+    expert_groups: Tensor | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
 
 
-def of_rank(packed: PackedSequences, mine: ContextShare) -> PackedSequences:
-    """Return the packing of a whole micro-batch restricted to the tokens of this rank."""
-    rows = mine.stand_ins
+def select_share(packed: PackedSequences, share: ContextShare) -> PackedSequences:
+    """Return the packing of a full micro-batch restricted to the tokens of this rank."""
+    rows = share.clamped_rows
     return replace(
-        packed, lengths=mine.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=mine
+        packed, lengths=share.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=share
     )

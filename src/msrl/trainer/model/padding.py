@@ -18,8 +18,9 @@ from msrl import platforms
 
 @functools.cache
 def token_multiple(device: str, dtype: torch.dtype) -> int:
-    """Return the multiple that token counts are padded to on devices of a type (`cpu`, `cuda`,
-    ...); 1 for no padding.
+    """Return the multiple that token counts are padded to; 1 for no padding.
+
+    It depends on the type of the device (`cpu`, `cuda`, ...).
     """
     return platforms.get(device).token_multiple(dtype)
 

@@ -1,5 +1,4 @@
-"""Pipelines of virtual stages: the module that holds the stages of a rank, and the communication of
-activations and gradients.
+"""Pipelines of virtual stages: module of a rank's stages, and communication between ranks.
 
 Megatron's communicator sends activations and gradients through one process group. With two pipeline
 stages both directions connect the same pair of ranks, and messages are matched by their order
@@ -28,9 +27,10 @@ from msrl.types import MicroBatch
 _NUM_DIMENSIONS = 3  # [tokens, 1, hidden]
 
 
-class Chunks(torch.nn.Module):
-    """Virtual stages of a rank as one module; their parameters' names begin with `model0.`,
-    `model1.`, ...
+class VirtualStages(torch.nn.Module):
+    """Virtual stages of a rank as one module.
+
+    The names of their parameters begin with `model0.`, `model1.`, ...
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -39,9 +39,9 @@ class Chunks(torch.nn.Module):
             self.add_module(f"model{number}", model)
 
 
-def chunks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def virtual_stages(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the virtual stages of a rank's model; a list of the model itself if it has none."""
-    return list(model.children()) if isinstance(model, Chunks) else [model]
+    return list(model.children()) if isinstance(model, VirtualStages) else [model]
 
 
 class EmptyLayer(torch.nn.Module):
@@ -61,9 +61,7 @@ class EmptyLayer(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """Direction of a pipeline: its process group, and the ranks that this rank sends to and
-    receives from.
-    """
+    """Direction of a pipeline: process group, target rank and source rank of this rank."""
 
     group: dist.ProcessGroup
     target: int
@@ -98,8 +96,9 @@ class Links(P2PCommunicator):
         recv_next: bool,
         **_: object,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Send to and receive from both neighbors; shapes first, since micro-batches differ in
-        length.
+        """Send to and receive from both neighbors.
+
+        Shapes are exchanged first, since micro-batches differ in length.
 
         Overrides P2PCommunicator._communicate of megatron-core 0.16.1.
         """
@@ -167,21 +166,22 @@ def _groups(
     pipeline: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Create two more groups of the ranks of each pipeline; return this rank's."""
-    mine = dist.get_process_group_ranks(pipeline)
+    own_ranks = dist.get_process_group_ranks(pipeline)
     pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, mine)
+    dist.all_gather_object(pipelines, own_ranks)
     own: list[dist.ProcessGroup] = []
     for ranks in sorted({tuple(ranks) for ranks in pipelines}):
         for _ in range(2):
             group = dist.new_group(list(ranks), timeout=timeout)
-            if list(ranks) == mine:
+            if list(ranks) == own_ranks:
                 own.append(cast("dist.ProcessGroup", group))
     return own[0], own[1]
 
 
-def _groups_of_schedule() -> ProcessGroupCollection:
-    """Return the process groups that a schedule with its own communicator needs; the same that it
-    would look up.
+def _schedule_groups() -> ProcessGroupCollection:
+    """Return the process groups that a schedule with a custom communicator needs.
+
+    They are those that Megatron looks up by default.
     """
     collection: Any = ProcessGroupCollection()
     collection.tp = parallel_state.get_tensor_model_parallel_group()
@@ -204,11 +204,12 @@ def run(
     links: Links | None,
     forward_only: bool,
 ) -> list[Any]:
-    """Run Megatron's schedule over the numbered micro-batches; return the values of each on the
-    last stage.
+    """Run Megatron's schedule over the numbered micro-batches.
+
+    Returns the values of each on the last stage.
     """
     numbered = list(enumerate(batches))
-    own = {"p2p_communicator": links, "pg_collection": _groups_of_schedule()} if links else {}
+    own = {"p2p_communicator": links, "pg_collection": _schedule_groups()} if links else {}
     schedule: Any = get_forward_backward_func(pp_size, len(models) if len(models) > 1 else None)
     values = schedule(
         forward_step_func=forward_step,

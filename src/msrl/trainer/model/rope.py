@@ -1,5 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864): frequencies with all supported scalings,
-and the rotation.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with all supported scalings.
 
 Letters: N tokens of a packed micro-batch, h heads, d head size, r rotated channels of a head.
 """
@@ -27,8 +26,9 @@ def rope_frequencies(
     shape: Shape,
     num_positions: int = 0,  # length of the sequence; only `dynamic` scaling uses it
 ) -> Tensor:  # [r / 2] float32
-    """Return the angle per position of each pair of channels (section 3.2.2), scaled as in
-    transformers.
+    """Return the scaled angle per position of each channel pair (section 3.2.2).
+
+    The scaling is that of transformers.
     """
     scaling = shape.rope_scaling
     if isinstance(scaling, DynamicRopeScaling):
@@ -60,8 +60,9 @@ def _dynamic_theta(shape: Shape, scaling: DynamicRopeScaling, num_positions: int
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Reduce the low frequencies and interpolate the middle ones (`rope_type: llama3` of Llama
-    3.1).
+    """Reduce the low frequencies and interpolate the middle ones.
+
+    This is `rope_type: llama3` of Llama 3.1.
     """
     context = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
@@ -76,11 +77,10 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, shape: Shape, scaling: YarnRopeScaling) -> Tensor:
-    """Reduce the frequencies of channels with fewer than `beta_slow` rotations in the original
-    length.
+    """Reduce the frequencies of channels with few rotations in the original length.
 
-    Channels with more than `beta_fast` rotations keep their frequencies; those in between are
-    interpolated linearly.
+    Channels with fewer than `beta_slow` rotations have their frequency divided by the factor, those
+    with more than `beta_fast` keep it, and those in between are interpolated linearly.
     """
     channels = shape.rotated_channels
 
@@ -141,7 +141,7 @@ class RotaryTable:
             tables = [
                 self._table(rope_frequencies(self._shape, length), length) for length in lengths
             ]
-            cos, sin = (torch.cat(parts) for parts in zip(*tables, strict=True))
+            cos, sin = (torch.cat(rows) for rows in zip(*tables, strict=True))
         else:
             if longest > len(self._cos):
                 self._grow(1 << (longest - 1).bit_length())

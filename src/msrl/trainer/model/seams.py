@@ -1,8 +1,8 @@
 """Internals of megatron-core 0.16.1 that msrl overrides or calls, with the parameters it relies on.
 
-They are no public interface, so another version may change them. `check_seams` compares signatures
-once, when the first model is built; a wrapper that hides its signature, as MindSpeed's patches do,
-passes.
+They are not public, so another version may change them. `check_seams` compares signatures once,
+when the first model is built. It accepts wrappers that hide their signature, such as MindSpeed's
+patches.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class Seam:
 
     function: Callable[..., Any]
     parameters: tuple[str, ...]
-    used_by: str  # the place in msrl
+    used_by: str  # file of msrl
 
     def is_intact(self) -> bool:
-        """Return True if the function has these parameters, in this order, before any others with
-        defaults.
-        """
+        """Return True if the function has these parameters first, and others only with defaults."""
         actual = inspect.signature(self.function).parameters
         if any(
             parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -98,8 +96,7 @@ def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
     if changed:
         raise MsrlError(
             f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of "
-            f"{', '.join(changed)}."
-            f" Install megatron-core {VERSION}."
+            f"{', '.join(changed)}. Install megatron-core {VERSION}."
         )
 
 

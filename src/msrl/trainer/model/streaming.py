@@ -1,5 +1,6 @@
-"""Forward passes of a model that is larger than memory: every layer reads its weights when it runs
-and frees them after it.
+"""Forward passes of a model larger than memory.
+
+Every layer reads its weights when it runs and frees them afterwards.
 
 A model is any torch module, from transformers or Megatron. Only one decoder layer, the embedding or
 the output layer is in memory, in one allocation: freeing the many small tensors of a mixture of
@@ -57,10 +58,8 @@ def parameters_without_memory() -> Iterator[None]:
 def stream_weights(model: nn.Module, fill: Fill) -> None:
     """Let `model` read its parameters by name, in float32, when it runs.
 
-    It holds none before and after.
-
-    This does not cover a parameter that is used outside the module that owns it (Megatron's tied
-    output layer): see `layerwise`.
+    It holds none before and after. This does not cover a parameter that is used outside the module
+    that owns it (Megatron's tied output layer): see `layerwise`.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -75,9 +74,7 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 
 def _streamed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the decoder layers and all modules outside of them that own parameters, with their
-    names.
-    """
+    """Yield the names and modules of decoder layers and of all other parameter owners."""
     lists: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.endswith("layers"):

@@ -57,8 +57,9 @@ def micro_batches(
 
 
 def loss_token_counts(sequences: Sequences) -> list[int]:
-    """Return the number of loss tokens of each sequence; its first token is not predicted and never
-    counts.
+    """Return the number of loss tokens of each sequence.
+
+    The first token is not predicted and never counts.
     """
     return [int(mask[1:].sum()) for mask in sequences.loss_masks]
 
@@ -69,8 +70,9 @@ def num_loss_tokens(sequences: Sequences) -> int:
 
 
 def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None) -> Sequences:
-    """Return the sequences of one update with the field `weights`: the factor of each token's loss
-    for the aggregation over all of them.
+    """Return the sequences of one update with the field `weights`.
+
+    It holds the factor of each token's loss for the aggregation over all sequences.
 
     Raises ValueError if no sequence has a loss token.
     """
@@ -83,8 +85,9 @@ def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None
 
 
 def filler(length: int, token: int = 0) -> MicroBatch:
-    """Return a micro-batch of `length` times a token, which a rank runs only to keep pace with
-    others; its loss is zero.
+    """Return a micro-batch of `length` equal tokens with a loss of zero.
+
+    A rank runs it only to keep pace with others.
     """
     ids = np.full(length, token, np.int64)
     return MicroBatch(

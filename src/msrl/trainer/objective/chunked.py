@@ -1,5 +1,6 @@
-"""Log-probabilities from hidden states, one logit chunk at a time: the logits of a micro-batch
-never exist all at once.
+"""Log-probabilities from hidden states, one logit chunk at a time.
+
+The logits of a micro-batch never exist all at once.
 
 Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one
 more product with the output weights. Letters: M positions, c channels, V vocabulary columns of this
@@ -29,21 +30,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         softcap: float | None,
         other: Distribution | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        parts: list[tuple[Tensor | None, ...]] = []
+        results: list[tuple[Tensor | None, ...]] = []
         for start, (h, ids) in zip(
             range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True
         ):
-            logits = made_logits(h, weight, softcap)
+            logits = compute_logits(h, weight, softcap)
             measured = measure(logits, ids, columns)
             divergence = (
-                columns.divergence(logits, measured[2], other.part(slice(start, start + len(h))))
+                columns.divergence(logits, measured[2], other.select(slice(start, start + len(h))))
                 if other
                 else None
             )
-            parts.append((*measured, divergence))
+            results.append((*measured, divergence))
             del logits  # free them before the next chunk
         logprobs, entropy, normalizer, divergence = (
-            _joined(column) for column in zip(*parts, strict=True)
+            _concatenate(column) for column in zip(*results, strict=True)
         )
         assert logprobs is not None
         ctx.save_for_backward(hidden, weight, labels, normalizer, entropy, divergence)
@@ -62,17 +63,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         start = 0
         for h, ids in _chunks(ctx.num_rows, hidden, labels):
             rows = slice(start, start + len(h))
-            logits = made_logits(h, weight, ctx.softcap)
-            slope = (
-                None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
-            )  # derivative of the cap, from its output
-            mine, *slopes = [None if x is None else x[rows] for x in per_row]
-            other = ctx.other.part(rows) if ctx.other else None
+            logits = compute_logits(h, weight, ctx.softcap)
+            # Derivative of the softcap, from its output.
+            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
+            own_entropy, *slopes = [None if x is None else x[rows] for x in per_row]
+            other = ctx.other.select(rows) if ctx.other else None
             gradient_in_place(
                 logits,
                 ids,
                 normalizer[rows],
-                mine,
+                own_entropy,
                 ctx.columns,
                 slopes[0],
                 slopes[1],
@@ -101,12 +101,12 @@ def _chunks(num_rows: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
 
 
-def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    tensors = [part for part in parts if part is not None]
+def _concatenate(chunks: tuple[Tensor | None, ...]) -> Tensor | None:
+    tensors = [chunk for chunk in chunks if chunk is not None]
     return torch.cat(tensors) if tensors else None
 
 
-def made_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     """Return the logits of a few rows: hidden @ weight^T, capped if the model has a cap."""
     logits = torch.mm(hidden, weight.t())
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -132,7 +132,8 @@ def chunked_logprobs(
     softcap: float | None = None,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T (capped: softcap *
-    tanh(logits / softcap)).
+    """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T.
+
+    With `softcap`, the logits are softcap * tanh(logits / softcap).
     """
     return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msrl.trainer import groups
 from msrl.trainer.model import context
-from msrl.trainer.model.packed import PackedSequences, of_rank
+from msrl.trainer.model.packed import PackedSequences, select_share
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.objective.logprobs import Distribution
 from msrl.types import MicroBatch
@@ -26,39 +26,44 @@ from msrl.types import MicroBatch
 class DeviceBatch:
     """Inputs of a pass and of its loss.
 
-    The model's inputs are those of this rank, the loss's fields those of the whole micro-batch.
+    The model's inputs are those of this rank, the loss's fields those of the full micro-batch.
     """
 
     tokens: Tensor  # [1, n]
     packed: PackedSequences
     mask: Tensor  # [n]
     labels: Tensor  # [m]
-    rows: (
-        Tensor | None
-    )  # [m] index of each among the M positions; None without context parallelism, where m = M
+    # [m] index of each among the M positions; None without context parallelism, where m = M.
+    rows: Tensor | None
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
-    reference: Distribution | None = (
-        None  # of the reference model at the m positions, for an exact divergence
-    )
+    # Of the reference model at the m positions, for an exact divergence.
+    reference: Distribution | None = None
 
-    def whole(self, values: Tensor) -> Tensor:
-        """Return the [M, ...] values of all ranks from the [m, ...] of this one, so that
-        context-parallel ranks compute the same loss.
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the [M, ...] values of all ranks from the [m, ...] of this one.
+
+        Context-parallel ranks then compute the same loss.
 
         The gradient of a position goes back to the rank that computes it.
         """
-        return values if self.rows is None else _Whole.apply(values, self.rows, len(self.sequences))  # pyright: ignore[reportReturnType]
+        return (
+            values
+            if self.rows is None
+            else _GatherPositions.apply(values, self.rows, len(self.sequences))
+        )  # pyright: ignore[reportReturnType]
 
 
-class _Whole(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
+    """Gather of all context-parallel ranks' values in micro-batch order."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(rows)
-        whole = values.new_zeros((count, *values.shape[1:]))
-        whole[rows] = values
-        dist.all_reduce(whole, group=groups.cp_group())
-        return whole
+        gathered = values.new_zeros((count, *values.shape[1:]))
+        gathered[rows] = values
+        dist.all_reduce(gathered, group=groups.cp_group())
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -92,14 +97,14 @@ def to_device(
         return DeviceBatch(
             tokens[None], packed, mask, labels[mask], None, sequences, fields, reference
         )
-    mine = context.share(packed.lengths, groups.cp_group(), multiple, device)
-    is_there, at = mine.rows >= 0, mine.stand_ins
-    selected = at[mask[at] & is_there]
+    share = context.share(packed.lengths, groups.cp_group(), multiple, device)
+    is_token, at = share.rows >= 0, share.clamped_rows
+    selected = at[mask[at] & is_token]
     numbering = mask.cumsum(0) - 1
     return DeviceBatch(
         tokens=tokens[at][None],
-        packed=of_rank(packed, mine),
-        mask=mask[at] & is_there,
+        packed=select_share(packed, share),
+        mask=mask[at] & is_token,
         labels=labels[selected],
         rows=numbering[selected],
         sequences=sequences,

@@ -11,16 +11,18 @@ import functools
 import torch
 
 from msrl.trainer.model.outputs import HiddenStates
-from msrl.trainer.objective.chunked import made_logits
+from msrl.trainer.objective.chunked import compute_logits
 from msrl.trainer.objective.logprobs import Distribution, VocabColumns
 
 
 def reference_distribution(output: HiddenStates, columns: VocabColumns) -> Distribution:
-    """Return the distribution at m positions: their hidden states on the host and their
-    normalizers. Logits are made R rows at a time.
+    """Return the distribution at m positions.
+
+    It has their hidden states on the host and their normalizers; logits are computed R rows at a
+    time.
     """
     project = functools.partial(
-        made_logits, weight=output.output_weight.detach(), softcap=output.softcap
+        compute_logits, weight=output.output_weight.detach(), softcap=output.softcap
     )
     hidden = output.values.detach()
     normalizers = [columns.normalizer(project(rows)) for rows in hidden.split(columns.rows_at_once)]

@@ -1,5 +1,4 @@
-"""Log-probabilities, entropies and divergences from logits whose vocabulary is split over
-tensor-parallel ranks.
+"""Log-probabilities, entropies and divergences of vocabulary-parallel logits.
 
 Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are
 processed R at a time, probabilities are recomputed in the backward pass, and the gradient
@@ -22,31 +21,31 @@ _LEAST = torch.finfo(torch.float32).min  # maximum over no columns
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Distribution of another model at the same positions, stored as its last hidden states; logits
-    are recomputed, R rows at a time.
+    """Distribution of another model at the same positions, stored as its last hidden states.
+
+    Logits are recomputed, R rows at a time.
     """
 
     hidden: Tensor  # [M, c], on any device
-    project: Callable[
-        [Tensor], Tensor
-    ]  # [R, c] -> [R, V]: logits of this rank's part of the vocabulary
-    normalizer: Tensor  # [M], log of the sum over the whole vocabulary of exp(logits / temperature)
+    project: Callable[[Tensor], Tensor]  # [R, c] -> [R, V], logits of this rank's vocabulary shard
+    normalizer: Tensor  # [M], log of the sum of exp(logits / temperature) over the full vocabulary
 
     def logprobs(self, rows: slice, columns: VocabColumns) -> Tensor:  # [R, V], float32
-        """Return the log-probabilities of this rank's part of the vocabulary."""
+        """Return the log-probabilities of this rank's vocabulary shard."""
         return columns.shifted(
             self.project(self.hidden[rows].to(self.normalizer.device)), self.normalizer[rows]
         )
 
-    def part(self, rows: slice) -> Distribution:
+    def select(self, rows: slice) -> Distribution:
         """Return the distribution at some of the positions."""
         return Distribution(self.hidden[rows], self.project, self.normalizer[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class VocabColumns:
-    """Columns of softmax(logits / temperature) on this rank: token ids from `first` on, the first
-    `num_valid` of which are no padding.
+    """Columns of softmax(logits / temperature) on this rank.
+
+    They are the token ids from `first` on; those after the first `num_valid` are padding.
     """
 
     first: int
@@ -56,8 +55,8 @@ class VocabColumns:
     with_entropy: bool
     group: dist.ProcessGroup
 
-    def parts(self, num_rows: int) -> Iterator[slice]:
-        """Return the rows in groups of R; none if this rank holds only padding."""
+    def row_slices(self, num_rows: int) -> Iterator[slice]:
+        """Return slices of R rows each; none if this rank holds only padding."""
         starts = range(0, num_rows, self.rows_at_once) if self.num_valid else ()
         return (slice(start, min(start + self.rows_at_once, num_rows)) for start in starts)
 
@@ -65,19 +64,20 @@ class VocabColumns:
         """Return logits / temperature - by, of [R, V] and [R], as a new float32 tensor."""
         return torch.add(-by[:, None], logits[:, : self.num_valid], alpha=1 / self.temperature)
 
-    def place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the column of each label, [M, 1], and True where this rank holds it, [M]."""
         local = labels - self.first
         is_here = (local >= 0) & (local < self.num_valid)
         return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
 
     def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) of x = logits / temperature
-        on this rank, [M] each.
+        """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) on this rank, [M] each.
+
+        Here x = logits / temperature.
         """
         top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
         top.fill_(_LEAST)
-        for rows in self.parts(len(logits)):
+        for rows in self.row_slices(len(logits)):
             top[rows] = logits[rows, : self.num_valid].amax(-1).float() / self.temperature
             shifted = self.shifted(logits[rows], top[rows])
             grown = shifted.exp() if self.with_entropy else shifted.exp_()
@@ -87,7 +87,7 @@ class VocabColumns:
         return top, total, weighted
 
     def normalizer(self, logits: Tensor) -> Tensor:
-        """Return the log of the sum of exp(logits / temperature) over the whole vocabulary, [M]."""
+        """Return the log of the sum of exp(logits / temperature) over the full vocabulary, [M]."""
         top, total, _ = self.sums(logits)
         highest = self.all_reduce(top.clone(), dist.ReduceOp.MAX)
         return highest + self.all_reduce(total * (top - highest).exp(), dist.ReduceOp.SUM).log()
@@ -95,7 +95,7 @@ class VocabColumns:
     def divergence(self, logits: Tensor, normalizer: Tensor, other: Distribution) -> Tensor:
         """Return the sum over the vocabulary of p (log p - log q), [M]."""
         total = torch.zeros_like(normalizer)
-        for rows in self.parts(len(logits)):
+        for rows in self.row_slices(len(logits)):
             surprise = self.shifted(logits[rows], normalizer[rows])
             ratio = other.logprobs(rows, self).neg_().add_(surprise)
             total[rows] = surprise.exp_().mul_(ratio).sum(-1)
@@ -110,19 +110,20 @@ class VocabColumns:
 def measure(
     logits: Tensor, labels: Tensor, columns: VocabColumns
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the log-probability of each label, the entropy if `columns` wants it, and the log
-    normalizer: [M], equal on all ranks.
+    """Return log-probability of each label, entropy and log normalizer, [M], equal on all ranks.
+
+    The entropy is None unless `columns` requests it.
     """
     top, total, weighted = columns.sums(logits)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
     # Rescale from the maximum of this rank to the maximum of all ranks.
     below = top - highest
     scale = below.exp()
-    local, is_here = columns.place(labels)
-    mine = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
-    picked = (mine - highest).masked_fill_(~is_here, 0.0)
-    parts = torch.stack((total * scale, picked, (weighted + total * below) * scale))
-    total, picked, weighted = columns.all_reduce(parts, dist.ReduceOp.SUM)
+    local, is_here = columns.locate(labels)
+    at_label = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
+    picked = (at_label - highest).masked_fill_(~is_here, 0.0)
+    sums = torch.stack((total * scale, picked, (weighted + total * below) * scale))
+    total, picked, weighted = columns.all_reduce(sums, dist.ReduceOp.SUM)
     log_total = total.log()
     entropy = log_total - weighted / total if columns.with_entropy else None
     return picked - log_total, entropy, highest + log_total
@@ -137,18 +138,19 @@ def gradient_in_place(
     for_logprobs: Tensor | None,  # [M]
     for_entropy: Tensor | None,  # [M]
     for_divergence: Tensor | None = None,  # [M]
-    divergence: Tensor | None = None,  # [M], from `Columns.divergence`
+    divergence: Tensor | None = None,  # [M], from `VocabColumns.divergence`
     other: Distribution | None = None,
 ) -> None:
-    """Overwrite the logits with their gradient, given the gradients of log-probabilities, entropies
-    and divergences.
+    """Overwrite the logits with their gradient.
+
+    It follows from the gradients of log-probabilities, entropies and divergences.
     """
-    local, is_here = columns.place(labels)
+    local, is_here = columns.locate(labels)
     slope = (
         torch.zeros_like(normalizer) if for_logprobs is None else for_logprobs / columns.temperature
     )
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
-    for rows in columns.parts(len(logits)):
+    for rows in columns.row_slices(len(logits)):
         surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
         # With respect to a logit, the derivative of the entropy is -p (log p + H), and that of the
         # divergence is p (log p - log q - D).
@@ -197,7 +199,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logits, None, None, None
 
 
-def columns_of(
+def make_columns(
     width: int,
     *,
     vocab_size: int,
@@ -223,12 +225,13 @@ def columns_of(
 
 def vocab_parallel_logprobs(
     logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
-    labels: Tensor,  # [M], token ids of the whole vocabulary
+    labels: Tensor,  # [M], token ids of the full vocabulary
     columns: VocabColumns,
     other: Distribution | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
-    """Return log-probabilities, entropies and divergences of p = softmax(logits / temperature) over
-    the unpadded vocabulary.
+    """Return log-probabilities, entropies and divergences over the unpadded vocabulary.
+
+    The distribution is p = softmax(logits / temperature).
 
     Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face
     model.

@@ -23,7 +23,7 @@ from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLo
 from msrl.algorithms.value import value_loss
 
 Sums = dict[str, Tensor]
-_MEANS = ("kl", "entropy")  # reported as means over tokens, whatever the aggregation
+_MEANS = ("kl", "entropy")  # reported as means over tokens for every aggregation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,8 @@ class Outputs:
     logprobs: Tensor  # [M] of the labels
     sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
     entropy: Tensor | None = None  # [M] if the loss needs it
-    divergence: Tensor | None = (
-        None  # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it
-    )
+    # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it.
+    divergence: Tensor | None = None
 
 
 class Loss(Protocol):
@@ -72,7 +71,9 @@ class SftLoss:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good
+    """Policy loss with KL, likelihood and entropy terms.
+
+    It is rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good
     samples - entropy_coef * entropy.
 
     Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and
@@ -104,8 +105,10 @@ class PolicyLoss:
     def __call__(
         self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
     ) -> tuple[Tensor, Sums]:
-        """Return the loss and its metrics: `policy_loss`, `sft_loss` and `loss` as aggregated, all
-        others as means over tokens.
+        """Return the loss and its metrics.
+
+        `policy_loss`, `sft_loss` and `loss` are aggregated like the loss, all others are means over
+        tokens.
         """
         mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
         before = fields.get("old_logprobs", outputs.logprobs.detach())
@@ -166,8 +169,9 @@ class PolicyLoss:
     def _corrected(
         self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor
     ) -> tuple[Tensor, Sums]:
-        """Return factors of the policy loss that correct for the mismatch with the rollout engine,
-        and its metrics.
+        """Return factors that correct the policy loss for the mismatch, and their metrics.
+
+        The mismatch is between trainer and rollout engine.
         """
         if "sampler_logprobs" not in fields:
             return torch.ones_like(before), {}
@@ -188,8 +192,9 @@ class ValueLoss:
     def __call__(
         self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int
     ) -> tuple[Tensor, Sums]:
-        """Return the loss and its metrics; `values` and the fields `old_values` and `returns` are
-        [M].
+        """Return the loss and its metrics.
+
+        `values` and the fields `old_values` and `returns` are [M].
         """
         tokens = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
         sums = {name: numbers.sum() for name, numbers in tokens.stats.items()}
@@ -209,13 +214,14 @@ def required_arguments(
 
 
 def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
-    """Return the movement of the policy since the rollout: r - 1 - log r, unbiased for KL(old ||
-    new).
+    """Return the change of the policy since the rollout: r - 1 - log r.
+
+    It is an unbiased estimate of KL(old || new).
     """
     log_ratio = tokens.token_log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {"ppo_kl": log_ratio.exp() - 1.0 - log_ratio}
 
 
 def _required(values: Tensor | None) -> Tensor:
-    assert values is not None, "needs_divergence asks for it"
+    assert values is not None, "needs_divergence requests it"
     return values

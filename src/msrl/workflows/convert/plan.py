@@ -73,8 +73,9 @@ def show(config: Config) -> None:
 def file_rows(
     shape: Shape, target: McoreTarget, plan: Plan, save: Path
 ) -> Iterator[tuple[str, list[TensorSpec]]]:
-    """Every file with weights, relative to `save`, and what it holds; in the type that the config
-    names unless the target has another.
+    """Yield every file with weights, relative to `save`, and its tensors.
+
+    Their type is that of the config unless the target has another.
     """
     if not target.distributed:
         for rank in plan.ranks:

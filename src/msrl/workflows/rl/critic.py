@@ -19,7 +19,7 @@ from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
-from msrl.workflows.rl.worker_groups import TrainerGroup
+from msrl.workflows.training.trainer_group import TrainerGroup
 
 
 class CriticUpdater:

@@ -6,12 +6,10 @@ rollouts and losses of a run are bit-identical with and without it. P prompts, n
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -23,72 +21,35 @@ from msrl.rewards.score import Scorer, Scores, Source
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import SamplingParams, ScoredGroup, StepReport
+from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
-from msrl.workflows.rl.worker_groups import EngineGroup
-from msrl.workflows.training.best import Best, best_state
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
 
 
-class Evaluator:
-    """Evaluator of the `eval` section. Its state is the best evaluation so far."""
+class RolloutEvaluator:
+    """Evaluator of the `eval` section."""
 
-    def __init__(
-        self,
-        job: RLSetup,
-        engines: EngineGroup,
-        scorer: Scorer,
-        log: RolloutLog,
-        state: Mapping[str, Any],
-    ) -> None:
-        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
+    is_loss = False
+
+    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, log: RolloutLog) -> None:
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval
         self._judge = judge(job.config)
         self._sampling = eval_sampling(job.config, job.sampling)
-        self.best, self._last_step = Best.of(state), None
 
-    def state(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint."""
-        return best_state(self.best)
-
-    def at_start(self) -> StepReport:
-        """Evaluate and return the report of step 0.
-
-        Step 0 has no checkpoint, so it is never the best step.
-        """
-        return self._add_evaluation(StepReport(0, {}))
-
-    def after(self, report: StepReport) -> StepReport:
-        """Return the report of a step, with an evaluation if one is due."""
+    def is_due(self, step: int) -> bool:
+        """Return True every `eval.every_steps` steps and, if it is set, after the last step."""
         every = self._section.every_steps
-        if every is None or (report.step % every and report.step != self._job.num_steps):
-            return report
-        report = self._add_evaluation(report)
-        value = report.metrics.get("eval/pass@1", report.metrics["eval/reward"])
-        self.best = Best.after(self.best, report.step, value, is_loss=False)
-        self._last_step = report.step
-        return report
+        return every is not None and (step % every == 0 or step == self._job.num_steps)
 
-    def must_save(self, step: int) -> bool:
-        """Return True if a checkpoint of this step is required because it is the best one."""
-        keep_best = self._job.config.checkpoint.keep_best
-        return keep_best and self.best is not None and self.best.step == step
+    def value(self, report: StepReport) -> float:
+        """Return pass@1, or the mean reward if no source judges the answers."""
+        return report.metrics.get("eval/pass@1", report.metrics["eval/reward"])
 
-    def ends_with(self, step: int) -> bool:
-        """Return True and print the reason if early stopping ends the run after this step."""
-        patience, best = self._section.patience, self.best
-        if patience is None or best is None or self._last_step != step or best.since < patience:
-            return False
-        print(
-            f"Stopped early after step {step}: {best.since} evaluations "
-            f"without improvement over {best.value:.4f} of step {best.step}",
-            file=sys.stderr,
-        )
-        return True
-
-    def _add_evaluation(self, report: StepReport) -> StepReport:
+    def evaluate(self, report: StepReport) -> StepReport:
+        """Answer the held-out prompts; return the report of the step with their metrics."""
         start = time.perf_counter()
         scores = self._score_all(report.step)
         self._engines.forget_prompts()
@@ -133,6 +94,7 @@ class Evaluator:
 
     def _score_batch(self, start: int, step: int) -> Scores:
         prompts = self._job.eval_prompts[start : start + self._batch_size]
+        self._engines.onload()  # reward models on the ranks take the device's memory
         groups = self._engines.generate(prompts, self._sampling, policy_version=step)
         return self._scorer.score(groups)
 

@@ -13,9 +13,9 @@ from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, ScoredGroup
+from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.worker_groups import EngineGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class Rollouts:
 
     def _generate_scores(self, prompts: Sequence[Prompt], step: int, clock: Clock) -> Scores:
         with clock("rollout"):
+            self._engines.onload()  # reward models on the ranks take the device's memory
             groups = self._engines.generate(prompts, self._job.sampling, policy_version=step)
         with clock("reward"):
             return self._scorer.score(groups)

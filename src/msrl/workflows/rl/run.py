@@ -6,7 +6,6 @@ the policy on packed micro-batches (`update.py`), and sends the new weights to t
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,45 +25,37 @@ from msrl.plan.derived import (
     needs_reference,
     world_size,
 )
-from msrl.platforms.base import Platform
-from msrl.rewards.failures import RewardSourceError
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
-from msrl.workflows.rl.actors import SavePlan
-from msrl.workflows.rl.evaluation import Evaluator
+from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
+from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
-from msrl.workflows.rl.rollouts import Rollouts
+from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
-from msrl.workflows.rl.worker_groups import EngineGroup, TrainerGroup, engine_environments
 from msrl.workflows.serve.engine import engine_settings
-from msrl.workflows.training.best import checkpoint_results
-from msrl.workflows.training.export import export_critic, export_hf, final_checkpoint
+from msrl.workflows.training.export import export_critic
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import (
-    EndAtOnce,
-    Interrupts,
-    lasting_output,
-    was_stopped_early,
-)
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.mfu import mfu
-from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
+from msrl.workflows.training.run_log import counted
+from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
-    adapted_base,
     hf_files,
     loaded_models,
     rank_settings,
-    retention,
     tokenizer_path,
     weights_path,
-    worker_variables,
 )
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainers import ray_trainers, save_plan
+from msrl.workflows.training.transport.ray_actors import RayWorkers
 
 CURVES = (
     "reward/mean",
@@ -87,23 +78,26 @@ def run(config: Config) -> None:
     job = prepare(config)
     check_memory(config, "train-grpo", job.platform)
     verify_models(loaded_models(config, "train-grpo", job.resume))
-    run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
-    with lasting_output(), run_log as log, EndAtOnce():
+    with open_session(
+        config,
+        start_step=job.start_step,
+        num_steps=job.num_steps,
+        resume=job.resume,
+        curves=CURVES,
+    ) as session:
         start_time = time.perf_counter()
         ranks = counted(world_size(config), "training rank")
         engines = counted(config.rollout.engine.dp, "engine")
-        log.note(
-            f"starting {ranks} and {engines} on {job.platform.name}; the run is written to "
-            f"{log.path}"
+        session.note(
+            f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
+            f"{session.run_dir}"
         )
         with _workers(job) as workers:
-            log.note(f"all started in {duration_text(time.perf_counter() - start_time)}")
-            with Interrupts() as interrupts, _finish_saves_on_reward_error(workers.trainers):
-                saved = _train(job, workers, log, interrupts)
-        is_stopped = was_stopped_early(interrupts.asked, saved, job.num_steps)
-        log.finish(_results(config, saved, log.path, is_done=not is_stopped))
-    if is_stopped:
-        raise KeyboardInterrupt
+            session.note(
+                f"All workers started in {duration_text(time.perf_counter() - start_time)}"
+            )
+            _train(job, workers, session)
+        session.finish(partial(_export_critic, config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,61 +109,54 @@ class _Workers:
     scorer: Scorer
 
 
-def _train(
-    job: RLSetup, workers: _Workers, log: RunLog, interrupts: Interrupts
-) -> SavedTraining | None:
-    """Run the remaining steps and return the last complete checkpoint."""
-    config, saved = job.config, job.resume
-    trainers, engines, scorer = workers.trainers, workers.engines, workers.scorer
-    state = saved.state()["extra"] if saved else {}
+def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
+    """Run the remaining steps."""
+    config, trainers, engines = job.config, workers.trainers, workers.engines
+    state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
-    rollouts = Rollouts(job, engines, scorer, state)
-    rollout_log = RolloutLog(log.path, job.tokenizer, is_on=config.log.save_rollouts)
-    evaluator = Evaluator(job, engines, scorer, rollout_log, state)
-    if config.eval.at_start and job.start_step == 0 and not log.has_reports:
-        log.log(evaluator.at_start())
-    for step in range(job.start_step, job.num_steps):
-        clock = Clock()
-        found = rollouts.generate(step, clock)
-        prepared = updater.prepare(found.train_groups, clock, found.dropped_groups)
-        trained = updater.update(prepared, step, clock)
-        with clock("weights"):
-            engines.load_weights(trainers.weights())
-        metrics = {
-            **step_metrics(found.scores, trained, clock.seconds),
-            **found.metrics,
-            **_mfu(job, prepared, clock),
-        }
-        rollout_log.write(step + 1, found.train_groups, prepared.samples, found.dropped_groups)
-        seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
-        log.log(evaluator.after(StepReport(step + 1, metrics, seconds, found.scores.notes)))
-        is_last = interrupts.asked or evaluator.ends_with(step + 1) or step + 1 == job.num_steps
-        if (
-            is_last
-            or evaluator.must_save(step + 1)
-            or _is_due(config.checkpoint.every_steps, step + 1)
-        ):
-            extra = {**job.state, **rollouts.state(), **updater.state(), **evaluator.state()}
-            saved = (
-                _print_saved(trainers.save(step + 1, extra, retention(config, evaluator.best)))
-                or saved
-            )
-        if is_last:
-            break
-    return _print_saved(trainers.finish_saves()) or saved
+    rollouts = Rollouts(job, engines, workers.scorer, state)
+    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
+    with session.training(trainers, evaluator):
+        session.evaluate_at_start()
+        for step in session.steps():
+            clock = Clock()
+            batch = rollouts.generate(step, clock)
+            with clock("weights"):
+                engines.offload()
+                trainers.onload()
+            prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            trained = updater.update(prepared, step, clock)
+            with clock("weights"):
+                weights = trainers.weights()
+                trainers.offload()
+                engines.onload()
+                engines.load_weights(weights)
+            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            if session.after_step(report):
+                engines.offload()
+                session.save({**job.state, **rollouts.state(), **updater.state()})
+                trainers.offload()
+                engines.onload()
 
 
-@contextmanager
-def _finish_saves_on_reward_error(trainers: TrainerGroup) -> Iterator[None]:
-    """Complete pending checkpoints if a reward source ends the run.
-
-    Ranks and engines still work in this case.
-    """
-    try:
-        yield
-    except RewardSourceError:
-        _print_saved(trainers.finish_saves())
-        raise
+def _step_report(
+    job: RLSetup,
+    step: int,
+    batch: StepRollouts,
+    prepared: PreparedStep,
+    trained: Mapping[str, float],
+    clock: Clock,
+) -> StepReport:
+    """Return the report of a step."""
+    metrics = {
+        **step_metrics(batch.scores, trained, clock.seconds),
+        **batch.metrics,
+        **_mfu(job, prepared, clock),
+    }
+    seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
+    return StepReport(step, metrics, seconds, batch.scores.notes)
 
 
 def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]:
@@ -184,17 +171,6 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
     sequences, epochs = prepared.sequences, job.config.train.updates.epochs
     num_tokens = num_loss_tokens(sequences)
     return mfu(shape, job.config, job.platform, [sequences], num_tokens, seconds, passes=epochs)
-
-
-def _print_saved(checkpoints: Sequence[SavedTraining]) -> SavedTraining | None:
-    """Print a line per checkpoint that is now complete, and return the last one."""
-    for saved in checkpoints:
-        print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
-    return checkpoints[-1] if checkpoints else None
-
-
-def _is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
 
 
 @contextmanager
@@ -215,13 +191,20 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         # Ray returns the devices of the engines only before any actor is started.
         engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
         trainers = _trainer_group(job, scorer, session, placed)
-        settings = _engine_settings(job.config, job.hf_dir)
         engines = EngineGroup(
-            session, placed, settings, platform, engine_env, cluster.rpc_timeout_s
+            RayWorkers(
+                session,
+                placed,
+                "rollout",
+                RolloutActor,
+                [(_engine_settings(job.config, job.hf_dir), platform.name)] * len(engine_env),
+                engine_env,
+                timeout_s=cluster.rpc_timeout_s,
+            )
         )
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
-            model.connect(partial(trainers.scores, name))
+            model.connect(partial(_rank_scores, trainers, engines, name))
         yield _Workers(trainers, engines, scorer)
         engines.release()
 
@@ -241,15 +224,8 @@ def _trainer_group(
         reference=weights_path(config) if needs_reference(config) else None,
         reward_models=reward_models,
     )
-    env = {**_rank_environment(config, platform), **worker_variables(config, platform)}
-    return TrainerGroup(
-        session, placed, settings, world_size(config), env, config.cluster.rpc_timeout_s
-    )
-
-
-def _rank_environment(config: Config, platform: Platform) -> Mapping[str, str]:
-    nodes = config.cluster.nodes
-    return platform.worker_environment(world_size(config) // nodes, spans_machines=nodes > 1)
+    timeout_s = config.cluster.rpc_timeout_s
+    return ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
 
 
 def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
@@ -258,13 +234,24 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     They load at the same time only in main memory: on a device, engines measure the free memory, so
     they start after the ranks.
     """
-    config, pending = job.config, None
-    if job.platform.shares_main_memory:
-        pending = engines.begin_start()
-    plan = SavePlan(checkpoint_root(config), job.hf_dir, config.checkpoint.in_background)
-    trainers.start(job.resume, plan)
+    pending = engines.begin_start() if job.platform.shares_main_memory else None
+    trainers.start(job.resume, save_plan(job.config))
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    engines.load_weights(trainers.weights())
+    weights = trainers.weights()
+    trainers.offload()
+    engines.load_weights(weights)
+
+
+def _rank_scores(
+    trainers: TrainerGroup,
+    engines: EngineGroup,
+    name: str,
+    token_ids: Sequence[Ints],
+    batch: int,
+) -> list[float]:
+    """Return the scores of a reward model on the ranks, which needs the devices' memory."""
+    engines.offload()
+    return trainers.scores(name, token_ids, batch)
 
 
 def _scorer(job: RLSetup) -> Scorer:
@@ -294,22 +281,12 @@ def _engine_settings(config: Config, hf_dir: Path) -> EngineSettings:
     return replace(settings, tokenizer_dir=tokenizer_path(config))
 
 
-def _results(
-    config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
-) -> dict[str, str]:
-    """Export the final checkpoint of a completed run; return the paths to report."""
-    results = checkpoint_results(saved, is_done=is_done)
-    if not (saved and is_done and config.checkpoint.export_hf):
-        return results
-    checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
-    folder = export_hf(
-        checkpoint, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
-    )
-    results["Hugging Face model"] = f"{folder}{note}"
+def _export_critic(config: Config, checkpoint: SavedTraining, run_dir: Path) -> dict[str, Path]:
+    """Export the critic of a checkpoint, if it can be a Hugging Face model."""
     shape = critic_shape(config) if needs_critic(config) else None
-    if shape is not None and has_classifier(shape.architecture):
-        load = config.cluster.roles.critic.load
-        config_folder = hf_files(config) if load is None else config_dir(load)
-        critic = export_critic(checkpoint, run_dir / "hf_critic", shape, config_folder)
-        results["Hugging Face critic"] = f"{critic}{note}"
-    return results
+    if shape is None or not has_classifier(shape.architecture):
+        return {}
+    load = config.cluster.roles.critic.load
+    config_folder = hf_files(config) if load is None else config_dir(load)
+    folder = export_critic(checkpoint, run_dir / "hf_critic", shape, config_folder)
+    return {"Hugging Face critic": folder}

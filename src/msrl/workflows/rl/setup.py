@@ -53,6 +53,7 @@ class RLSetup:
 
     @property
     def start_step(self) -> int:
+        """Number of steps before this run."""
         return self.resume.step if self.resume else 0
 
 

@@ -21,6 +21,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        """Add the time in this context to a stage."""
         start = time.perf_counter()
         try:
             yield

@@ -30,8 +30,8 @@ from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, 
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.worker_groups import TrainerGroup
 from msrl.workflows.training.settings import policy_schedule
+from msrl.workflows.training.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

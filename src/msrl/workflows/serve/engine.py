@@ -150,11 +150,12 @@ def choose_renderer(folder: Path, template: str | None) -> Renderer:
 
 
 def raw_ids(renderer: Renderer, text: str) -> Ints:
-    """Return the token ids of a text as the tokenizer encodes it, including control tokens. [P]"""
+    """Return the P token ids of a text as the tokenizer encodes it, including control tokens."""
     return np.asarray(renderer.tokenizer.backend.encode(text).ids, dtype=np.int64)
 
 
 def system_turns(system: str | None) -> tuple[Message, ...]:
+    """Return the system message as the first turns of a conversation; none if it is None."""
     return () if system is None else (Message("system", system),)
 
 

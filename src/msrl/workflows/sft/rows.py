@@ -35,6 +35,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest row."""
         return max(self.lengths)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:

@@ -1,42 +1,33 @@
-"""Driver of supervised fine-tuning: checks, start of the ranks, logs, export of the result.
-
-The loop over steps is in `sft/rank.py`, which runs on every rank.
-"""
+"""Supervised fine-tuning: the training loop over the ranks, and the checks before it."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
 from msrl.errors import MsrlError
-from msrl.plan.derived import world_size
+from msrl.models.shape import Shape
+from msrl.plan.derived import model_shape, world_size
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
-from msrl.trainer.checkpointing.resume import SavedTraining, check_room
-from msrl.trainer.launch import LocalRanks
+from msrl.trainer.checkpointing.resume import check_room
 from msrl.types import StepReport
-from msrl.workflows.sft.rows import MixedRows, Rows
-from msrl.workflows.sft.setup import SftSetup, check_lengths, row_order, training_rows
-from msrl.workflows.sft.text_rows import TextRows, weights_by_prefix
+from msrl.workflows.sft.batches import LOSS, Batch, HeldOutEvaluator, batch_limits, make_batch
+from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
+from msrl.workflows.sft.text_rows import weights_by_prefix
 from msrl.workflows.training import resume_checks
-from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.integrity import verify_models
-from msrl.workflows.training.interrupts import (
-    EndAtOnce,
-    Interrupts,
-    lasting_output,
-    was_stopped_early,
-)
 from msrl.workflows.training.memory_check import check_memory
-from msrl.workflows.training.run_log import RunLog, checkpoint_root, counted
+from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.run_log import checkpoint_root, counted
+from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
-    adapted_base,
     check_order,
     checkpoint_to_resume,
     hf_files,
@@ -44,11 +35,9 @@ from msrl.workflows.training.settings import (
     order_state,
     rank_settings,
     schedule,
-    worker_variables,
 )
-
-if TYPE_CHECKING:
-    from msrl.workflows.sft.cluster import ClusterRanks
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainers import open_trainers, save_plan
 
 CURVES = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
 
@@ -59,63 +48,70 @@ def run(config: Config) -> None:
     Raises:
         MsrlError: The configuration is invalid. It is checked before any rank starts.
     """
-    platform = resolve(config.cluster.platform)
-    job = prepare(config, platform.name)
-    check_memory(config, "train-sft", platform, longest=job.longest_row)
-    saved = job.resume
-    verify_models(loaded_models(config, "train-sft", saved))
-    run_log = RunLog(config, num_steps=job.num_steps, start_step=job.start_step, curves=CURVES)
-    with lasting_output(), run_log as log, EndAtOnce():
-        count = counted(world_size(config), "training rank")
-        log.note(f"starting {count} on {platform.name}; the run is written to {log.path}")
-        with _ranks(config, job, platform) as ranks:
-            messages = ranks.messages()
-            next(messages, None)  # `Started`; before it there is nothing to save
-            with Interrupts(ranks.ask_to_stop):
-                last, end = _log_messages(messages, log)
-        is_stopped = was_stopped_early(ranks.was_asked_to_stop, last, job.num_steps)
-        results = _results(config, last or saved, log.path, is_done=not is_stopped)
-        log.finish({**results, **({} if end is None else {"end": end})})
-    if is_stopped:
-        raise KeyboardInterrupt
+    job = prepare(config, resolve(config.cluster.platform))
+    check_memory(config, "train-sft", job.platform, longest=job.train.longest)
+    verify_models(loaded_models(config, "train-sft", job.resume))
+    with open_session(
+        config,
+        start_step=job.start_step,
+        num_steps=job.num_steps,
+        resume=job.resume,
+        curves=CURVES,
+    ) as session:
+        count, platform = counted(world_size(config), "training rank"), job.platform
+        session.note(
+            f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
+        )
+        with open_trainers(config, job.settings, platform) as trainers:
+            trainers.start(job.resume, save_plan(config))
+            _train(job, trainers, session)
+        session.finish()
 
 
-def _ranks(config: Config, job: SftSetup, platform: Platform) -> LocalRanks | ClusterRanks:
-    """Return the ranks: Ray actors if `cluster.address` is set, otherwise local processes."""
-    if config.cluster.address is not None:
-        from msrl.workflows.sft.cluster import ClusterRanks
-
-        return ClusterRanks(config, job, platform)
-    env = worker_variables(config, platform)
-    return LocalRanks(
-        "msrl.workflows.sft.rank:main",
-        job,
-        num_ranks=world_size(config),
-        platform=platform,
-        env=env,
-    )
-
-
-def _log_messages(messages: Iterator[Any], log: RunLog) -> tuple[SavedTraining | None, str | None]:
-    """Log the messages of the ranks.
-
-    Returns:
-        The last checkpoint, and the reason if early stopping ended the training.
-    """
-    saved, end = None, None
-    for message in messages:
-        if isinstance(message, StepReport):
-            log.log(message)
-        elif isinstance(message, str):
-            log.note(message)
-            end = message
-        else:
-            saved = message
-            print(f"saved step {saved.step} in {saved.root}", file=sys.stderr)
-    return saved, end
+def _train(job: SftSetup, trainers: TrainerGroup, session: TrainingSession) -> None:
+    """Run the remaining steps. The ranks hold the devices' memory all the time."""
+    config, shape = job.config, model_shape(job.config)
+    assert shape is not None, "the ranks have loaded the model"
+    evaluator = None
+    if job.held_out is not None:
+        evaluator = HeldOutEvaluator(config, job.held_out, trainers, job.num_steps)
+    with session.training(trainers, evaluator):
+        for step in session.steps():
+            start_time = time.perf_counter()
+            batch = make_batch(job.train.sequences(job.order.of_step(step).tolist()))
+            metrics = dict[str, float]()
+            if batch.num_loss_tokens:
+                limits, lr = batch_limits(config), job.schedule.at(step)
+                metrics = trainers.update(batch.sequences, limits, LOSS, lr, rows=batch.rows)
+            seconds = time.perf_counter() - start_time
+            if session.after_step(_step_report(job, shape, step + 1, batch, metrics, seconds)):
+                session.save(job.state)
 
 
-def prepare(config: Config, platform: str) -> SftSetup:
+def _step_report(
+    job: SftSetup,
+    shape: Shape,
+    step: int,
+    batch: Batch,
+    metrics: Mapping[str, float],  # of the update; empty if there was none
+    seconds: float,
+) -> StepReport:
+    """Return the report of a step."""
+    loss_tokens = {"train/loss_tokens": float(batch.num_loss_tokens)}
+    if not metrics:
+        notes = ("Skipped the update: the loss mask covers no token of this step",)
+        return StepReport(step, loss_tokens, {"step": seconds}, notes)
+    reported = {
+        **{f"train/{name}": value for name, value in metrics.items()},
+        "perf/tokens_per_s": batch.num_tokens / seconds,
+        **loss_tokens,
+        **mfu(shape, job.config, job.platform, [batch.sequences], batch.num_loss_tokens, seconds),
+    }
+    notes = ("Skipped the update: the gradient was not finite",) if metrics["skipped"] else ()
+    return StepReport(step, reported, {"step": seconds}, notes)
+
+
+def prepare(config: Config, platform: Platform) -> SftSetup:
     """Check everything that can be checked before ranks start and return the setup of the run.
 
     Raises:
@@ -123,8 +119,8 @@ def prepare(config: Config, platform: str) -> SftSetup:
     """
     if config.data.train is None and not config.data.blend:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
-    rows = _checked_rows(config, hf_files(config))
-    num_rows = (config.train.epochs or 1) * len(rows)
+    train, held_out = _checked_rows(config, hf_files(config))
+    num_rows = (config.train.epochs or 1) * len(train)
     num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
     resume = checkpoint_to_resume(config, checkpoint_root(config))
     start_step = resume.step if resume else 0
@@ -134,7 +130,7 @@ def prepare(config: Config, platform: str) -> SftSetup:
             f"{start_step} already. Raise train.steps to"
             " resume."
         )
-    order, rates = row_order(config, rows), schedule(config, num_steps)
+    order, rates = row_order(config, train), schedule(config, num_steps)
     state = {**order_state(order), **resume_checks.remembered(config, rates, command="train-sft")}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
@@ -143,21 +139,21 @@ def prepare(config: Config, platform: str) -> SftSetup:
     resume_checks.report_schedule(resume, rates, start_step)
     return SftSetup(
         config=config,
-        settings=rank_settings(config, platform, resume=resume),
+        platform=platform,
+        settings=rank_settings(config, platform.name, resume=resume),
+        train=train,
+        held_out=held_out,
         schedule=rates,
         order=order,
         state=state,
         num_steps=num_steps,
         start_step=start_step,
         resume=resume,
-        checkpoint_dir=checkpoint_root(config),
-        hf_dir=hf_files(config),
-        longest_row=rows.longest,
     )
 
 
-def _checked_rows(config: Config, hf_dir: Path) -> Rows | MixedRows | TextRows:
-    """Return the rows to train on and print notes on them.
+def _checked_rows(config: Config, hf_dir: Path) -> tuple[SftRows, SftRows | None]:
+    """Return the rows to train on and the held-out rows, if any; print notes on them.
 
     Raises:
         MsrlError: They or the held-out rows do not fit the model or the configuration.
@@ -180,25 +176,9 @@ def _checked_rows(config: Config, hf_dir: Path) -> Rows | MixedRows | TextRows:
     _print_notes("data.train", train, config)
     if held_out is not None:
         _print_notes("held out", held_out, config)
-    return train
+    return train, held_out
 
 
-def _print_notes(name: str, rows: Rows | MixedRows | TextRows, config: Config) -> None:
+def _print_notes(name: str, rows: SftRows, config: Config) -> None:
     for note in rows.notes(config.data.seq_length):
         print(f"{name}: {note}", file=sys.stderr)
-
-
-def _results(
-    config: Config, saved: SavedTraining | None, run_dir: Path, *, is_done: bool
-) -> dict[str, str]:
-    """Export the final checkpoint of a completed run; return the paths to report."""
-    results = checkpoint_results(saved, is_done=is_done)
-    if saved and is_done and config.checkpoint.export_hf:
-        from msrl.workflows.training.export import export_hf, final_checkpoint
-
-        checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
-        folder = export_hf(
-            checkpoint, run_dir / "hf", base=adapted_base(config), hf_dir=hf_files(config)
-        )
-        results["Hugging Face model"] = f"{folder}{note}"
-    return results

@@ -1,51 +1,43 @@
-"""Setup of supervised fine-tuning that the driver sends to every rank.
-
-Imports neither torch nor Megatron.
-"""
+"""Setup of a supervised fine-tuning run before its ranks start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import RankSettings
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
 
+SftRows = Rows | MixedRows | TextRows
+
 
 @dataclass(frozen=True, slots=True)
 class SftSetup:
-    """Setup of a run, equal on all ranks."""
+    """Setup of a run."""
 
     config: Config
+    platform: Platform
     settings: RankSettings
+    train: SftRows
+    held_out: SftRows | None
     schedule: Schedule
     order: RowOrder | BlendOrder
     state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
     num_steps: int
     start_step: int  # number of steps before this run
     resume: SavedTraining | None
-    checkpoint_dir: Path
-    hf_dir: Path  # folder with config and tokenizer
-    longest_row: int  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """First message of rank 0: all ranks have joined and the first step begins."""
-
-
-def training_rows(
-    config: Config,
-) -> tuple[Rows | MixedRows, Rows | None] | tuple[TextRows, TextRows | None]:
+def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
     if config.data.handler == "pretrain":
         return open_text(config)
@@ -80,7 +72,7 @@ def _check_templates(datasets: Sequence[SftDataset]) -> None:
         )
 
 
-def row_order(config: Config, rows: Rows | MixedRows | TextRows) -> RowOrder | BlendOrder:
+def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:
     """Return the order in which steps read the rows."""
     batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
     if isinstance(rows, TextRows | MixedRows):
@@ -89,7 +81,7 @@ def row_order(config: Config, rows: Rows | MixedRows | TextRows) -> RowOrder | B
     return RowOrder(len(rows), batch, seed, shuffle)
 
 
-def check_lengths(config: Config, prefix: str, rows: Rows | MixedRows | TextRows) -> None:
+def check_lengths(config: Config, prefix: str, rows: SftRows) -> None:
     """Raise MsrlError if a row does not fit into a micro-batch."""
     longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:

@@ -88,6 +88,7 @@ class TextRows:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest row."""
         return min(self._row_tokens, max(int(stream.starts[-1]) for stream in self._streams))
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:

@@ -20,10 +20,10 @@ class Best:
 
     @staticmethod
     def after(before: Best | None, step: int, value: float, *, is_loss: bool) -> Best:
-        """Return the best evaluation after step `step`: the lowest loss, or the highest value of
-        another metric.
+        """Return the best evaluation after step `step`.
 
-        A number is always better than NaN.
+        The best is the lowest loss, or the highest value of another metric. A number is always
+        better than NaN.
         """
         if before is None or math.isnan(before.value):
             return Best(step, value)
@@ -38,8 +38,9 @@ class Best:
 
 
 def checkpoint_results(saved: SavedTraining | None, *, is_done: bool) -> dict[str, str]:
-    """Return the results of a run about its last checkpoint: path and step, whether the run was
-    stopped there, best evaluation.
+    """Return the results of a run about its last checkpoint, by name.
+
+    They are its path and step, with a note if the run was stopped there, and the best evaluation.
     """
     if saved is None:
         return {}

@@ -80,15 +80,12 @@ class EndAtOnce:
 
 
 class Interrupts:
-    """Context that records the first signal in `asked` and calls `then`; a second signal raises
-    KeyboardInterrupt.
-    """
+    """Context that records the first signal in `asked`; a second one raises KeyboardInterrupt."""
 
-    def __init__(self, then: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.asked = False
         self._first = _FirstSignal()
         self._handlers = _Handlers(self._note)
-        self._then = then
 
     def __enter__(self) -> Interrupts:
         self._handlers.__enter__()
@@ -113,13 +110,12 @@ class Interrupts:
             file=sys.stderr,
             flush=True,
         )
-        if self._then is not None:
-            self._then()
 
 
 class _LastingStream:
-    """Text stream whose reader may end: a closed terminal, or a `tee` that received the same
-    signal. Later output is dropped.
+    """Text stream that drops output once its reader has ended.
+
+    The reader may be a closed terminal, or a `tee` that received the same signal.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -22,8 +22,9 @@ def mfu(
     *,
     passes: int = 1,
 ) -> dict[str, float]:
-    """Return `perf/mfu` of `passes` passes over all ranks' rows in `seconds`; empty if the peak of
-    the device is unknown.
+    """Return `perf/mfu` of `passes` passes over all ranks' rows in `seconds`.
+
+    It is empty if the peak of the device is unknown.
     """
     peak = platform.peak_flops(config.model.dtype)
     if peak is None:

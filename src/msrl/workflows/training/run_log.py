@@ -36,9 +36,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class RunLog:
-    """An open run: it logs the report of every step, and writes the summary and the curves after a
-    clean end.
-    """
+    """Log of an open run: the report of every step, and after a clean end summary and curves."""
 
     def __init__(
         self, config: Config, *, num_steps: int, start_step: int, curves: Sequence[str]

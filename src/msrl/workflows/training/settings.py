@@ -193,7 +193,7 @@ def _policy_settings(config: Config, weights: SavedTraining | None) -> ReplicaSe
     """Return the settings of the policy, which starts from `weights` or the configured model."""
     train = config.train
     return ReplicaSettings(
-        model=weights.root if weights else weights_path(config),
+        model=weights.root.absolute() if weights else weights_path(config),
         iteration=weights.step if weights else None,
         hf_dir=hf_files(config),
         optimizer=train.optimizer,

@@ -1,4 +1,7 @@
-"""A rank that looks at its optimizer's state in the middle of a step. Imported by a rank process by name (`resting_ranks:main`)."""
+"""Rank code that measures its optimizer's state during a step.
+
+A rank process imports it by name (`offload_ranks:main`).
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,28 @@ if TYPE_CHECKING:
     from msrl.trainer.rank import TrainingRank
 
 
-def main(context: RankContext, job: tuple[Path, Path]) -> None:
-    """Reports the bytes of the optimizer's state during each step: the first, one after it, one after a save, and one after a resume."""
+def main(context: RankContext, folders: tuple[Path, Path]) -> None:
+    """Report the bytes of the optimizer state during four steps.
+
+    These are the first two steps, a step after a save, and a step after a resume.
+    """
     from msrl.trainer.checkpointing import state as checkpoints
 
-    model, saves = job
+    model, saves = folders
     policy = ReplicaSettings(
         model, optimizer=OptimizerConfig(lr=1e-3), offload=OffloadConfig(optimizer=True)
     )
     settings = RankSettings("cpu", Layout(), "bfloat16", seed=0, timeout_s=120, policy=policy)
     worker = _worker(settings, context, "first")
-    found = [_step(worker, 0), _step(worker, 1)]
+    num_bytes = [_step(worker, 0), _step(worker, 1)]
     saved = checkpoints.save(worker, saves, 2, {}, hf_dir=model)
-    found.append(_step(worker, 2))
+    num_bytes.append(_step(worker, 2))
     worker.close()
-    again = _worker(settings, context, "again")
-    checkpoints.load_training_state(again, saved)
-    found.append(_step(again, 2))
-    again.close()
-    context.report(found)
+    resumed = _worker(settings, context, "resumed")
+    checkpoints.load_training_state(resumed, saved)
+    num_bytes.append(_step(resumed, 2))
+    resumed.close()
+    context.report(num_bytes)
 
 
 def _worker(settings: RankSettings, context: RankContext, name: str) -> TrainingRank:
@@ -46,21 +52,21 @@ def _worker(settings: RankSettings, context: RankContext, name: str) -> Training
 
 
 def _step(worker: TrainingRank, step: int) -> int:
-    """Bytes of the optimizer's state on the device while the loss of a step is computed."""
+    """Train a step; return the bytes of the optimizer state on the device during its loss."""
     from msrl.algorithms.packing import micro_batch
     from msrl.trainer import optimizer_state
     from msrl.trainer.objective.losses import SftLoss
 
-    seen: list[int] = []
+    sizes: list[int] = []
 
-    class Looking(SftLoss):
+    class MeasuredLoss(SftLoss):
         def __call__(
             self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
         ) -> tuple[Tensor, dict[str, Any]]:
             tensors = optimizer_state.tensors(worker.policy.optimizer, is_bf16=True)
-            seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+            sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)
 
     batch = micro_batch(*sequences(step))
-    worker.train_step([batch], Looking(), num_tokens=int(batch.loss_mask.sum()), lr=1e-3)
-    return sum(seen)
+    worker.train_step([batch], MeasuredLoss(), num_tokens=int(batch.loss_mask.sum()), lr=1e-3)
+    return sum(sizes)

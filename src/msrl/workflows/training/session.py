@@ -1,0 +1,211 @@
+"""Training session: everything around the steps of a training.
+
+It evaluates, keeps the best evaluation, stops early, logs, saves checkpoints, handles interrupts
+and writes the report. SFT and GRPO run their steps in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from msrl.config.schema import Config
+from msrl.rewards.failures import RewardSourceError
+from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.trainer.guard import GradientError
+from msrl.types import StepReport
+from msrl.workflows.training.best import Best, best_state, checkpoint_results
+from msrl.workflows.training.export import export_hf, final_checkpoint
+from msrl.workflows.training.interrupts import (
+    EndAtOnce,
+    Interrupts,
+    lasting_output,
+    was_stopped_early,
+)
+from msrl.workflows.training.run_log import RunLog
+from msrl.workflows.training.settings import adapted_base, hf_files, retention
+from msrl.workflows.training.trainer_group import TrainerGroup
+
+Export = Callable[[SavedTraining, Path], Mapping[str, Path]]
+"""Exports more of a checkpoint into the folder of the run; returns the new folders by name."""
+
+
+class Evaluator(Protocol):
+    """Evaluation of the policy on held-out data."""
+
+    is_loss: bool
+    """True if the lowest value is the best."""
+
+    def is_due(self, step: int) -> bool:
+        """Return True if an evaluation follows step `step`."""
+        ...
+
+    def evaluate(self, report: StepReport) -> StepReport:
+        """Evaluate; return the report of the step with the metrics of the evaluation."""
+        ...
+
+    def value(self, report: StepReport) -> float:
+        """Return the metric that decides which evaluation is the best."""
+        ...
+
+
+class TrainingSession:
+    """Session of one run, from the start of its workers to its report."""
+
+    def __init__(
+        self,
+        config: Config,
+        log: RunLog,
+        *,
+        start_step: int,
+        num_steps: int,
+        resume: SavedTraining | None,
+    ) -> None:
+        self._config, self._log = config, log
+        self._start_step, self._num_steps, self._step = start_step, num_steps, start_step
+        self._saved = resume
+        self._best = Best.of(resume.state()["extra"]) if resume is not None else None
+        self._interrupts = Interrupts()
+        self._early_stop: str | None = None  # its reason
+        self._is_over = False  # decided once per step, since a signal may come at any time
+        self._is_saving = False  # True if a save in the background may be in progress
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self._log.path
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if a signal ended the training before its last step."""
+        return was_stopped_early(self._interrupts.asked, self._saved, self._num_steps)
+
+    def note(self, text: str) -> None:
+        """Print a line on standard error."""
+        self._log.note(text)
+
+    @contextmanager
+    def training(self, trainers: TrainerGroup, evaluator: Evaluator | None) -> Iterator[None]:
+        """Handle signals while the steps run, and complete pending saves after them."""
+        self._trainers, self._evaluator = trainers, evaluator
+        with self._interrupts:
+            try:
+                yield
+            except (RewardSourceError, GradientError):  # all ranks still take calls
+                self._add_saved(trainers.finish_saves())
+                raise
+            self._add_saved(trainers.finish_saves())
+
+    def steps(self) -> Iterator[int]:
+        """Yield the remaining steps, counted from 0, until the run ends.
+
+        It ends after the last step, an interrupt or an early stop.
+        """
+        for step in range(self._start_step, self._num_steps):
+            yield step
+            if self._is_over:
+                return
+
+    def evaluate_at_start(self) -> None:
+        """Evaluate before the first step of a new run, if `eval.at_start` is set.
+
+        There is no checkpoint of step 0, so it is never the best step.
+        """
+        is_new = self._start_step == 0 and not self._log.has_reports
+        if self._config.eval.at_start and is_new and self._evaluator is not None:
+            self._log.log(self._evaluator.evaluate(StepReport(0, {})))
+
+    def after_step(self, report: StepReport) -> bool:
+        """Evaluate if it is due and log the report; return True if a checkpoint is due."""
+        self._step, is_best = report.step, False
+        if self._evaluator is not None and self._evaluator.is_due(report.step):
+            report = self._evaluator.evaluate(report)
+            value, is_loss = self._evaluator.value(report), self._evaluator.is_loss
+            self._best = Best.after(self._best, report.step, value, is_loss=is_loss)
+            is_best = self._best.step == report.step
+            self._stop_early(self._best)
+        self._log.log(report)
+        self._poll_save()
+        is_stopped = self._interrupts.asked or self._early_stop is not None
+        self._is_over = is_stopped or report.step == self._num_steps
+        every_steps = self._config.checkpoint.every_steps
+        is_due = every_steps is not None and report.step % every_steps == 0
+        return self._is_over or is_due or (self._config.checkpoint.keep_best and is_best)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save a checkpoint of the last step. `state` is the workflow's state."""
+        extra = {**state, **best_state(self._best)}
+        retained = retention(self._config, self._best)
+        self._add_saved(self._trainers.save(self._step, extra, retained))
+        self._is_saving = self._config.checkpoint.in_background
+
+    def finish(self, export_more: Export | None = None) -> None:
+        """Export the final checkpoint of a completed run and write the report."""
+        results = checkpoint_results(self._saved, is_done=not self.was_stopped)
+        if self._saved is not None and not self.was_stopped and self._config.checkpoint.export_hf:
+            results |= self._export(self._saved, export_more)
+        if self._early_stop is not None:
+            results["end"] = self._early_stop
+        self._log.finish(results)
+
+    def _stop_early(self, best: Best) -> None:
+        """End the run if there were `eval.patience` evaluations since the best one."""
+        patience = self._config.eval.patience
+        if patience is not None and best.since >= patience:
+            self._early_stop = (
+                f"Stopped early after step {self._step}: {best.since} evaluations without "
+                f"improvement over {best.value:.4f} of step {best.step}"
+            )
+            self.note(self._early_stop)
+
+    def _poll_save(self) -> None:
+        """Report a save in the background that has completed."""
+        if self._is_saving:
+            saved = self._trainers.finished_saves()
+            self._is_saving = not saved
+            self._add_saved(saved)
+
+    def _add_saved(self, checkpoints: Sequence[SavedTraining]) -> None:
+        """Report checkpoints that are now complete."""
+        for saved in checkpoints:
+            print(f"Saved checkpoint of step {saved.step} to {saved.root}", file=sys.stderr)
+            self._saved = saved
+
+    def _export(self, saved: SavedTraining, export_more: Export | None) -> dict[str, str]:
+        config, run_dir = self._config, self.run_dir
+        checkpoint, note = final_checkpoint(saved, keep_best=config.checkpoint.keep_best)
+        base, hf_dir = adapted_base(config), hf_files(config)
+        folder = export_hf(checkpoint, run_dir / "hf", base=base, hf_dir=hf_dir)
+        folders = {"Hugging Face model": folder}
+        if export_more is not None:
+            folders.update(export_more(checkpoint, run_dir))
+        return {name: f"{folder}{note}" for name, folder in folders.items()}
+
+
+@contextmanager
+def open_session(
+    config: Config,
+    *,
+    start_step: int,
+    num_steps: int,
+    resume: SavedTraining | None,
+    curves: Sequence[str],
+) -> Iterator[TrainingSession]:
+    """Open the log of a run and provide its session.
+
+    Before the first step, a signal ends the run immediately.
+
+    Raises:
+        KeyboardInterrupt: A signal ended the run.
+    """
+    run_log = RunLog(config, num_steps=num_steps, start_step=start_step, curves=curves)
+    with lasting_output(), run_log as log, EndAtOnce():
+        session = TrainingSession(
+            config, log, start_step=start_step, num_steps=num_steps, resume=resume
+        )
+        yield session
+    if session.was_stopped:
+        raise KeyboardInterrupt

@@ -1,0 +1,204 @@
+"""All training ranks as one trainer, whichever transport reaches them.
+
+S sequences of T tokens; R rows, which are groups of sequences that share a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from msrl.algorithms.packing import Sequences, balanced, per_token
+from msrl.trainer.checkpointing.resume import Retention, SavedTraining
+from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.types import Floats, Ints, MicroBatch
+from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.transport.base import Calls, Workers
+
+if TYPE_CHECKING:
+    from msrl.trainer.objective.losses import Loss, ValueLoss
+
+Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
+
+
+class TrainerGroup:
+    """All training ranks.
+
+    The group packs sequences and distributes them over the data-parallel ranks.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
+        """Load the models on all ranks and return the workflow's state in the checkpoint."""
+        if resume is not None:  # the workers may have another working directory
+            resume = replace(resume, root=resume.root.absolute())
+        started = self._workers.call("start", self._workers.rendezvous(), resume, saves)
+        self._positions = [position for position, _ in started]
+        self.dp_size = 1 + max(position.dp_rank for position in self._positions)
+        return started[0][1]
+
+    def close(self) -> None:
+        """Release the models and leave the process groups on all ranks."""
+        self._workers.call("close")
+
+    # Policy and reference
+
+    def update(
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: Loss,
+        lr: float,
+        *,
+        rows: Rows | None = None,
+    ) -> dict[str, float]:
+        """Update the policy once on these sequences; return the mean metrics.
+
+        The sequences of a row stay in one micro-batch. By default, each is a row.
+        """
+        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
+        return self._call("update", batches, loss, num_tokens, lr)[0]
+
+    def evaluate(
+        self, sequences: Sequences, limits: BatchLimits, loss: Loss, *, rows: Rows | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of `update` without an update."""
+        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
+        return self._call("evaluate", batches, loss, num_tokens)[0]
+
+    def logprobs(
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        temperature: float,
+        *,
+        of_reference: bool = False,
+    ) -> tuple[Floats, ...]:
+        """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
+        return self._per_token("logprobs", sequences, limits, temperature, of_reference)
+
+    # Critic and reward models
+
+    def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
+        """Return the critic's values before each token of every sequence, [T] each; 0 if masked."""
+        return self._per_token("values", sequences, limits)
+
+    def update_critic(
+        self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
+    ) -> dict[str, float]:
+        """Update the critic once on these sequences; return the mean metrics."""
+        batches, num_tokens = self._split(sequences, limits), num_loss_tokens(sequences)
+        return self._call("update_critic", batches, loss, num_tokens, lr)[0]
+
+    def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
+        """Return the score of a reward model at the last token of each sequence.
+
+        A micro-batch holds at most `batch` sequences. A rank returns the value at the position
+        before each label, so every sequence gets one more token as the label, which is not read.
+        The first sequence is repeated until their number is divisible by the number of
+        data-parallel ranks.
+        """
+        padded = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self.dp_size)]
+        with_label = tuple(np.append(ids, ids[-1]) for ids in padded)
+        last_token = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in with_label)
+        scores = self._per_token(
+            "scores", Sequences(with_label, last_token, {}), BatchLimits(batch), name
+        )
+        return [float(values[-1]) for values in scores[: len(token_ids)]]
+
+    # Weights and memory
+
+    def offload(self) -> None:
+        """Release the devices' memory of what `train.offload` names."""
+        self._workers.call("offload")
+
+    def onload(self) -> None:
+        """Take the devices' memory of the parameters again.
+
+        Gradients and optimizer states follow within an update.
+        """
+        self._workers.call("onload")
+
+    def weights(self) -> Calls:
+        """Begin to export the new weights; each rank returns a tuple of buckets, mostly empty."""
+        return self._workers.begin("weights")
+
+    # Checkpoints
+
+    def save(
+        self, step: int, extra: Mapping[str, Any], retention: Retention
+    ) -> list[SavedTraining]:
+        """Save a checkpoint, or begin to; return the checkpoints completed since the last call."""
+        return self._workers.call("save", step, extra, retention)[0]
+
+    def finished_saves(self) -> list[SavedTraining]:
+        """Return the checkpoints completed since the last call."""
+        return self._workers.call("finished_saves")[0]
+
+    def finish_saves(self) -> list[SavedTraining]:
+        """Wait for a pending save; return the checkpoints completed since the last call."""
+        return self._workers.call("finish_saves")[0]
+
+    # Distribution over ranks
+
+    def _split(
+        self, sequences: Sequences, limits: BatchLimits, rows: Rows | None = None
+    ) -> list[_RankBatches]:
+        """Return the micro-batches of each data-parallel rank."""
+        limits = replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
+        lengths = [len(ids) for ids in sequences.token_ids]
+        rows = [[index] for index in range(len(lengths))] if rows is None else rows
+        row_lengths = [sum(lengths[index] for index in row) for row in rows]
+        return [
+            _rank_batches(sequences, [rows[number] for number in share], limits)
+            for share in balanced(row_lengths, self.dp_size)
+        ]
+
+    def _call(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> list[Any]:
+        """Call a method of all ranks with their micro-batches and further arguments."""
+        shared = [self._workers.share(own.micro_batches) for own in batches]
+        return self._workers.call_each(
+            method,
+            {
+                rank: (shared[position.dp_rank], *arguments)
+                for rank, position in enumerate(self._positions)
+            },
+        )
+
+    def _per_token(
+        self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
+    ) -> tuple[Floats, ...]:
+        """Call a method of all ranks and return its values of every token, by sequence."""
+        batches = self._split(sequences, limits)
+        results = self._call(method, batches, *arguments)
+        by_sequence = dict[int, Floats]()
+        for position, rows in zip(self._positions, results, strict=True):
+            if position.is_reporter:
+                own = batches[position.dp_rank]
+                for batch, group, values in zip(own.micro_batches, own.groups, rows, strict=True):
+                    # The last values may be of padding, which belongs to no sequence.
+                    pieces = per_token(values, batch.cu_seqlens)
+                    by_sequence.update(zip(group, pieces, strict=False))
+        return tuple(by_sequence[index] for index in range(len(sequences.token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankBatches:
+    """Micro-batches of one data-parallel rank."""
+
+    micro_batches: list[MicroBatch]
+    groups: list[list[int]]  # the indices of the sequences in each micro-batch
+
+
+def _rank_batches(sequences: Sequences, rows: Rows, limits: BatchLimits) -> _RankBatches:
+    """Return the micro-batches of these rows."""
+    lengths = [sum(len(sequences.token_ids[index]) for index in row) for row in rows]
+    groups = [
+        [index for number in group for index in rows[number]] for group in limits.group(lengths)
+    ]
+    return _RankBatches(micro_batches(sequences, groups, limits), groups)

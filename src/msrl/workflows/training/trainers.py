@@ -1,0 +1,103 @@
+"""Start of the training ranks: as processes of this machine, or as Ray actors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msrl.config.schema import Config
+from msrl.plan.derived import world_size
+from msrl.platforms.base import Platform
+from msrl.trainer.settings import RankSettings
+from msrl.workflows.training.run_log import checkpoint_root
+from msrl.workflows.training.settings import hf_files, worker_variables
+from msrl.workflows.training.train_worker import SavePlan, TrainActor, TrainWorker
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.transport.local import local_workers
+
+if TYPE_CHECKING:
+    from msrl.cluster.session import PlacedWorkers, Session
+
+
+@contextmanager
+def open_trainers(
+    config: Config, settings: RankSettings, platform: Platform
+) -> Iterator[TrainerGroup]:
+    """Start the ranks of a training without engines; end them with the context.
+
+    They are Ray actors if `cluster.address` is set, otherwise processes of this machine.
+
+    Raises:
+        MsrlError: The cluster does not answer, or there are fewer devices than ranks.
+    """
+    if config.cluster.address is not None:
+        with _cluster_trainers(config, settings, platform) as trainers:
+            yield trainers
+        return
+    with local_workers(
+        partial(TrainWorker, settings),
+        num_workers=world_size(config),
+        platform=platform,
+        env=worker_variables(config, platform),
+    ) as workers:
+        trainers = TrainerGroup(workers)
+        yield trainers
+        trainers.close()
+
+
+@contextmanager
+def _cluster_trainers(
+    config: Config, settings: RankSettings, platform: Platform
+) -> Iterator[TrainerGroup]:
+    from msrl.cluster.placement import Role, plan
+    from msrl.cluster.session import ray_session
+
+    cluster, num_ranks, resource = config.cluster, world_size(config), platform.ray_resource
+    with ray_session(
+        cluster.address, num_devices=0, resource_name=resource, env=cluster.env
+    ) as session:
+        roles, ranks_per_node = [Role("actor", num_ranks)], num_ranks // cluster.nodes
+        placed = session.create_placement(
+            plan(roles, ranks_per_node, cluster.nodes, resource=resource)
+        )
+        # A step, an evaluation and a save may take any time; collectives have their own timeout.
+        yield ray_trainers(session, placed, config, settings, platform, timeout_s=math.inf)
+
+
+def ray_trainers(
+    session: Session,
+    placed: PlacedWorkers,
+    config: Config,
+    settings: RankSettings,
+    platform: Platform,
+    *,
+    timeout_s: float,
+) -> TrainerGroup:
+    """Create the actors of the training ranks. A call takes at most `timeout_s` seconds."""
+    from msrl.workflows.training.transport.ray_actors import RayWorkers
+
+    num_ranks, nodes = world_size(config), config.cluster.nodes
+    env = {
+        **platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1),
+        **worker_variables(config, platform),
+    }
+    arguments = [(settings, rank, num_ranks) for rank in range(num_ranks)]
+    return TrainerGroup(
+        RayWorkers(
+            session,
+            placed,
+            "actor",
+            TrainActor,
+            arguments,
+            [env] * num_ranks,
+            timeout_s=timeout_s,
+        )
+    )
+
+
+def save_plan(config: Config) -> SavePlan:
+    """Return the settings for saving checkpoints."""
+    return SavePlan(checkpoint_root(config), hf_files(config), config.checkpoint.in_background)

@@ -1,0 +1,1 @@
+"""Calls to the workers of a run: local processes and Ray actors behind one interface."""
