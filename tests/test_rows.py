@@ -305,13 +305,15 @@ class Pairs:
     def conversation(self, row):
         if row["q"] == "skip":
             return None
-        return [{"role": "user", "content": self.prefix + row["q"]}, {"role": "assistant", "content": row["a"]}]
+        question = {"role": "user", "content": self.prefix + row["q"]}
+        return [question, {"role": "assistant", "content": row["a"]}]
 
     def text(self, row):
         return row["q"]
 
 def prompt(row):
-    return {"messages": [{"role": "user", "content": row["q"]}], "answer": row["a"], "extra": {"k": "v"}}
+    turns = [{"role": "user", "content": row["q"]}]
+    return {"messages": turns, "answer": row["a"], "extra": {"k": "v"}}
 
 def wrong(row):
     return {"mesages": []}
