@@ -81,7 +81,10 @@ def by_jinja(source: str, conversation: Conversation, *, asks: bool, **options: 
 def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> str:
     return "".join(
         span.text
-        for span in [*renderer.spans(conversation), *(renderer.generation_prompt() if asks else [])]
+        for span in [
+            *renderer.spans(conversation, is_prompt=asks),
+            *(renderer.generation_prompt() if asks else []),
+        ]
     )
 
 

@@ -308,7 +308,7 @@ def test_preprocessing_is_checked_before_it_starts(folder: Path):
         ("--set: preprocess.input.1=*.json", "file"),
         ("--set: preprocess.input.2=gone", "file"),
         ("--set: preprocess.template=qwn", "'qwen'", "YAML"),
-        ("--set: preprocess.handler=alpaka", "data.handlers", "'alpaca'"),
+        ("--set: preprocess.handler=alpaka", "handler", "'alpaca'"),
         ("preprocess.seq_length", "missing", "--seq-length"),
     )
     right = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import struct
 import subprocess
@@ -34,7 +37,7 @@ def read_rows(*inputs) -> list:
 
 def converse(name: str, row, *, map_keys=None, kind=None, options=None) -> Conversation:
     handler = make_handler(name, kind=kind, map_keys=map_keys or {}, options=options or {})
-    return handler.module.conversation(row, handler.columns, **handler.options)
+    return handler.converter()(row)
 
 
 def turns(conversation: Conversation) -> list[tuple[str, str]]:
@@ -78,7 +81,7 @@ def test_one_object_is_one_row(tmp_path):
         ("x.jsonl", b'{"a": ' + b"1" * 5000 + b"}\n", ("x.jsonl:1", "4300 digits")),
         ("x.json", b"[" * 200_000, ("x.json", "recursion depth")),
         ("x.parquet", b"PAR1 no parquet", ("x.parquet", "Parquet")),
-        ("x.csv", b"a,b", ("x.csv", ".csv")),
+        ("x.xlsx", b"a,b", ("x.xlsx", ".xlsx")),
     ],
 )
 def test_an_unreadable_file_raises_an_error_with_its_name(tmp_path, name, content, message):
@@ -96,6 +99,88 @@ def test_an_input_without_files_is_refused(tmp_path):
     ):
         with pytest.raises(MsrlError, match=mentions(item, message)):
             find_files([str(item)])
+
+
+ROWS = [{"q": 'a,"b"\nc', "a": "日本"}, {"q": "x", "a": "y"}]
+
+
+def write_rows(path, rows) -> None:
+    """Write rows in the format of the suffix, compressed if there is a second one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    suffix = path.suffixes[0]
+    table = pa.Table.from_pylist(rows)
+    buffer = io.BytesIO()
+    if suffix in (".csv", ".tsv"):
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, rows[0], delimiter="," if suffix == ".csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+        buffer.write(text.getvalue().encode())
+    elif suffix == ".arrow":
+        make = pa.ipc.new_file if "file" in path.name else pa.ipc.new_stream
+        with make(buffer, table.schema) as sink:
+            sink.write_table(table)
+    elif suffix == ".parquet":
+        pq.write_table(table, buffer)
+    elif suffix == ".json":
+        buffer.write(json.dumps(rows).encode())
+    else:
+        buffer.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    data = buffer.getvalue()
+    if path.suffixes[1:] == [".gz"]:
+        data = gzip.compress(data)
+    elif path.suffixes[1:] == [".zst"]:
+        data = pa.compress(data, "zstd", asbytes=True)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x.csv", "x.tsv", "x.csv.gz", "x.arrow", "file.arrow", "x.arrow.zst", "x.jsonl.gz",
+        "x.jsonl.zst", "x.json.gz", "x.json.zst", "x.parquet",
+    ],
+)  # fmt: skip
+def test_every_format_and_compression_has_the_same_rows(tmp_path, name):
+    write_rows(tmp_path / name, ROWS)
+    for item in (tmp_path / name, tmp_path, tmp_path / "*"):
+        batches = list(read_batches(find_files([str(item)])))
+        assert [row for batch in batches for _, row in batch.values()] == ROWS
+
+
+def test_a_line_of_a_text_file_is_a_document(tmp_path):
+    (tmp_path / "x.txt").write_bytes("\ufeffa 日本\r\n\nb".encode())
+    [batch] = read_batches(find_files([str(tmp_path)]))
+    assert [row["text"] for _, row in batch.values()] == ["a 日本", "", "b"]
+    wiki = shared_data("sft", "wiki_demo.txt")
+    texts = [row["text"] for b in read_batches([wiki]) for _, row in b.values()]
+    assert texts == wiki.read_text().splitlines() and len(texts) == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fragments"),
+    [
+        ("x.csv", b"a,b\n1,2,3\n", ("row 1", "values")),
+        ("x.csv", b"a,b\n1\n", ("row 1", "values")),
+        ("x.csv", b"a,a\n1,2\n", ("header",)),
+        ("x.csv", b'a,b\n"1,2\n', ("CSV",)),
+        ("x.csv", b"a,b\n\xff,2\n", ("UTF-8",)),
+        ("x.txt", b"\xff\n", ("UTF-8",)),
+        ("x.jsonl.gz", b"{}", ("read",)),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], ("read",)),
+        ("x.jsonl.zst", b"{}", ("read",)),
+        ("x.arrow", b"{}", ("Arrow",)),
+        ("x.arrow", b"ARROW1{}", ("Arrow",)),
+        ("x.parquet.gz", b"", ("cannot read", ".gz")),
+    ],
+)
+def test_a_damaged_file_of_any_format_is_named(tmp_path, name, content, fragments):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MsrlError) as caught:
+        list(read_batches(find_files([str(tmp_path / name)])))
+    assert_mentions(caught.value, name, *fragments)
 
 
 # --- handlers ---
@@ -144,7 +229,8 @@ def test_sharegpt_reads_both_formats_and_tool_calls():
     ]
     call = row["conversations"][3]["value"]
     assert made.messages[3].content == f"<tool_call>\n{call}\n</tool_call>"
-    assert json.loads(made.extra["tools"]) == json.loads(row["tools"])
+    tools = [{"type": "function", "function": tool} for tool in json.loads(row["tools"])]
+    assert json.loads(made.extra["tools"]) == tools
     openai = {
         "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     }
@@ -200,7 +286,7 @@ def test_a_ground_truth_does_not_contain_the_thought():
     ("turn", "message"),
     [
         ({"role": ["user"], "content": "x"}, ("turn 1", "role", "'user'")),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, ("turn 1", "text", "list")),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ("turn 1", "text", "list")),
         (
             {"role": "assistant", "content": ["x"], "tool_calls": [{"name": "f", "arguments": {}}]},
             ("turn 1", "text", "list"),
@@ -243,7 +329,7 @@ def test_null_keys_of_parquet_turns_are_ignored():
         "user user",
         "user assistant assistant",
         "user system assistant",
-        "user assistant tool user",
+        "user tool assistant",
     ],
 )
 def test_sharegpt_drops_turns_in_an_impossible_order(order):
@@ -303,7 +389,7 @@ MATH = {
 def test_public_math_datasets_are_read_with_map_keys(name):
     handler_name, keys, count, first = MATH[name]
     handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
-    made = [handler.module.conversation(row, handler.columns) for row in shared_rows(name)]
+    made = [handler.converter()(row) for row in shared_rows(name)]
     assert len(made) == count and made[0].answer == first
     assert all(
         c.answer is not None and c.messages[0].role == "user" and c.messages[0].content

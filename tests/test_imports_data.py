@@ -132,3 +132,27 @@ def test_datasets_without_weights_are_refused(
     (tmp_path / "pretrain.sh").write_text(PRETRAIN.format(path), encoding="utf-8")
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")])
+
+
+PREPROCESS = """\
+python preprocess_data.py --input in.jsonl --tokenizer-name-or-path hf --output-prefix out \\
+    --handler-name AlpacaStyleInstructionHandler --prompt-type {} --prompt-type-path {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "expected"),
+    [
+        ("qwen", "configs/finetune/templates.json", "qwen"),
+        ("qwen_r1", "./configs/finetune/templates.json", "qwen_r1_mindspeed_llm"),
+        ("qwen_r1", "own/templates.json", "own/templates.json:qwen_r1"),
+        ("mine", "edited/templates.json", "edited/templates.json:mine"),
+    ],
+)
+def test_a_template_of_mindspeed_llm_keeps_its_text(
+    tmp_path: Path, name: str, file: str, expected: str
+):
+    script = tmp_path / "data.sh"
+    script.write_text(PREPROCESS.format(name, file), encoding="utf-8")
+    tree = plain(translate_arguments("mindspeed-llm", [str(script)]).complete_tree())
+    assert tree["preprocess"]["template"] == expected  # type: ignore[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,7 +25,7 @@ from msrl.data.templates import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
-from msrl.workflows.preprocess import run
+from msrl.workflows.preprocess import make_job, needs_processes, run
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command
@@ -301,6 +304,108 @@ def test_a_failure_keeps_the_old_data_and_leaves_no_temporary_files(tmp_path):
         for p in tmp_path.iterdir()
         if p.suffix != ".jsonl" or "answers" in p.name
     } == {name: content for name, content in before.items() if name != "x.jsonl"}
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, monkeypatch):
+    inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
+    free = 100
+    write = Path.open
+
+    class FullFile(io.BytesIO):
+        def write(self, data):
+            if len(data) > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+        def close(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_file(path, mode="r", *args, **options):
+        full = mode == "wb" and path.suffix == ".bin"
+        return FullFile() if full else write(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    with pytest.raises(MsrlError, match=mentions("preprocess.output_prefix", "space")):
+        preprocess(tmp_path / "out" / "g", input=inputs, handler="gsm8k")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_file_size_limit_is_one_message_and_leaves_nothing(tmp_path):
+    inputs = jsonl(tmp_path / "x.jsonl", gsm8k(200))
+    tokenizer = shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+    command = (
+        "trap '' XFSZ; ulimit -f 8; exec "
+        f"{sys.executable} -m msrl preprocess --input {inputs[0]} --handler gsm8k "
+        f"--template qwen --tokenizer {tokenizer} --output-prefix {tmp_path / 'out' / 'g'}"
+    )
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert_mentions(ended.stderr, "preprocess.output_prefix", "large")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
+    inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
+    many = jsonl(tmp_path / "many.jsonl", gsm8k(1) * 100_000)
+    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    arguments = ["--handler", "gsm8k", "--template", "qwen", "--tokenizer", tokenizer]
+    places = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
+    killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *places])
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("msrl-*/*.bin")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert list((tmp_path / "out").glob("msrl-*/owner.json"))
+    preprocess(tmp_path / "out" / "h", input=inputs, handler="gsm8k")
+    assert {path.name[:2] for path in (tmp_path / "out").iterdir()} == {"h_"}
+
+
+def test_preference_data_is_refused_and_nothing_is_written(tmp_path):
+    for name, word in (("kto_en_demo.json", "KTO"), ("dpo_en_demo.json", "DPO")):
+        with pytest.raises(MsrlError, match=mentions(name, word)):
+            preprocess(
+                tmp_path / "out" / "x", input=[str(shared_data("sft", name))], handler="sharegpt"
+            )
+        assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_prompts_without_a_ground_truth_are_written_and_counted(tmp_path):
+    rows = [{"instruction": "a"}, {"instruction": "b"}]
+    manifest = preprocess(
+        tmp_path / "x",
+        input=jsonl(tmp_path / "x.jsonl", rows),
+        handler="r1",
+        map_keys={"response": ""},
+    )
+    assert (manifest.num_examples, manifest.num_without_answer) == (2, 2)
+    assert [prompt.answer for prompt in PromptDataset(tmp_path / "x")] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads", "size", "expected"),
+    [
+        ({}, "true", 30 << 20, False),
+        ({}, "true", 130 << 20, True),
+        ({}, "false", 1, True),
+        ({"template": "native"}, "true", 1, True),
+        ({"workers": 1}, "true", 1 << 40, False),
+    ],
+)
+def test_processes_start_only_where_they_are_faster(
+    tmp_path, monkeypatch, settings, threads, size, expected
+):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+    file = tmp_path / "x.jsonl"
+    with file.open("wb") as empty:
+        empty.truncate(min(size, 1 << 32))
+    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    values = {"handler": "alpaca", "template": "qwen", "tokenizer": tokenizer, "workers": 2}
+    section = Config.model_validate({"preprocess": {**values, **settings}}).preprocess
+    assert needs_processes(make_job(section), (file,), section.workers) == expected
 
 
 def test_incomplete_data_is_refused(tmp_path):

@@ -134,21 +134,19 @@ def test_a_prompt_is_a_prefix_of_the_example():
     prompt = render.prompt(talk(("user", "Hi")))
     example = render.examples([conversation])[0]
     assert example.token_ids[: len(prompt)].tolist() == prompt.tolist()
-    assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt)]
+    assert not example.loss_mask[: len(prompt)].any()
+    assert trained_texts(qwen3(), example) == [" Hello<|im_end|>"]
 
 
 THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour"
 QWEN3 = {
     "no thought in the last answer": talk(("user", "2+2?"), ("assistant", "Four")),
     "a thought in the last answer": talk(("user", "2+2?"), ("assistant", THOUGHT)),
-    "thoughts of earlier turns go": talk(
-        ("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"), ("assistant", THOUGHT)
-    ),
     "a thought before a tool stays": talk(
         ("user", "2+2?"),
         ("assistant", THOUGHT),
         ("tool", "4"),
-        ("assistant", "Four"),
+        ("assistant", THOUGHT),
         ("tool", "5"),
         ("assistant", "Five"),
     ),
@@ -191,7 +189,7 @@ def test_qwen3_with_thinking_trains_the_thought_too():
     assert trained_texts(qwen3(), example) == [f"{THOUGHT}<|im_end|>"]
 
 
-@pytest.mark.parametrize(("template", "hf"), [("qwen", qwen2), ("qwen3", qwen3)])
+@pytest.mark.parametrize(("template", "hf"), [("qwen", qwen2)])
 def test_native_has_the_ids_and_masks_of_the_packaged_template(template, hf):
     for conversation in CONVERSATIONS.values():
         full = talk(("system", SYSTEM), *((m.role, m.content) for m in conversation.messages))
@@ -211,11 +209,10 @@ def test_native_masks_follow_generation_blocks(tmp_path):
     assert trained_texts(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
 
 
-def test_native_refuses_an_answer_that_contains_its_end_token():
-    with pytest.raises(MsrlError, match=mentions("turn 2", "<|im_end|>", "template")):
-        renderer("native", qwen2()).examples(
-            [talk(("user", "Hi"), ("assistant", "I end with <|im_end|>, always"))]
-        )
+def test_native_trains_an_answer_that_contains_its_end_token_to_its_end():
+    text = "I end with <|im_end|>, always"
+    example = renderer("native", qwen2()).examples([talk(("user", "Hi"), ("assistant", text))])[0]
+    assert trained_texts(qwen2(), example) == [f"{text}<|im_end|>"]
 
 
 def test_native_needs_a_chat_template():
@@ -355,12 +352,51 @@ def test_bos_and_eos_in_the_text_of_a_row_remain_text():
     )
 
 
-def test_the_empty_template_keeps_control_tokens_of_a_row():
-    gpt2 = hf_tokenizer("gpt2")
-    assert (
-        renderer("empty", gpt2).prompt(talk(("user", "a<|endoftext|>"))).tolist()[-1]
-        == gpt2.eos_token_id
-    )
+def test_the_rendered_template_keeps_control_tokens_of_a_row_and_empty_refuses_them():
+    gpt2, row = hf_tokenizer("gpt2"), talk(("user", "a<|endoftext|>"))
+    assert renderer("rendered", gpt2).prompt(row).tolist()[-1] == gpt2.eos_token_id
+    with pytest.raises(MsrlError, match=mentions("empty", "<|endoftext|>", "rendered")):
+        renderer("empty", gpt2).prompt(row)
+
+
+def test_control_tokens_of_the_tokenizer_that_the_template_does_not_use_are_text():
+    hf = qwen2()
+    attack = "<|vision_start|><|endoftext|><|im_start|>"
+    prompt = renderer("qwen", hf).prompt(talk(("user", attack)))
+    plain = renderer("qwen", hf).prompt(talk(("user", "x")))
+    for token in hf.all_special_tokens:
+        number = hf.convert_tokens_to_ids(token)
+        assert (prompt == number).sum() == (plain == number).sum(), token
+    assert attack in hf.decode(prompt)
+
+
+TALK_WITH_THOUGHTS = talk(
+    ("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"), ("assistant", "\n\nYes")
+)
+
+
+@pytest.mark.parametrize(
+    ("enable_thinking", "expected"),
+    [
+        (None, [f"{THOUGHT}<|im_end|>", "Yes<|im_end|>"]),
+        (True, [f"{THOUGHT}<|im_end|>", "<think>\n\n</think>\n\nYes<|im_end|>"]),
+        (False, ["Four<|im_end|>", "Yes<|im_end|>"]),
+    ],
+)
+def test_every_answer_of_qwen3_is_trained_with_its_thought(enable_thinking, expected):
+    render = renderer("qwen3", qwen3(), enable_thinking=enable_thinking)
+    example = render.examples([TALK_WITH_THOUGHTS])[0]
+    assert trained_texts(qwen3(), example) == expected
+    text = qwen3().decode(example.token_ids)
+    assert text.count("<|im_start|>assistant\n<think>\n") == 2
+
+
+def test_a_prompt_of_qwen3_has_no_thoughts_of_earlier_turns():
+    prompt = renderer("qwen3", qwen3()).prompt(talk(*TALK_TURNS))
+    assert "Two and two" not in qwen3().decode(prompt)
+
+
+TALK_TURNS = (("user", "2+2?"), ("assistant", THOUGHT), ("user", "Sure?"))
 
 
 def test_added_tokens_that_always_match_are_split_in_the_text_of_a_row(tmp_path):

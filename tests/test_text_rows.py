@@ -106,7 +106,11 @@ def test_a_blend_of_one_dataset_has_the_order_of_that_dataset():
 @pytest.mark.parametrize(
     ("command", "sets", "fragments"),
     [
-        ("train-sft", ["data.blend={a: 0.5, b: 0.5}"], ("data.handler", "pretrain")),
+        (
+            "train-sft",
+            ["data.blend={a: 0.5, b: 0.5}", "data.eval_fraction=0.5"],
+            ("data.eval_fraction", "data.eval", "blend"),
+        ),
         (
             "train-sft",
             ["data.handler=pretrain", "data.train=a"],

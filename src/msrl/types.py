@@ -26,8 +26,15 @@ TokenStatistic = Literal["entropy", "squared_probability"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """One turn of a conversation.
+
+    `content` includes thoughts and tool calls as text. `fields` has them separately, in OpenAI's
+    form, for chat templates that render them; None if role and content say everything.
+    """
+
     role: Role
     content: str
+    fields: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class DatasetManifest:
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     truncated: int = 0
+    num_without_answer: int = 0  # prompts without a ground truth
     # Template as Jinja. It is empty for plain text and for the tokenizer's own template.
     chat_template: str = ""
     # Files by the part of their name that follows the prefix.

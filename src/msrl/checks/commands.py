@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from msrl import registry
 from msrl.checks.inputs import (
     check_folder,
     check_model_path,
@@ -15,7 +14,6 @@ from msrl.checks.inputs import (
     check_template,
     inside_of_run,
 )
-from msrl.checks.plugins import check_plugin_name
 from msrl.checks.sampling import check_temperature
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
@@ -122,12 +120,10 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
     yield from check_folder(resolved, "preprocess.tokenizer")
     yield from check_template(resolved, "preprocess.template")
     if preprocess.handler is not None:
-        package = registry.HANDLERS
-        aliases: dict[str, str] = getattr(importlib.import_module(package), "ALIASES", {})
-        yield from check_plugin_name(
-            resolved, "preprocess.handler", package, preprocess.handler, aliases
-        )
-        if aliases.get(preprocess.handler, preprocess.handler) != "pretrain":
+        handlers = importlib.import_module("msrl.data.handlers")
+        if problem := handlers.handler_mistake(preprocess.handler):
+            yield resolved.mistake("preprocess.handler", problem)
+        elif not _writes_text(resolved, handlers.ALIASES):
             names = ", ".join(template_names())
             yield from check_required(
                 resolved,
@@ -136,6 +132,13 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
             )
     if preprocess.pack:
         yield from check_required(resolved, "preprocess.seq_length")
+
+
+def _writes_text(resolved: Resolved, aliases: Mapping[str, str]) -> bool:
+    """Return True if `preprocess` writes pretraining text, which needs no template."""
+    preprocess = resolved.config.preprocess
+    name = aliases.get(str(preprocess.handler), str(preprocess.handler))
+    return preprocess.kind == "pretrain" or name in ("pretrain", "sharegpt_pretrain")
 
 
 def check_generate(resolved: Resolved) -> Iterator[str]:

@@ -97,14 +97,7 @@ def _check_text(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the settings of continued pretraining."""
     yield from _check_kind(resolved, plan, "pretrain", "with handler pretrain")
     data = resolved.config.data
-    if data.blend and data.train is not None:
-        yield resolved.mistake(
-            "data.blend",
-            "conflicts with data.train. Set one of them to null; "
-            "data.blend must include all prefixes.",
-        )
-    if data.blend and resolved.config.train.steps is None:
-        yield "train.steps: missing. Set it, because a blend of datasets has no epochs."
+    yield from _check_blend(resolved)
     if data.seq_length is None or data.seq_length < 2:
         message = (
             "data.handler=pretrain splits documents into rows of this length. Set it to 2 or more."
@@ -130,11 +123,24 @@ def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         return
     remedy = "with a handler of demonstrations, or --kind sft"
     yield from _check_kind(resolved, plan, "sft", remedy)
-    if resolved.config.data.blend:
+    yield from _check_blend(resolved)
+    if resolved.config.data.blend and resolved.config.data.eval_fraction > 0:
+        yield resolved.mistake(
+            "data.eval_fraction", "holds out rows of data.train only. Set data.eval for a blend."
+        )
+
+
+def _check_blend(resolved: Resolved) -> Iterator[str]:
+    """Check the settings that a blend of datasets needs or excludes."""
+    data = resolved.config.data
+    if data.blend and data.train is not None:
         yield resolved.mistake(
             "data.blend",
-            "mixes text datasets. Set data.handler to pretrain, or data.train to one dataset.",
+            "conflicts with data.train. Set one of them to null; "
+            "data.blend must include all prefixes.",
         )
+    if data.blend and resolved.config.train.steps is None:
+        yield "train.steps: missing. Set it, because a blend of datasets has no epochs."
 
 
 def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

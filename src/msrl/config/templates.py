@@ -5,12 +5,19 @@ They are in `templates/` of the source tree or of the installed package, or in a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any, cast
 
 import msrl
 from msrl.errors import MsrlError, nearest
 
 SUFFIX = ".yaml"
+# Templates of MindSpeed without a counterpart, with the remedy.
+REFUSED = {
+    "deepseek4": "its text is in MindSpeed-LLM's code, and msrl does not train DeepSeek V4. Use "
+    "native with a tokenizer that has a chat template."
+}
 
 
 def template_dir() -> Path:
@@ -31,6 +38,10 @@ def find_template(name: str) -> Path:
     Raises:
         MsrlError: the file or the name does not exist.
     """
+    if entry := json_entry(name):
+        return _find_entry(*entry)
+    if name in REFUSED:
+        raise MsrlError(REFUSED[name])
     if name in template_names():
         return template_dir() / f"{name}{SUFFIX}"
     if name.endswith((".yaml", ".yml")):
@@ -39,3 +50,42 @@ def find_template(name: str) -> Path:
         raise MsrlError("this template file does not exist")
     hint = nearest(name, template_names())
     raise MsrlError(f"neither the name of a template nor the path of a YAML file; {hint}")
+
+
+def json_entry(name: str) -> tuple[Path, str] | None:
+    """Return the file and the name of `FILE.json:NAME`, a template of a templates.json file.
+
+    Return None for other forms.
+    """
+    file, colon, key = name.rpartition(":")
+    if colon and file.endswith(".json"):
+        return Path(file), key
+    return (Path(name), "") if name.endswith(".json") else None
+
+
+def read_entries(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the templates in a templates.json file of MindSpeed by name.
+
+    Raises:
+        MsrlError: the file is not a list of templates.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"template {path}: not JSON: {error}") from error
+    entries = cast("list[dict[str, Any]]", loaded if isinstance(loaded, list) else [])
+    if not entries or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+        raise MsrlError(f"template {path}: must be a list of objects with name, as in MindSpeed")
+    return {str(entry["name"]): entry for entry in entries}
+
+
+def _find_entry(path: Path, name: str) -> Path:
+    """Return the file if it has a template of this name."""
+    if not path.is_file():
+        raise MsrlError("this template file does not exist")
+    names = read_entries(path)
+    if name not in names:
+        raise MsrlError(f"name one template of this file as FILE.json:NAME; {nearest(name, names)}")
+    return path

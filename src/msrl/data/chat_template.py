@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.data.render import Renderer
+from msrl.data.turns import THOUGHT
 
 _RAISE = "{{- raise_exception(%s) -}}"
 
@@ -77,7 +78,11 @@ def _turns(renderer: Renderer) -> Iterator[str]:
     """Yield the lines that render the turns after the system text."""
     template = renderer.template
     yield "{%- for turn in messages -%}"
-    yield "{%- set content = turn['content'] -%}"
+    yield "{%- set content = turn['content'] if turn['content'] is not none else '' -%}"
+    if template.separator:
+        first_tool = "turn['role'] == 'tool' and loop.previtem['role'] != 'tool'"
+        condition = f"loop.index0 and (turn['role'] == 'user' or {first_tool})"
+        yield f"{{{{- {_text(renderer, template.separator)} if {condition} else '' -}}}}"
     yield "{%- if turn['role'] == 'assistant' -%}"
     yield from _answer(renderer)
     yield "{%- elif turn['role'] == 'tool' -%}"
@@ -87,37 +92,63 @@ def _turns(renderer: Renderer) -> Iterator[str]:
         yield "{%- set content = system + content if loop.index0 == ns.first else content -%}"
     yield f"{{{{- {_filled(renderer, template.user, 'content')} -}}}}"
     yield "{%- endif -%}"
+    if template.end:
+        is_last_answer = "loop.last and turn['role'] == 'assistant'"
+        yield f"{{{{- {_text(renderer, template.end)} if {is_last_answer} else '' -}}}}"
     yield "{%- endfor -%}"
 
 
 def _answer(renderer: Renderer) -> Iterator[str]:
     """Yield the lines that render an assistant turn.
 
-    With a template that has thoughts, the last answer always has a thought (empty if necessary),
-    answers before the last question lose theirs, and an answer that precedes a tool response keeps
-    its thought if it is not empty.
+    With a template that has thoughts, answers before the last question lose theirs if a generation
+    prompt follows. Without a generation prompt, the text is that of training: every answer has a
+    thought, empty if necessary.
     """
     template = renderer.template
     yield f"{{{{- {_text(renderer, template.assistant_start)} -}}}}"
+    yield from _calls()
     if template.thought_start:
         yield from _thought(renderer)
+    elif not template.native:
+        yield "{%- if turn.reasoning_content is defined and turn.reasoning_content -%}"
+        start = "'<think>\\n' + turn.reasoning_content.strip('\\n')"
+        yield f"{{%- set content = {start} + '\\n</think>\\n\\n' + content -%}}{{%- endif -%}}"
     answer = _filled(renderer, template.assistant, "content")
     yield f"{{{{- {answer} + {_text(renderer, template.after_assistant)} -}}}}"
+
+
+def _calls() -> Iterator[str]:
+    """Yield the lines that append the `tool_calls` of a turn to its content, each in tags."""
+    yield "{%- if turn.tool_calls is defined and turn.tool_calls -%}"
+    yield "{%- set calls = namespace(text=content) -%}"
+    yield "{%- for call in turn.tool_calls -%}"
+    yield "{%- set function = call.function if call.function is defined else call -%}"
+    yield "{%- set shown = {'name': function.name, 'arguments': function.arguments} | tojson -%}"
+    yield "{%- set calls.text = calls.text + ('\\n' if calls.text else '') -%}"
+    yield "{%- set calls.text = calls.text + '<tool_call>\\n' + shown + '\\n</tool_call>' -%}"
+    yield "{%- endfor -%}{%- set content = calls.text -%}"
+    yield "{%- endif -%}"
 
 
 def _thought(renderer: Renderer) -> Iterator[str]:
     """Yield the lines that split the thought off `content` and render it where it belongs."""
     start, end = renderer.template.thought_start, renderer.template.thought_end
-    head = f"content.split({end.strip()!r})[0].rstrip('\\n')"
+    delimiters = dict.fromkeys(((start.strip(), end.strip()), THOUGHT))
     yield "{%- set thought = '' -%}"
-    yield f"{{%- if {end.strip()!r} in content -%}}"
-    yield f"{{%- set thought = {head}.split({start.strip()!r})[-1].strip('\\n') -%}}"
-    yield f"{{%- set content = content.split({end.strip()!r})[-1].lstrip('\\n') -%}}"
+    yield "{%- if turn.reasoning_content is defined and turn.reasoning_content -%}"
+    yield "{%- set thought = turn.reasoning_content.strip('\\n') -%}"
+    for opening, closing in delimiters:
+        head = f"content.split({closing!r})[0].rstrip('\\n')"
+        yield f"{{%- elif {closing!r} in content -%}}"
+        yield f"{{%- set thought = {head}.split({opening!r})[-1].strip('\\n') -%}}"
+        yield f"{{%- set content = content.split({closing!r})[-1].lstrip('\\n') -%}}"
     yield "{%- endif -%}"
-    yield f"{{%- if {_is_thinking_disabled(renderer)} -%}}"
-    yield f"{{{{- {start + end!r} if loop.last and loop.index0 >= ns.question else '' -}}}}"
-    yield "{%- elif loop.index0 >= ns.question and (loop.last or thought) -%}"
+    yield "{%- set keeps = not add_generation_prompt or loop.index0 > ns.question -%}"
+    yield f"{{%- if thought and keeps and not ({_is_thinking_disabled(renderer)}) -%}}"
     yield f"{{%- set content = {start!r} + thought + {end!r} + content.lstrip('\\n') -%}}"
+    yield "{%- elif not add_generation_prompt -%}"
+    yield f"{{{{- {start + end!r} -}}}}{{%- set content = content.lstrip('\\n') -%}}"
     yield "{%- endif -%}"
 
 
@@ -153,7 +184,13 @@ def _is_thinking_disabled(renderer: Renderer) -> str:
 def _filled(renderer: Renderer, form: str, name: str) -> str:
     """Return a Jinja expression for a form whose content is the variable `name`."""
     head, _, tail = form.partition("{{content}}")
-    return f"{_text(renderer, head)} + {name} + {_text(renderer, tail)}"
+    return f"{_indexed(renderer, head)} + {name} + {_indexed(renderer, tail)}"
+
+
+def _indexed(renderer: Renderer, text: str) -> str:
+    """Return a Jinja expression for a text in which `{{idx}}` is the number of the round."""
+    pieces = [_text(renderer, piece) for piece in text.split("{{idx}}")]
+    return " + (loop.index0 // 2) | string + ".join(pieces)
 
 
 def _text(renderer: Renderer, text: str) -> str:

@@ -27,10 +27,15 @@ class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted un
 
 @dataclass(frozen=True, slots=True)
 class ColumnMapping:
-    """Column path of every field, and the fields whose column must exist."""
+    """Column path of every field, and the fields whose column must exist.
+
+    `answer` is the field of the ground truth if prompts may have none: its column is then mapped to
+    the empty path.
+    """
 
     paths: Mapping[str, str]
     required: frozenset[str]
+    answer: str | None = None
 
     def value(self, row: Any, name: str) -> Any:
         """Return the value of a field, or None if the column of an optional field is absent.
@@ -43,7 +48,8 @@ class ColumnMapping:
         if value is not MISSING:
             return value
         if path and name in self.required:
-            raise MsrlError(_missing_column(row, name, path))
+            hint = _no_answer_hint(name) if name == self.answer else ""
+            raise MsrlError(_missing_column(row, name, path) + hint)
         return None
 
     def text(self, row: Any, name: str) -> str:
@@ -72,10 +78,19 @@ class ColumnMapping:
 
 
 def make_columns(
-    defaults: Mapping[str, str], required: frozenset[str], map_keys: Mapping[str, str]
+    defaults: Mapping[str, str],
+    required: frozenset[str],
+    map_keys: Mapping[str, str],
+    answer: str | None = None,
 ) -> ColumnMapping:
     """Return the columns of a handler with the user's names. A column that the user names must
     exist.
+
+    Args:
+        defaults: column of each field.
+        required: fields that must have a column.
+        map_keys: columns that the user names.
+        answer: required field that may nevertheless be mapped to the empty path.
 
     Raises:
         MsrlError: `map_keys` contains an unknown field, or no column for a required one.
@@ -84,10 +99,11 @@ def make_columns(
         if name not in defaults and not name.startswith(EXTRA):
             hint = f"{nearest(name, defaults)}; use extra.{name} to keep a column in the output"
             raise MsrlError(f"map_keys.{name}: unknown field for this handler; {hint}")
-        if name in required and not path:
+        if name in required and not path and name != answer:
             raise MsrlError(f"map_keys.{name}: this handler requires the field. Name its column.")
     mapped = frozenset(name for name, path in map_keys.items() if path)
-    return ColumnMapping({**defaults, **map_keys}, required | mapped)
+    unmapped = frozenset(name for name, path in map_keys.items() if not path)
+    return ColumnMapping({**defaults, **map_keys}, (required - unmapped) | mapped, answer)
 
 
 def pick(row: Any, path: str) -> Any:
@@ -124,6 +140,10 @@ def _missing_column(row: Any, name: str, path: str) -> str:
     columns = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
     problem = f"no column {path!r} (for {name!r}); the row has: {columns}"
     return f"{problem}. Name the column with {_option(name)}."
+
+
+def _no_answer_hint(name: str) -> str:
+    return f' For prompts without a ground truth, use --map-keys \'{{"{name}": ""}}\'.'
 
 
 def _option(name: str) -> str:

@@ -1,41 +1,57 @@
 """Rendering with the tokenizer's own chat template by transformers (template `native`).
 
-The loss mask comes from the `{% generation %}` blocks of the template if it has any. Otherwise an
-answer extends from the end of the prompt before it to its end-of-turn token. This requires that the
-rendered beginning of a conversation is a prefix of the rendered conversation; other templates raise
-an error.
+The token ids are those of `apply_chat_template`. The loss mask comes from the `{% generation %}`
+blocks of the template if it has any. Otherwise an answer extends from the end of the prompt before
+it to its end-of-turn token, and the rendered answer must contain the text of the row.
+
+Control tokens in the text of a row are marked before the template renders them, so that they are
+encoded as text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
+from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.limits import printable, time_limit
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
+# A noncharacter of Unicode. It divides each control token of a row after its first character.
+_MARK = "\ufdd0"
 _TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
 _MAX_CHARACTERS = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """A conversation for the chat template, with marked control tokens."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
 
 
 def native_prompts(
     tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None
 ) -> list[Ints]:
     """Return the token ids [P] of each conversation, including the generation prompt."""
-    texts = [
-        _render(tokenizer, c, len(c.messages), enable_thinking, generation=True)
-        for c in conversations
-    ]
-    encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array(encoding.ids, np.int64) for encoding in encodings]
+    controls = tokenizer.special_tokens()
+    rows: list[list[str]] = []
+    for conversation in conversations:
+        turns = _prepare(tokenizer, conversation, enable_thinking)
+        text = _render(tokenizer, turns, len(turns.messages), generation=True)
+        rows.append(text.split(_MARK))
+    return [ids for ids, _ in encode_with_offsets(tokenizer, controls, rows)]
 
 
 def native_examples(
@@ -47,74 +63,97 @@ def native_examples(
         MsrlError: the template does not allow to locate the answers.
     """
     template = _template(tokenizer)
-    if "{% generation" in template or "{%- generation" in template:
-        return [_mask_by_blocks(tokenizer, c, enable_thinking) for c in conversations]
-    return [_mask_by_prefixes(tokenizer, c, enable_thinking) for c in conversations]
+    locate = _locate_blocks if re.search(r"\{%-?\s*generation\b", template) else _locate_answers
+    rows: list[list[str]] = []
+    answers: list[list[tuple[int, int]]] = []
+    for conversation in conversations:
+        turns = _prepare(tokenizer, conversation, enable_thinking)
+        text, bounds = locate(tokenizer, turns)
+        rows.append(text.split(_MARK))
+        # The marks are not part of the encoded text.
+        answers.append(
+            [(a - text.count(_MARK, 0, a), b - text.count(_MARK, 0, b)) for a, b in bounds]
+        )
+    encoded = encode_with_offsets(tokenizer, tokenizer.special_tokens(), rows)
+    return [
+        RenderedExample(ids, _mask(offsets, bounds))
+        for (ids, offsets), bounds in zip(encoded, answers, strict=True)
+    ]
 
 
-def _mask_by_blocks(
-    tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
-) -> RenderedExample:
-    """Return an example whose loss mask comes from the template's generation blocks."""
+def _mask(offsets: Ints, bounds: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
+    """Return a mask of the tokens that contain a character of an answer.
+
+    Args:
+        offsets: first and last character of each token, [T, 2].
+        bounds: first and last character of each answer.
+    """
+    mask = np.zeros(len(offsets), np.bool_)
+    for start, end in bounds:
+        mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return mask
+
+
+def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text and the bounds of the template's generation blocks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     hf = _hf(tokenizer.folder)
     with _guarded(tokenizer.folder):
-        out: Any = hf.apply_chat_template(
-            _turns(conversation, len(conversation.messages)),
-            **_options(conversation, enable_thinking),
-            tokenize=True,
-            return_dict=True,
+        texts, bounds = render_jinja_template(
+            conversations=[turns.messages],
+            chat_template=_template(tokenizer),
             return_assistant_tokens_mask=True,
+            add_generation_prompt=False,
+            **{**hf.special_tokens_map, "tools": None, **turns.options},
         )
-    return RenderedExample(
-        np.array(out["input_ids"], np.int64), np.array(out["assistant_masks"], np.bool_)
-    )
+    return texts[0], [(int(start), int(end)) for start, end in bounds[0]]
 
 
-def _mask_by_prefixes(
-    tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
-) -> RenderedExample:
-    """Return an example whose answers are located by rendering up to each answer."""
-    spans = _split_at_answers(tokenizer, conversation, enable_thinking)
-    ids: list[int] = []
-    mask: list[bool] = []
-    # Answers and the text between them are encoded separately: the spans have odd and even indices.
-    encodings = tokenizer.backend.encode_batch_fast(spans, add_special_tokens=False)
-    for index, encoding in enumerate(encodings):
-        ids += encoding.ids
-        mask += [index % 2 == 1] * len(encoding.ids)
-    return RenderedExample(np.array(ids, np.int64), np.array(mask, np.bool_))
+def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text and the bounds of the answers that are trained.
 
-
-def _split_at_answers(
-    tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
-) -> list[str]:
-    """Return the rendered text in spans: text, answer, text, answer, ..., text."""
-    text = _render(
-        tokenizer, conversation, len(conversation.messages), enable_thinking, generation=False
-    )
-    bounds = [0]
-    for number, message in enumerate(conversation.messages):
-        if message.role != "assistant":
+    An answer whose thought the template removes is not trained: the model would learn to answer
+    without the thought.
+    """
+    text = _render(tokenizer, turns, len(turns.messages), generation=False)
+    bounds: list[tuple[int, int]] = []
+    position = 0
+    for number, message in enumerate(turns.messages):
+        if message["role"] != "assistant":
             continue
-        _refuse_eos_in_answer(tokenizer, number, message)
-        prompt = _render(tokenizer, conversation, number, enable_thinking, generation=True)
-        if not text.startswith(prompt) or len(prompt) < bounds[-1]:
+        start = _find_answer_start(tokenizer, turns, number, text)
+        if start is None or start < position:
             raise MsrlError(
                 f"template native: the chat template of {tokenizer.folder} changes the text before "
                 f"turn {number + 1} when later turns follow. "
                 "Use the packaged template of the model's family (qwen, qwen3, llama3, ...)."
             )
-        bounds += [len(prompt), _find_answer_end(text, len(prompt), tokenizer.eos_token)]
-    return [text[start:end] for start, end in pairwise([*bounds, len(text)])]
+        position = _find_answer_end(text, start, tokenizer.eos_token)
+        thought, content = _thought_and_content(message)
+        _check_answer(tokenizer, text[start:position], content, number)
+        if thought in text[start:position]:
+            bounds.append((start, position))
+    return text, bounds
 
 
-def _refuse_eos_in_answer(tokenizer: TextTokenizer, number: int, message: Message) -> None:
-    """Raise MsrlError if an answer contains the token that ends it."""
-    if tokenizer.eos_token and tokenizer.eos_token in message.content:
-        raise MsrlError(
-            f"template native: turn {number + 1} contains {tokenizer.eos_token}, which ends an "
-            "answer. Remove it, or use a packaged template, where it remains plain text."
-        )
+def _find_answer_start(
+    tokenizer: TextTokenizer, turns: _Turns, number: int, text: str
+) -> int | None:
+    """Return the end of the prompt of turn `number` in the text, or None.
+
+    Templates may render earlier answers as for another thinking mode.
+    """
+    modes: list[dict[str, Any]] = [turns.options]
+    if "enable_thinking" in turns.options:
+        others = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
+        modes += [others, {**others, "enable_thinking": True}]
+    for options in modes:
+        mode = _Turns(turns.messages, options)
+        prompt = _render(tokenizer, mode, number, generation=True)
+        if text.startswith(prompt):
+            return len(prompt)
+    return None
 
 
 def _find_answer_end(text: str, start: int, eos: str | None) -> int:
@@ -132,24 +171,88 @@ def _find_answer_end(text: str, start: int, eos: str | None) -> int:
     return position + len(eos)
 
 
-def _render(
-    tokenizer: TextTokenizer,
-    conversation: Conversation,
-    num_turns: int,
-    enable_thinking: bool | None,
-    *,
-    generation: bool,
-) -> str:
+def _thought_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the thought and the answer of a turn, without the white space around them."""
+    content = str(message.get("content") or "")
+    thought = str(message.get("reasoning_content") or "")
+    if THOUGHT[1] in content and not thought:
+        head, _, content = content.rpartition(THOUGHT[1])
+        thought = head.partition(THOUGHT[0])[2] or head
+    return thought.strip(), content.strip()
+
+
+def _check_answer(tokenizer: TextTokenizer, answer: str, content: str, number: int) -> None:
+    """Raise MsrlError if a located answer is not that of the row."""
+    if content not in answer:
+        raise MsrlError(
+            f"template native: the chat template of {tokenizer.folder} does not render the text of "
+            f"turn {number + 1} as an answer. Use a packaged template."
+        )
+
+
+def _prepare(
+    tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
+) -> _Turns:
+    """Return a conversation in the form of the chat template, with marked control tokens."""
+    template = _template(tokenizer)
+    messages = [_turn(message, template) for message in conversation.messages]
+    options: dict[str, Any] = {}
+    if tools := conversation.extra.get("tools"):
+        if not re.search(r"\btools\b", template):
+            raise MsrlError(
+                f"template native: the chat template of {tokenizer.folder} cannot show the tools "
+                'of this row. Ignore them with --map-keys \'{"tools": ""}\'.'
+            )
+        options["tools"] = json.loads(tools)
+    if enable_thinking is not None:
+        options["enable_thinking"] = enable_thinking
+    marker = _marker(tokenizer.special_tokens())
+    marked = [_mark_controls(message, marker) for message in messages]
+    return _Turns(marked, _mark_controls(options, marker))
+
+
+def _turn(message: Message, template: str) -> dict[str, Any]:
+    """Return a turn with the fields that the template shows. Other fields are in the content."""
+    fields = dict(message.fields or {})
+    if any(key in fields and key not in template for key in ("tool_calls", "reasoning_content")):
+        return {"role": message.role, "content": message.content}
+    return fields or {"role": message.role, "content": message.content}
+
+
+def _mark_controls(value: Any, marker: re.Pattern[str] | None) -> Any:
+    """Return a value with a mark in every control token of its texts."""
+    if marker is None:
+        return value
+    if isinstance(value, str):
+        return marker.sub(rf"\g<1>{_MARK}", value)
+    if isinstance(value, list):
+        return [_mark_controls(item, marker) for item in value]
+    if isinstance(value, dict):
+        return {_mark_controls(k, marker): _mark_controls(v, marker) for k, v in value.items()}
+    return value
+
+
+@lru_cache(maxsize=4)
+def _marker(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    """Return the pattern of the control tokens, or None if there are none.
+
+    It matches the first character of a token.
+    """
+    longest_first = sorted((t for t in tokens if len(t) > 1), key=len, reverse=True)
+    forms = "|".join(re.escape(token) for token in longest_first)
+    return re.compile(f"(?={forms})(.)", re.DOTALL) if forms else None
+
+
+def _render(tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generation: bool) -> str:
     """Return the first `num_turns` turns as text.
 
     Raises:
         MsrlError: the chat template raises an error, takes too long or writes too much.
     """
-    hf = _hf(tokenizer.folder)
     with _guarded(tokenizer.folder):
-        text: str = hf.apply_chat_template(
-            _turns(conversation, num_turns),
-            **_options(conversation, enable_thinking),
+        text: str = _hf(tokenizer.folder).apply_chat_template(
+            turns.messages[:num_turns],
+            **turns.options,
             tokenize=False,
             add_generation_prompt=generation,
         )
@@ -179,20 +282,6 @@ def _guarded(folder: str) -> Generator[None, None, None]:
             f"template native: the chat template of {folder} fails for this conversation: "
             f"{printable(reason)}. Use a packaged template."
         ) from error
-
-
-def _turns(conversation: Conversation, num_turns: int) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in conversation.messages[:num_turns]]
-
-
-def _options(conversation: Conversation, enable_thinking: bool | None) -> dict[str, Any]:
-    """Return the template's arguments: tools and `enable_thinking`, as far as they are set."""
-    options: dict[str, Any] = {}
-    if tools := conversation.extra.get("tools"):
-        options["tools"] = json.loads(tools)
-    if enable_thinking is not None:
-        options["enable_thinking"] = enable_thinking
-    return options
 
 
 def _template(tokenizer: TextTokenizer) -> str:

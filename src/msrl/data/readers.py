@@ -1,13 +1,20 @@
-"""Readers of JSON, JSONL and Parquet files. They yield batches of rows for worker processes.
+"""Readers of data files. They yield batches of rows for worker processes.
 
-JSONL lines remain bytes until a worker parses them. Parquet is read in batches of rows. A JSON
-array is read at once.
+JSONL lines remain bytes until a worker parses them. Parquet and Arrow are read in batches of rows.
+A JSON array is read at once. CSV rows have the columns of the header, all as text. A line of a text
+file is a row with the column `text`. All but Parquet may be compressed.
 """
 
 from __future__ import annotations
 
+import bz2
+import csv
 import glob
+import gzip
+import io
+import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +22,8 @@ from typing import Any
 
 from msrl.errors import MsrlError
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 MAX_ROWS = 512
 MAX_BYTES = 1 << 20
 
@@ -59,7 +67,8 @@ def find_files(inputs: Sequence[str]) -> tuple[Path, ...]:
     """
     if not inputs:
         raise MsrlError(
-            "preprocess.input: not set. Name JSON, JSONL or Parquet files, folders or globs."
+            "preprocess.input: not set. Name data files (JSON, JSONL, Parquet, Arrow, CSV, text), "
+            "folders or globs."
         )
     files: dict[Path, None] = {}
     for item in inputs:
@@ -72,8 +81,9 @@ def read_batches(files: Iterable[Path]) -> Iterator[RowBatch]:
     for path in files:
         try:
             yield from _read(path)
-        except OSError as error:
-            raise MsrlError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise MsrlError(f"{path}: cannot be read: {reason}") from error
 
 
 def _expand_input(item: str) -> list[Path]:
@@ -81,6 +91,8 @@ def _expand_input(item: str) -> list[Path]:
     path = Path(item)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if _is_data_file(p))
+        # Text files beside other data are usually notes about it.
+        files = [file for file in files if _suffix(file) != ".txt"] or files
         problem = f"the folder contains no {', '.join(SUFFIXES)} file"
     elif path.is_file():
         files, problem = [path], ""
@@ -91,28 +103,70 @@ def _expand_input(item: str) -> list[Path]:
     if not files:
         raise MsrlError(f"preprocess.input={item}: {problem}")
     for file in files:
-        if file.suffix not in SUFFIXES:
+        if not _is_known(file):
             raise _unknown_suffix(file)
     return files
 
 
 def _is_data_file(path: Path) -> bool:
-    return path.suffix in SUFFIXES and path.is_file() and not path.name.startswith(".")
+    return _is_known(path) and path.is_file() and not path.name.startswith(".")
+
+
+def _is_known(path: Path) -> bool:
+    """Return True if the suffix of a file is that of a known format."""
+    suffix = _suffix(path)
+    return suffix in SUFFIXES and not (suffix == ".parquet" and path.suffix in COMPRESSIONS)
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """Open a file for reading, decompressed.
+
+    Raises:
+        MsrlError: the compression needs a package that is not installed.
+    """
+    compression = COMPRESSIONS.get(path.suffix)
+    if compression is None:
+        return path.open("rb")
+    if compression == "gzip":
+        return io.BufferedReader(gzip.open(path))
+    if compression == "bz2":
+        return io.BufferedReader(bz2.open(path))
+    try:
+        from pyarrow import input_stream
+    except ImportError as error:
+        raise MsrlError(
+            f"{path}: reading .zst requires pyarrow. Install it with `pip install pyarrow`."
+        ) from error
+    return io.BufferedReader(input_stream(str(path), compression=compression))
 
 
 def _unknown_suffix(path: Path) -> MsrlError:
     suffix = path.suffix or "a file without a suffix"
     hint = " Pass a configuration file with -c." if suffix in (".yaml", ".yml") else ""
     return MsrlError(
-        f"preprocess.input={path}: cannot read {suffix}; known: {', '.join(SUFFIXES)}.{hint}"
+        f"preprocess.input={path}: cannot read {suffix}; known: {', '.join(SUFFIXES)}, "
+        f"all but Parquet also with {', '.join(COMPRESSIONS)}.{hint}"
     )
 
 
 def _read(path: Path) -> Iterator[RowBatch]:
     """Return the batches of one file, read by its suffix."""
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    if path.suffix == ".json" and not _is_jsonl(path):
+    readers = {
+        ".parquet": _read_parquet,
+        ".arrow": _read_arrow,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".txt": _read_text,
+    }
+    suffix = _suffix(path)
+    if suffix in readers:
+        return readers[suffix](path)
+    if suffix == ".json" and not _is_jsonl(path):
         return _read_json(path)
     return _read_lines(path)
 
@@ -121,7 +175,7 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
     """Yield the lines of a file in batches of limited number and size."""
     rows: list[bytes] = []
     size, first = 0, 1
-    with path.open("rb") as file:
+    with _open(path) as file:
         if file.peek(3).startswith(b"\xef\xbb\xbf"):  # peek, since a pipe cannot seek
             file.read(3)
         for line in file:
@@ -136,7 +190,8 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
 
 def _read_json(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a JSON array, or a single JSON object as the only row."""
-    loaded = _parse(path.read_bytes(), str(path))
+    with _open(path) as file:
+        loaded = _parse(file.read(), str(path))
     rows = loaded if isinstance(loaded, list) else [loaded]
     for start in range(0, len(rows), MAX_ROWS):
         yield RowBatch(str(path), start + 1, rows[start : start + MAX_ROWS], lines=False)
@@ -163,12 +218,83 @@ def _read_parquet(path: Path) -> Iterator[RowBatch]:
         ) from error
 
 
+def _read_arrow(path: Path) -> Iterator[RowBatch]:
+    """Yield the rows of an Arrow file, as the `datasets` library saves it (stream or file)."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise MsrlError(
+            f"{path}: reading Arrow requires pyarrow. Install it with `pip install pyarrow`."
+        ) from error
+    first = 1
+    try:
+        with _open(path) as file:
+            is_file = file.peek(6).startswith(b"ARROW1")
+            if is_file:
+                reader = pa.ipc.open_file(pa.BufferReader(file.read()))
+                tables = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                tables = iter(pa.ipc.open_stream(file))
+            for table in tables:
+                for start in range(0, table.num_rows, MAX_ROWS):
+                    rows = table.slice(start, MAX_ROWS).to_pylist()
+                    yield RowBatch(str(path), first, rows, lines=False)
+                    first += len(rows)
+    except pa.ArrowException as error:
+        raise MsrlError(
+            f"{path}: not a complete Arrow file: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _read_csv(path: Path) -> Iterator[RowBatch]:
+    """Yield the rows of a CSV or TSV file with the columns of its header, all as text."""
+    csv.field_size_limit(1 << 30)
+    separator = "\t" if _suffix(path) == ".tsv" else ","
+    first = 1
+    try:
+        with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            reader = csv.DictReader(text, delimiter=separator, strict=True)
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names) or not all(names):
+                raise MsrlError(
+                    f"{path}: the header must have a different name for each column, not "
+                    f"{', '.join(names) or 'nothing'}"
+                )
+            while rows := list(itertools.islice(reader, MAX_ROWS)):
+                for number, row in enumerate(rows, first):
+                    _check_csv_row(path, number, row)
+                yield RowBatch(str(path), first, rows, lines=False)
+                first += len(rows)
+    except csv.Error as error:
+        raise MsrlError(f"{path}: not CSV: after row {first - 1}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise MsrlError(f"{path}: not UTF-8: {error.reason} after row {first - 1}") from error
+
+
+def _check_csv_row(path: Path, number: int, row: dict[Any, Any]) -> None:
+    """Raise MsrlError if a row has more or fewer values than the header."""
+    if None in row or None in row.values():
+        raise MsrlError(f"{path}: row {number}: the number of values differs from the header")
+
+
+def _read_text(path: Path) -> Iterator[RowBatch]:
+    """Yield the lines of a text file as rows with the column `text`, without empty lines."""
+    for batch in _read_lines(path):
+        rows: list[Any] = []
+        for offset, line in enumerate(batch.rows):
+            try:
+                rows.append({"text": line.decode("utf-8-sig").rstrip("\r\n")})
+            except UnicodeDecodeError as error:
+                raise MsrlError(f"{batch.where(offset)}: not UTF-8: {error.reason}") from error
+        yield RowBatch(batch.path, batch.first, rows, lines=False)
+
+
 def _is_jsonl(path: Path) -> bool:
     """Return True if a .json file contains one object per line, as some tools write it.
 
     The first line is then an object, and more lines follow.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
         if not (first.startswith(b"{") and first.endswith(b"}")) or not file.read(4096).strip():
             return False

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.spans import Span, encode
 from msrl.data.templates import Template
 from msrl.data.tokenizer import TextTokenizer
+from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
@@ -38,7 +40,7 @@ class Renderer:
         """
         if self.template.native:
             return native_examples(self.tokenizer, conversations, self.enable_thinking)
-        return encode(self.tokenizer, self.controls, [self.spans(c) for c in conversations])
+        return self._encode([self.spans(c) for c in conversations])
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[Ints]:
         """Return the token ids [P] of each conversation, including the generation prompt.
@@ -47,30 +49,39 @@ class Renderer:
         """
         if self.template.native:
             return native_prompts(self.tokenizer, conversations, self.enable_thinking)
-        rows = [[*self.spans(c), *self.generation_prompt()] for c in conversations]
-        return [example.token_ids for example in encode(self.tokenizer, self.controls, rows)]
+        rows = [[*self.spans(c, is_prompt=True), *self.generation_prompt()] for c in conversations]
+        return [example.token_ids for example in self._encode(rows)]
 
     def prompt(self, conversation: Conversation) -> Ints:
         """Return the token ids [P] of one conversation, including the generation prompt."""
         return self.prompts([conversation])[0]
 
-    def spans(self, conversation: Conversation) -> list[Span]:
-        """Return the text of a conversation in spans, without the generation prompt."""
+    def spans(self, conversation: Conversation, *, is_prompt: bool = False) -> list[Span]:
+        """Return the text of a conversation in spans, without the generation prompt.
+
+        With `is_prompt`, the model answers next: answers before the last question lose their
+        thoughts, as at inference. Otherwise all answers are trained and keep them.
+        """
         template = self.template
         system, turns = _split_system(template, conversation)
         spans = [Span(template.prefix), *([] if template.system_in_user else system)]
         questions = [number for number, turn in enumerate(turns) if turn.role == "user"]
         last_question = questions[-1] if questions else -1
         for number, turn in enumerate(turns):
+            if template.separator and number and _starts_round(turns, number):
+                spans.append(Span(template.separator))
             if turn.role == "assistant":
-                is_last = number == len(turns) - 1
-                spans += self._answer(turn.content, is_last, is_earlier=number < last_question)
+                keeps_thought = not is_prompt or number > last_question
+                spans += self._answer(turn.content, is_prompt, keeps_thought=keeps_thought)
             elif turn.role == "tool":
                 spans += _tool(template, turns, number)
             else:
                 is_first = bool(questions) and number == questions[0]
                 before = system if template.system_in_user and is_first else []
-                spans += _fill(template.user, turn.content, before)
+                form = template.user.replace("{{idx}}", str(number // 2))
+                spans += _fill(form, turn.content, before)
+        if template.end and turns and turns[-1].role == "assistant":
+            spans.append(Span(template.end, is_trained=True))
         return [self._with_names(span) for span in spans if span.text]
 
     def _with_names(self, span: Span) -> Span:
@@ -78,23 +89,27 @@ class Renderer:
             return span
         return Span(self.with_token_names(span.text), span.is_trained)
 
-    def _answer(self, content: str, is_last: bool, *, is_earlier: bool) -> list[Span]:
+    def _answer(self, content: str, is_prompt: bool, *, keeps_thought: bool) -> list[Span]:
         """Return the spans of an answer.
 
-        The last answer has a thought, empty if necessary. Answers before the last question
-        (`is_earlier`) lose their thoughts. Other answers keep a thought that is not empty.
+        In training, an answer without a thought gets an empty one, as with ReasoningTemplate of
+        MindSpeed-LLM and LLaMA-Factory: it is trained only if thinking is enabled explicitly.
         """
         template = self.template
         prompt = [Span(template.assistant_start)]
+        before: list[Span] = []
         if template.thought_start:
-            start, end = template.thought_start, template.thought_end
-            thought, content = _split_thought(content, start.strip(), end.strip())
-            if self.enable_thinking is False:
-                if is_last and not is_earlier:
-                    prompt.append(Span(start + end))
-            elif not is_earlier and (is_last or thought):
-                content = start + thought.strip("\n") + end + content.lstrip("\n")
-        answer = [span._replace(is_trained=True) for span in _fill(template.assistant, content)]
+            start, end = Span(template.thought_start), Span(template.thought_end)
+            thought, content = _split_thought(content, template)
+            if self.enable_thinking is not False and keeps_thought and thought:
+                before = [start, Span(thought.strip("\n"), is_quoted=True), end]
+            elif not is_prompt:
+                is_trained = bool(self.enable_thinking)
+                prompt += [Span(span.text, is_trained) for span in (start, end)]
+            if before or not is_prompt:
+                content = content.lstrip("\n")
+        filled = _fill(template.assistant, content, before)
+        answer = [span._replace(is_trained=True) for span in filled]
         return [*prompt, *answer, Span(template.after_assistant)]
 
     def generation_prompt(self) -> list[Span]:
@@ -104,13 +119,31 @@ class Renderer:
             text += self.template.thought_start + self.template.thought_end
         return [Span(self.with_token_names(text))]
 
-    @property
+    def _encode(self, rows: Sequence[Sequence[Span]]) -> list[RenderedExample]:
+        """Return the token ids and loss mask of each row of spans.
+
+        Raises:
+            MsrlError: the template refuses control tokens in the text of a row, and there are some.
+        """
+        if self.template.control_tokens == "keep":
+            return encode(self.tokenizer, (), rows)
+        if self.template.control_tokens == "refuse":
+            for row in rows:
+                _refuse_controls(self, row)
+        return encode(self.tokenizer, self.controls, rows)
+
+    @cached_property
     def controls(self) -> tuple[str, ...]:
-        """The control tokens that the template writes. In the text of a row they are plain text."""
+        """The control tokens of the template and of the tokenizer.
+
+        In the text of a row they are plain text.
+        """
         texts, eos = _texts(self.template), _eos(self.template, self.tokenizer)
         names = (("{{bos}}", self.tokenizer.bos_token), ("{{eos}}", eos))
         used = [token for name, token in names if name in texts and token]
-        return tuple(dict.fromkeys((*self.template.special, *used)))
+        return tuple(
+            dict.fromkeys((*self.template.special, *used, *self.tokenizer.special_tokens()))
+        )
 
     def with_token_names(self, text: str) -> str:
         """Replace `{{bos}}` and `{{eos}}` in a text of the template with the tokenizer's tokens."""
@@ -162,6 +195,7 @@ def _texts(template: Template) -> str:
             template.user,
             template.assistant,
             template.after_assistant,
+            template.end,
         )
     )
 
@@ -243,9 +277,32 @@ def _fill(form: str, content: str, before: Sequence[Span] = ()) -> list[Span]:
     return [Span(head), *before, Span(content, is_quoted=True), Span(tail)]
 
 
-def _split_thought(content: str, start: str, end: str) -> tuple[str, str]:
-    """Return (thought, answer). Without a thought, the answer is the unchanged content."""
-    if end not in content:
-        return "", content
-    thought = content.split(end)[0].rstrip("\n").split(start)[-1].lstrip("\n")
-    return thought, content.split(end)[-1].lstrip("\n")
+def _split_thought(content: str, template: Template) -> tuple[str, str]:
+    """Return (thought, answer). Without a thought, the answer is the unchanged content.
+
+    A thought stands between the delimiters of the template or in `<think>` tags.
+    """
+    delimiters = (template.thought_start.strip(), template.thought_end.strip())
+    for start, end in dict.fromkeys((delimiters, THOUGHT)):
+        if end in content:
+            thought = content.split(end)[0].rstrip("\n").split(start)[-1].lstrip("\n")
+            return thought, content.split(end)[-1].lstrip("\n")
+    return "", content
+
+
+def _starts_round(turns: Sequence[Message], number: int) -> bool:
+    """Return True if a turn is a question, or the first of consecutive tool responses."""
+    if turns[number].role == "tool":
+        return turns[number - 1].role != "tool"
+    return turns[number].role == "user"
+
+
+def _refuse_controls(renderer: Renderer, row: Sequence[Span]) -> None:
+    """Raise MsrlError if the text of a row contains a control token."""
+    for span in row:
+        token = next((t for t in renderer.controls if span.is_quoted and t in span.text), None)
+        if token is not None:
+            raise MsrlError(
+                f"template {renderer.template.name}: the text contains {token}, a control token. "
+                "Remove it, or use template rendered for rows that contain a rendered prompt."
+            )

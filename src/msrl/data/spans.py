@@ -54,6 +54,38 @@ def encode(
     return [_join(row) for row in pieces]
 
 
+def encode_with_offsets(
+    tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[str]]
+) -> list[tuple[Ints, Ints]]:
+    """Return the token ids [T] and the character bounds [T, 2] of each row.
+
+    A row is a text in pieces. A control token that extends over two pieces is text.
+    """
+    plain = tokenizer.backend.encode_batch(
+        [row[0] if len(row) == 1 else "" for row in rows], add_special_tokens=False
+    )
+    results: list[tuple[Ints, Ints]] = []
+    for row, encoding in zip(rows, plain, strict=True):
+        encodings: list[tuple[int, Any]] = [(0, encoding)]
+        if len(row) > 1:
+            encodings = _encode_quoted(tokenizer, controls, [Span(piece) for piece in row])
+        results.append(_with_bounds(encodings))
+    return results
+
+
+def _with_bounds(encodings: Sequence[tuple[int, Any]]) -> tuple[Ints, Ints]:
+    """Return the token ids [T] and bounds [T, 2] of encodings with their first character.
+
+    Byte-level tokenizers may leave the white space before a token out of its bounds. It belongs to
+    the token here.
+    """
+    ids = [number for _, encoding in encodings for number in encoding.ids]
+    pairs = [(a + base, b + base) for base, encoding in encodings for a, b in encoding.offsets]
+    bounds: Ints = np.array(pairs, np.int64).reshape(-1, 2)
+    bounds[1:, 0] = np.minimum(bounds[1:, 0], bounds[:-1, 1])
+    return np.array(ids, np.int64), bounds
+
+
 def _encode_runs(
     tokenizer: TextTokenizer, controls: Sequence[str], runs: Sequence[Sequence[Span]]
 ) -> list[list[int]]:
@@ -65,7 +97,8 @@ def _encode_runs(
     texts: list[str] = []
     for index, spans in enumerate(runs):
         if any(span.is_quoted and _contains_any(span.text, controls) for span in spans):
-            quoted[index] = _encode_quoted(tokenizer, controls, spans)
+            encodings = _encode_quoted(tokenizer, controls, spans)
+            quoted[index] = [number for _, encoding in encodings for number in encoding.ids]
             texts.append("")
         else:
             texts.append("".join(span.text for span in spans))
@@ -79,8 +112,9 @@ def _contains_any(text: str, tokens: Iterable[str]) -> bool:
 
 def _encode_quoted(
     tokenizer: TextTokenizer, controls: Sequence[str], spans: Sequence[Span]
-) -> list[int]:
-    """Return the token ids of spans whose quoted text contains control tokens.
+) -> list[tuple[int, Any]]:
+    """Return (first character, encoding) of each piece of spans that contain control tokens as
+    text.
 
     All text between two real control tokens is encoded together.
     """
@@ -89,16 +123,18 @@ def _encode_quoted(
     # `encode_special_tokens` has no effect on added tokens that are not special: split these.
     always_matched = [token for token in controls if not added.get(token, True)]
     special = (token for token, is_special in added.items() if is_special)
-    ids: list[int] = []
+    encodings: list[tuple[int, Any]] = []
+    position = 0
     for number, text in enumerate(_split_at_controls(spans, {*controls, *special})):
         is_text = number % 2 == 0
         backend.encode_special_tokens = is_text
         try:
             for piece in _split_tokens(text, always_matched) if is_text else [text]:
-                ids += backend.encode(piece, add_special_tokens=False).ids
+                encodings.append((position, backend.encode(piece, add_special_tokens=False)))
+                position += len(piece)
         finally:
             backend.encode_special_tokens = False
-    return ids
+    return encodings
 
 
 def _split_at_controls(spans: Sequence[Span], controls: Iterable[str]) -> list[str]:

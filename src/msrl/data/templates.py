@@ -7,48 +7,24 @@
 from __future__ import annotations
 
 import reprlib
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from msrl.config.templates import find_template, template_names
+from msrl.config.templates import find_template, json_entry, template_names
+from msrl.data.template_form import Template
+from msrl.data.templates_json import read_template
 from msrl.errors import MsrlError, nearest
 
 __all__ = ["Template", "load_template", "template_names"]
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """Format of a conversation as text.
-
-    `name` is the name of the file. `templates/README.md` documents the other fields.
-    """
-
-    name: str
-    prefix: str = ""
-    default_system: str = ""
-    system: str = "{{content}}"
-    system_in_user: bool = False
-    tools: str = ""
-    user: str = ""
-    tool_start: str = ""
-    tool: str = ""
-    tool_end: str = ""
-    assistant_start: str = ""
-    assistant: str = ""
-    after_assistant: str = ""
-    thought_start: str = ""
-    thought_end: str = ""
-    special: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
-    replace_eos: bool = False
-    native: bool = False
-
-
 def load_template(name: str) -> Template:
-    """Return the template `name`: a packaged one, or the path of a YAML file (.yaml or .yml).
+    """Return a template: a packaged one, a YAML file (.yaml or .yml), or `FILE.json:NAME`.
+
+    The last form names a template in a templates.json file of MindSpeed.
 
     Raises:
         MsrlError: the name or a field is unknown, the file is missing, or a field has the wrong
@@ -58,6 +34,10 @@ def load_template(name: str) -> Template:
         path = find_template(name)
     except MsrlError as error:
         raise MsrlError(f"template={name}: {error}") from None
+    if entry := json_entry(name):
+        template = read_template(*entry)
+        _check(path, template)
+        return template
     return _read(path)
 
 
@@ -116,6 +96,11 @@ def _check(path: Path, template: Template) -> None:
         is_absent = key == "tool" and not text
         if "{{content}}" not in text and not is_absent:
             raise MsrlError(f"template {path}: {key}={text!r}: must contain {{{{content}}}}")
+    if template.control_tokens not in ("text", "keep", "refuse"):
+        raise MsrlError(
+            f"template {path}: control_tokens={template.control_tokens}: must be text, keep or "
+            "refuse"
+        )
     if template.tools and "{{tools}}" not in template.tools:
         raise MsrlError(f"template {path}: tools: must contain {{{{tools}}}}")
     if template.replace_eos and not template.stop:

@@ -14,12 +14,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.data.columns import DroppedRow
+from msrl.data.columns import EXTRA, DroppedRow
 from msrl.data.handlers import Handler
-from msrl.data.handlers.sharegpt import without_thought
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
+from msrl.data.rows.formats import hint
+from msrl.data.rows.own_handler import is_own
+from msrl.data.rows.preference import refuse_preference
 from msrl.data.tokenizer import TextTokenizer
+from msrl.data.turns import without_thought
 from msrl.errors import MsrlError
 from msrl.types import Bools, Conversation, Ints, Message, RenderedExample
 
@@ -58,6 +61,7 @@ class TokenizedRows:
     answer_ids: Ragged  # tokens of the answers (prompts)
     dropped: Mapping[str, int]  # number of dropped rows by reason
     truncated: int
+    num_without_answer: int = 0  # prompts without a ground truth
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
@@ -79,20 +83,24 @@ def _convert_rows(
     job: TokenizeSettings, batch: RowBatch, dropped: Counter[str]
 ) -> tuple[list[int], list[Any]]:
     """Return the offsets of the usable rows and their texts or conversations."""
-    module, kind = job.handler.module, job.handler.kind
-    convert = module.text if kind == "pretrain" else module.conversation
+    kind, convert = job.handler.kind, job.handler.converter()
+    passed = [path for name, path in job.handler.columns.paths.items() if name.startswith(EXTRA)]
+    refuses_preference = kind != "pretrain" and not is_own(job.handler.name)
     offsets: list[int] = []
     items: list[Any] = []
     for offset, row in batch.values():
         try:
-            item = convert(row, job.handler.columns, **job.handler.options)
+            if refuses_preference:
+                refuse_preference(row, passed if kind == "prompts" else ())
+            item = convert(row)
             _check_characters(item)
             items.append(item if kind == "pretrain" else _fit_to_kind(item, kind))
             offsets.append(offset)
         except DroppedRow as error:
             dropped[error.reason] += 1
         except MsrlError as error:
-            raise MsrlError(f"{batch.where(offset)}: {error}") from None
+            advice = hint(row, job.handler.name)
+            raise MsrlError(f"{batch.where(offset)}: {error}{advice}") from None
     return offsets, items
 
 
@@ -215,7 +223,8 @@ def _collect_prompts(
     answer_ids = _ragged([encoding.ids for encoding in encodings])
     sequences = _ragged([ids for _, ids in fitting])
     no_mask = np.zeros(0, np.bool_)
-    return TokenizedRows(num_read, sequences, no_mask, lines, answer_ids, dropped, 0)
+    no_answer = sum(conversation.answer is None for conversation, _ in fitting)
+    return TokenizedRows(num_read, sequences, no_mask, lines, answer_ids, dropped, 0, no_answer)
 
 
 def _ragged(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:

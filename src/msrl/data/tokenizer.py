@@ -53,6 +53,11 @@ class TextTokenizer:
         """Return the id of a token, or None if it is not in the vocabulary."""
         return self.backend.token_to_id(token)
 
+    def special_tokens(self) -> tuple[str, ...]:
+        """Return the added tokens that are declared as special, in order of their ids."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
     @property
     def pad_token_id(self) -> int:
         """The id of the padding token, else of the end-of-text token, else 0.

@@ -6,9 +6,11 @@ last.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +35,10 @@ from msrl.data.pack import WINDOW, pack_rows
 from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
 from msrl.files import why_not_writable
+from msrl.temporary import claim, remove
 from msrl.types import DatasetManifest, FileRecord
+
+_FOLDER_PREFIX = "msrl-preprocess-"
 
 
 class DatasetWriter:
@@ -61,15 +66,31 @@ class DatasetWriter:
         check_prefix(prefix, overwrite=overwrite)
         _make_folder(prefix)
         self._paths = _paths(prefix, kind)
-        names = {key: Path(dataset_name(prefix, kind, key)) for key in KEYS[kind]}
-        self._writers = {key: _open_indexed(name) for key, name in names.items()}
+        self._writers: dict[str, IndexedWriter] = {}
         self._answers: TextIO | None = None
-        if kind == "prompts":
-            self._answers = _partial(answers_path(prefix)).open("w", encoding="utf-8")
+        with _disk_errors(prefix):
+            # Named after its owner, so that the next run removes it if this process is killed.
+            self._folder = claim(
+                Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=Path(prefix).parent))
+            )
+        try:
+            with _disk_errors(prefix):
+                self._open(prefix, kind)
+        except BaseException:
+            remove(self._folder)
+            raise
         self._window: list[tuple[Tokens, Tokens]] = []
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.max_tokens = 0
+
+    def _open(self, prefix: str, kind: str) -> None:
+        """Open the files under their temporary names."""
+        for key in KEYS[kind]:
+            name = self._partial(Path(dataset_name(prefix, kind, key)))
+            self._writers[key] = IndexedWriter(_add_suffix(name, "bin"), _add_suffix(name, "idx"))
+        if kind == "prompts":
+            self._answers = self._partial(answers_path(prefix)).open("w", encoding="utf-8")
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -81,15 +102,21 @@ class DatasetWriter:
         trace: TracebackType | None,
     ) -> None:
         """Remove the files that do not have their final names."""
+        # Closing a file writes its buffer, which fails on a full disk.
         for writer in self._writers.values():
-            writer.abandon()
+            with contextlib.suppress(OSError):
+                writer.abandon()
         if self._answers is not None:
-            self._answers.close()
-        for path in self._paths:
-            _partial(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._answers.close()
+        remove(self._folder)
 
     def add(self, batch: TokenizedRows) -> None:
-        """Append a batch."""
+        """Append a batch. Raises MsrlError if it cannot be written, as on a full disk."""
+        with _disk_errors(self._prefix):
+            self._add(batch)
+
+    def _add(self, batch: TokenizedRows) -> None:
         self.dropped.update(batch.dropped)
         lengths = batch.sequences.lengths
         self.counts.update(
@@ -97,6 +124,7 @@ class DatasetWriter:
             examples=len(lengths),
             tokens=int(lengths.sum()),
             truncated=batch.truncated,
+            without_answer=batch.num_without_answer,
         )
         self.max_tokens = max(self.max_tokens, int(lengths.max(initial=0)))
         if self._kind == "pretrain":
@@ -115,17 +143,26 @@ class DatasetWriter:
             self._add_examples(batch)
 
     def commit(self, manifest: DatasetManifest) -> DatasetManifest:
-        """Close all files and rename them. Return the manifest with the checksums of the files."""
+        """Close all files and rename them. Return the manifest with the checksums of the files.
+
+        Raises:
+            MsrlError: a file cannot be written, as on a full disk.
+        """
+        with _disk_errors(self._prefix):
+            return self._commit(manifest)
+
+    def _commit(self, manifest: DatasetManifest) -> DatasetManifest:
         manifest = replace(manifest, files=dict(self._close()))
-        _partial(manifest_path(self._prefix)).write_text(manifest_text(manifest), encoding="utf-8")
+        text = manifest_text(manifest)
+        self._partial(manifest_path(self._prefix)).write_text(text, encoding="utf-8")
         for path in self._paths:
-            _flush(_partial(path))
+            _flush(self._partial(path))
         marker = incomplete_path(self._prefix)
         marker.touch()
         for path in all_paths(self._prefix):
             path.unlink(missing_ok=True)
         for path in self._paths:
-            _partial(path).replace(path)
+            self._partial(path).replace(path)
         marker.unlink()
         return manifest
 
@@ -140,12 +177,20 @@ class DatasetWriter:
             path = answers_path(self._prefix)
             yield (
                 record_name(self._prefix, path),
-                {"bytes": _partial(path).stat().st_size, "crc32": file_crc32(_partial(path))},
+                {
+                    "bytes": self._partial(path).stat().st_size,
+                    "crc32": file_crc32(self._partial(path)),
+                },
             )
 
     def finish(self) -> None:
         """Pack and write the remaining examples. After this the counts are final."""
-        self._write_window()
+        with _disk_errors(self._prefix):
+            self._write_window()
+
+    def _partial(self, path: Path) -> Path:
+        """Return the temporary name of a file."""
+        return self._folder / path.name
 
     def _add_examples(self, batch: TokenizedRows) -> None:
         """Write examples as one row each, or add them to the window for packing."""
@@ -240,13 +285,16 @@ def _add_suffix(name: Path, suffix: str) -> Path:
     return name.with_name(f"{name.name}.{suffix}")
 
 
-def _open_indexed(name: Path) -> IndexedWriter:
-    return IndexedWriter(_partial(_add_suffix(name, "bin")), _partial(_add_suffix(name, "idx")))
-
-
-def _partial(path: Path) -> Path:
-    """Return the temporary name of a file."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+@contextlib.contextmanager
+def _disk_errors(prefix: str) -> Generator[None, None, None]:
+    """Convert errors of the file system, such as a full disk, to MsrlError."""
+    try:
+        yield
+    except OSError as error:
+        raise MsrlError(
+            f"preprocess.output_prefix={prefix}: cannot be written: {error.strerror or error}. "
+            "Nothing was kept. Free space or choose another prefix."
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -26,6 +26,7 @@ from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
+from msrl.data.rows.own_handler import is_own
 from msrl.data.templates import Template, load_template, template_names
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
@@ -36,6 +37,7 @@ from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _REPORT_EVERY_S = 5.0
 _CHECKED_FILES = 20  # by `check`, which reads one batch of rows of each
+_PROCESS_BYTES = 64 << 20  # of input for each worker process
 
 
 def run(config: Config) -> DatasetManifest:
@@ -56,7 +58,8 @@ def run(config: Config) -> DatasetManifest:
     )
     with _exit_when_terminated(), dataset as writer:
         progress = PreprocessProgress(start)
-        for result in tokenize_all(job, read_batches(files), settings.workers):
+        workers = settings.workers if needs_processes(job, files, settings.workers) else 1
+        for result in tokenize_all(job, read_batches(files), workers):
             writer.add(result)
             progress.report(writer)
         writer.finish()
@@ -146,6 +149,22 @@ def tokenize_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) -> bool:
+    """Return True if worker processes are faster than the threads of the tokenizer.
+
+    Starting a process costs as much as tokenizing several megabytes. The threads of the tokenizer
+    do not help where Python does most of the work: in a chat template or in a user's handler.
+    """
+    if workers == 1:
+        return False
+    is_native = job.renderer is not None and job.renderer.template.native
+    threads = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
+    if is_native or is_own(job.handler.name) or threads in ("false", "off", "no", "f", "n", "0"):
+        return True
+    size = sum(file.stat().st_size for file in files)
+    return size >= _PROCESS_BYTES * workers
+
+
 def make_manifest(
     settings: PreprocessConfig, job: TokenizeSettings, writer: DatasetWriter
 ) -> DatasetManifest:
@@ -170,6 +189,7 @@ def make_manifest(
         eos_token_id=_eos_token_id(job.tokenizer, renderer),
         stop_token_ids=() if renderer is None else renderer.stop_token_ids,
         truncated=counts["truncated"],
+        num_without_answer=counts["without_answer"],
         chat_template="" if renderer is None else chat_template(renderer),
     )
 
@@ -180,6 +200,8 @@ def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
     dropped = ", ".join(reasons) or "none"
     packed = f" in {manifest.num_rows:,} rows" if manifest.pack else ""
     truncated = f"; truncated: {manifest.truncated:,}" if manifest.truncated else ""
+    if manifest.num_without_answer:
+        truncated += f"; without a ground truth: {manifest.num_without_answer:,}"
     return (
         f"{prefix}: {manifest.num_examples:,} {_NOUNS[manifest.kind]}{packed}, "
         f"{manifest.num_tokens:,} tokens (longest {manifest.max_tokens:,}), {wall_s:.1f} s; "

@@ -84,7 +84,9 @@ class PreprocessConfig(Section):
     """Settings of `msrl preprocess`."""
 
     input: tuple[Text, ...] = Field(
-        default=(), description="JSON, JSONL or Parquet files, folders or globs to read."
+        default=(),
+        description="Data files (JSON, JSONL, Parquet, Arrow, CSV, text), folders or globs to "
+        "read.",
     )
     tokenizer: Text | None = Field(
         default=None, description="Folder of the Hugging Face tokenizer."
@@ -96,12 +98,14 @@ class PreprocessConfig(Section):
     )
     handler: Text | None = Field(
         default=None,
-        description="Dataset handler, which reads a row as a conversation.",
+        description="Dataset handler, which reads a row as a conversation: a name, or "
+        "path/file.py:NAME.",
         examples=[*registry.names(registry.HANDLERS)],
     )
     template: Text | None = Field(
         default=None,
-        description="Prompt template, by name or by path of a YAML file. pretrain needs none.",
+        description="Prompt template: a name, a YAML file, or FILE.json:NAME for a templates.json "
+        "of MindSpeed. pretrain needs none.",
         examples=[*template_names()],
     )
     output_prefix: Text | None = Field(
@@ -124,7 +128,11 @@ class PreprocessConfig(Section):
         default_factory=dict[str, Any],
         description="Additional options of the handler, by name.",
     )
-    workers: Count = Field(default=1, description="Number of worker processes.")
+    workers: Count = Field(
+        default=1,
+        description="Number of worker processes. Inputs below 64 MB for each worker are tokenized "
+        "by the threads of one process.",
+    )
     overwrite: Bool = Field(
         default=False, description="Replace data that an earlier run wrote under the same prefix."
     )

@@ -83,8 +83,7 @@ class DataConfig(Section):
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float],
-        description="Weights of several text datasets by prefix, instead of data.train. "
-        "Requires data.handler=pretrain.",
+        description="Weights of several datasets of train-sft by prefix, instead of data.train.",
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(

@@ -5,20 +5,24 @@ A handler module defines:
 - `KINDS`: the kinds of data that it can produce, the default first
 - `COLUMNS`: its fields and their default columns
 - `REQUIRED`: the required fields
+- `ANSWER`: optional, the required field that prompts without a ground truth may lack
 - `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining
 
-The class names of MindSpeed's handlers are accepted as aliases.
+The class names of MindSpeed's handlers are accepted as aliases, or refused with a reason.
+`path/file.py:NAME` is a handler of the user; see `msrl.data.rows.own_handler`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 from typing import Any, Literal
 
 from msrl import registry
 from msrl.data.columns import ColumnMapping, make_columns
+from msrl.data.rows import own_handler
+from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
 
 Kind = Literal["pretrain", "sft", "prompts"]
@@ -26,6 +30,7 @@ Kind = Literal["pretrain", "sft", "prompts"]
 
 ALIASES = {
     "GeneralPretrainHandler": "pretrain",
+    "SharegptPretrainHandler": "sharegpt_pretrain",
     "AlpacaStyleInstructionHandler": "alpaca",
     "SharegptStyleInstructionHandler": "sharegpt",
     "OpenAIInstructionHandler": "sharegpt",
@@ -43,6 +48,33 @@ _IMPLIED_COLUMNS = {
     },
 }
 _IMPLIED_KINDS = {"R1SharegptStyleInstructionHandler": "prompts"}
+_PAIRWISE = "writes preference pairs (DPO, reward models), which msrl does not train on yet"
+_FIXED_PROMPT = "writes a fixed prompt around each row and ignores the template"
+_FIXED_TEXT = "writes each row as a fixed text for pretraining"
+# MindSpeed's handlers without a counterpart, with the reason and the remedy.
+REFUSED = {
+    "AlpacaStylePairwiseHandler": f"{_PAIRWISE}. Use data with one answer per prompt.",
+    "SharegptStylePairwiseHandler": f"{_PAIRWISE}. Use data with one answer per prompt.",
+    "AlpacaStyleProcessRewardHandler": "writes labels for each step (process reward models), which "
+    "msrl does not train on yet. Use data with one answer per prompt.",
+    "HunyuanInstructionHandler": "finds the answers by tokens of Hunyuan, a family that msrl does "
+    "not train. Use sharegpt with --template native.",
+    "LlamaFactoryInstructionHandler": "reads dataset_info.json. Name the files with --input and "
+    "use auto, alpaca or sharegpt.",
+    "GeneralInstructionHandler": f"{_FIXED_PROMPT}. Use alpaca with --template alpaca.",
+    "BelleMultiTurnInstructionHandler": f"{_FIXED_PROMPT}. Convert the turns to a list of role "
+    "and content and use sharegpt.",
+    "MOSSInstructionHandler": f"{_FIXED_PROMPT}. Convert the turns to a list of role and content "
+    "and use sharegpt.",
+    "MOSSMultiTurnHandler": "writes token ids of Baichuan. Convert the turns to a list of role and "
+    "content and use sharegpt with --template baichuan2.",
+    "LeetcodePythonInstructionHandler": f"{_FIXED_PROMPT}. Use a handler of your own "
+    "(path/file.py:NAME).",
+    "AlpacaPretrainHandler": f"{_FIXED_TEXT}. Write a text column and use pretrain, or use a "
+    "handler of your own (path/file.py:NAME).",
+    "StackOverflowPythonPretrainHandler": f"{_FIXED_TEXT}. Write a text column and use pretrain, "
+    "or use a handler of your own (path/file.py:NAME).",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +86,29 @@ class Handler:
     columns: ColumnMapping
     options: Mapping[str, Any]
 
-    @property
-    def module(self) -> ModuleType:
-        """The module of the plugin."""
-        return registry.load(__name__, self.name, key="preprocess.handler")
+    def converter(self) -> Callable[[Any], Any]:
+        """Return the function that converts a row to a text (pretrain) or a conversation."""
+        if own_handler.is_own(self.name):
+            return own_handler.converter(self.name, self.kind, self.options)
+        module = registry.load(__name__, self.name, key="preprocess.handler")
+        convert = module.text if self.kind == "pretrain" else module.conversation
+        return partial(convert, columns=self.columns, **self.options)
 
 
 def handler_names() -> tuple[str, ...]:
     """Return all names that `make_handler` accepts."""
     return (*registry.names(__name__), *sorted(ALIASES))
+
+
+def handler_mistake(name: str) -> str | None:
+    """Return the reason why there is no handler of this name, or None."""
+    if own_handler.is_own(name):
+        return own_handler.mistake(name)
+    if name in REFUSED:
+        return REFUSED[name]
+    if name not in handler_names():
+        return f"unknown handler; {nearest(name, handler_names())}"
+    return None
 
 
 def make_handler(
@@ -73,19 +119,42 @@ def make_handler(
     Raises:
         MsrlError: the name, a field or an option is unknown, or the handler cannot produce `kind`.
     """
-    if name not in handler_names():
-        hint = nearest(name, handler_names())
-        raise MsrlError(f"preprocess.handler={name}: unknown handler; {hint}")
+    if problem := handler_mistake(name):
+        raise MsrlError(f"preprocess.handler={name}: {problem}")
+    if own_handler.is_own(name):
+        return _own_handler(name, kind, map_keys, options)
     plugin = ALIASES.get(name, name)
     module = registry.load(__name__, plugin, key="preprocess.handler")
-    resolved_kind: Any = kind or _IMPLIED_KINDS.get(name) or module.KINDS[0]
-    if resolved_kind not in module.KINDS:
-        kinds = " or ".join(module.KINDS)
-        raise MsrlError(
-            f"preprocess.kind={resolved_kind}: handler {name} produces {kinds} data only"
-        )
+    resolved_kind: Any = _choose_kind(name, kind or _IMPLIED_KINDS.get(name), module.KINDS)
+    if resolved_kind != "pretrain":
+        refuse_preference_columns(map_keys)
+    answer = getattr(module, "ANSWER", None) if resolved_kind == "prompts" else None
     mapped = {**_IMPLIED_COLUMNS.get(name, {}), **map_keys}
-    columns = make_columns(module.COLUMNS, module.REQUIRED, mapped)
+    columns = make_columns(module.COLUMNS, module.REQUIRED, mapped, answer)
     function = module.text if resolved_kind == "pretrain" else module.conversation
     checked = registry.check_options(function, options, key="preprocess.options")
     return Handler(plugin, resolved_kind, columns, checked)
+
+
+def _own_handler(
+    name: str, kind: str | None, map_keys: Mapping[str, str], options: Mapping[str, Any]
+) -> Handler:
+    """Return a handler from the user's file, which is executed here."""
+    if map_keys:
+        raise MsrlError(
+            f"preprocess.map_keys: has no effect with handler {name}, which reads the rows itself. "
+            "Remove it."
+        )
+    resolved_kind: Any = _choose_kind(name, kind, own_handler.kinds(name))
+    own_handler.converter(name, resolved_kind, options)
+    return Handler(name, resolved_kind, ColumnMapping({}, frozenset()), dict(options))
+
+
+def _choose_kind(name: str, kind: str | None, kinds: tuple[str, ...]) -> str:
+    """Return the kind of data, checked against those that the handler can produce."""
+    resolved = kind or kinds[0]
+    if resolved not in kinds:
+        raise MsrlError(
+            f"preprocess.kind={resolved}: handler {name} produces {' or '.join(kinds)} data only"
+        )
+    return resolved

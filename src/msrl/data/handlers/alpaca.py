@@ -22,6 +22,7 @@ COLUMNS = {
     "history": "history",
 }
 REQUIRED = frozenset({"prompt", "response"})
+ANSWER = "response"
 
 
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
@@ -32,7 +33,8 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     for question, answer in _history(columns.value(row, "history")):
         messages += [Message("user", question), Message("assistant", answer)]
     messages.append(Message("user", join_question(row, columns)))
-    messages.append(Message("assistant", columns.text(row, "response")))
+    if columns.paths["response"]:
+        messages.append(Message("assistant", columns.text(row, "response")))
     return Conversation(tuple(messages), extra=columns.extra(row))
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.handlers.alpaca import join_question
-from msrl.data.handlers.sharegpt import check_order, read_messages, without_thought
+from msrl.data.turns import check_order, read_messages, without_thought
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
 KINDS = ("prompts", "sft")
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
 REQUIRED = frozenset({"prompt", "response"})
+ANSWER = "response"
 
 
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
@@ -34,7 +35,8 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     if system := columns.text(row, "system"):
         messages = [Message("system", system), *(m for m in messages if m.role != "system")]
     check_order(messages)
-    return Conversation(tuple(messages), answer=_answer(row, columns), extra=columns.extra(row))
+    answer = _answer(row, columns) if columns.paths["response"] else None
+    return Conversation(tuple(messages), answer=answer, extra=columns.extra(row))
 
 
 def _answer(row: Any, columns: ColumnMapping) -> str:

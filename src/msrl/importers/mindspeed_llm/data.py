@@ -17,6 +17,7 @@ from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
 MARKS = ("output_prefix", "handler_name")
+_SHIPPED_TEMPLATES = ("configs/finetune/templates.json", "configs/model/templates.json")
 _TEXT = "_text_document"  # suffix of Megatron prefixes, which msrl prefixes do not have
 
 
@@ -68,6 +69,7 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
         translation.assign(
             columns, ["preprocess.map_keys"], {"text": str(as_list(columns.value)[0])}
         )
+    _put_template(translation, keys)
     thinking = keys.get("enable_thinking")
     if thinking is not None:
         choices = {"true": True, "false": False, "none": None}
@@ -77,6 +79,24 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
         if choices[choice] is not None:
             translation.assign(thinking, ["preprocess.enable_thinking"], choices[choice])
     return keys.record("enable_thinking", KeyStatus.OFF, "")
+
+
+def _put_template(translation: Translation, keys: Keys) -> None:
+    """Translate prompt_type with prompt_type_path, the file that defines it.
+
+    The file that MindSpeed ships defines the packaged templates, unless it exists here: it may
+    have been edited. `qwen_r1` of MindSpeed-LLM differs from that of MindSpeed-RL.
+    """
+    name, path = keys.get("prompt_type"), keys.get("prompt_type_path")
+    if name is None:
+        return
+    file = "" if path is None else str(path.value)
+    is_shipped = not file or file.removeprefix("./") in _SHIPPED_TEMPLATES
+    if file and (Path(file).is_file() or not is_shipped):
+        translation.assign(name, ["preprocess.template"], f"{file}:{name.value}")
+        keys.record("prompt_type_path", KeyStatus.APPLIED, "part of preprocess.template")
+    elif translation.system == "MindSpeed-LLM" and name.value == "qwen_r1":
+        translation.assign(name, ["preprocess.template"], "qwen_r1_mindspeed_llm")
 
 
 def put_text(translation: Translation, keys: Keys) -> None:

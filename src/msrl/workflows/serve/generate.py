@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msrl.config.schema import Config, GenerateConfig
-from msrl.data.handlers.sharegpt import read_message, tools_text
 from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
+from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rollout.engine import Engine
 from msrl.tracking.progress import progress
@@ -251,7 +251,7 @@ def _message(where: str, number: int, turn: Any) -> Message:
         raise MsrlError(
             f"{where}: message {number} must have role ({', '.join(_ROLES)}) and content (a text)."
         )
-    return read_message({key: turn.get(key) for key in _MESSAGE}, f"{where}: message {number}")
+    return read_turn({key: turn.get(key) for key in _MESSAGE}, f"{where}: message {number}")[0]
 
 
 def check_lengths(requests: Iterable[Request], limit: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -66,6 +67,41 @@ class Rows:
                 notes.append(
                     "data.seq_length is not set, so the longest example sets the row length"
                 )
+        return notes
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRows:
+    """Rows of several datasets, numbered one dataset after the other."""
+
+    parts: tuple[Rows, ...]
+
+    def __len__(self) -> int:
+        return sum(self.num_rows)
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """The number of rows of each dataset."""
+        return tuple(map(len, self.parts))
+
+    @property
+    def longest(self) -> int:
+        return max(part.longest for part in self.parts)
+
+    def sequences(self, rows: Sequence[int]) -> list[Sequences]:
+        """Return the sequences of each row."""
+        ends = list(accumulate(self.num_rows))
+        parts = [bisect_right(ends, row) for row in rows]
+        return [
+            self.parts[part].sequences([row - (ends[part] - len(self.parts[part]))])[0]
+            for part, row in zip(parts, rows, strict=True)
+        ]
+
+    def notes(self, capacity: int | None) -> list[str]:
+        """Return notes for the user on each dataset."""
+        notes: list[str] = []
+        for part in self.parts:
+            notes += [f"{part.dataset.prefix}: {note}" for note in part.notes(capacity)]
         return notes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import RankSettings
-from msrl.workflows.sft.rows import Rows, open_rows, split
+from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
 
-SftRows = Rows | TextRows
+SftRows = Rows | MixedRows | TextRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
     if config.data.handler == "pretrain":
         return open_text(config)
+    if config.data.blend:
+        datasets = [SftDataset(prefix) for prefix in config.data.blend]
+        _check_templates(datasets)
+        parts = tuple(open_rows(config, dataset) for dataset in datasets)
+        held_out = config.data.eval and open_rows(config, SftDataset(config.data.eval))
+        return MixedRows(parts), held_out or None
     dataset = SftDataset(str(config.data.train))
     trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not trained:
@@ -57,10 +63,21 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
+def _check_templates(datasets: Sequence[SftDataset]) -> None:
+    """Raise MsrlError if the datasets of a blend were preprocessed with different templates."""
+    manifests = [d.manifest for d in datasets if d.manifest is not None]
+    templates = {m.chat_template: m.template for m in manifests}
+    if len(templates) > 1:
+        raise MsrlError(
+            f"data.blend: the datasets have different templates: {', '.join(templates.values())}. "
+            "Preprocess all with one template."
+        )
+
+
 def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:
     """Return the order in which steps read the rows."""
     batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-    if isinstance(rows, TextRows):
+    if isinstance(rows, TextRows | MixedRows):
         weights = tuple(weights_by_prefix(config).values())
         return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
     return RowOrder(len(rows), batch, seed, shuffle)

@@ -184,7 +184,7 @@ def _chat_format(plan: RunPlan) -> ChatFormat | None:
     """Return the chat format of data that was preprocessed with a packaged template; None for the
     tokenizer's own.
     """
-    prefix = plan.data.train
+    prefix = next(iter(plan.data.blend), plan.data.train)  # a blend has one template
     manifest = None if prefix is None else plan.datasets[prefix].manifest
     return (
         ChatFormat(manifest.chat_template, manifest.stop_token_ids)

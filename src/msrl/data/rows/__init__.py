@@ -1,0 +1,1 @@
+"""Rows of the input: their formats, preference data, and handlers of users."""

@@ -1,0 +1,323 @@
+"""Turns of a conversation in the usual formats: ShareGPT, OpenAI and Anthropic.
+
+Sources of the formats:
+
+- ShareGPT as LLaMA-Factory reads it: {from, value}; a `function_call` turn holds the JSON of one
+  call or a list of calls
+- OpenAI's chat completions: {role, content, tool_calls, reasoning_content}; content is text or a
+  list of text parts
+- Anthropic's messages: {role, content}; content is a list of blocks (text, thinking, tool_use,
+  tool_result)
+
+The text of an assistant turn contains its thought in `<think>` tags and each tool call in
+`<tool_call>` tags, the format of Qwen and Hermes. `Message.fields` has them separately for the
+tokenizer's own chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+from msrl.data.columns import DroppedRow
+from msrl.errors import MsrlError, nearest
+from msrl.types import Message, Role
+
+THOUGHT = ("<think>", "</think>")
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+_FOLLOWS: dict[Role, tuple[Role, ...]] = {
+    "system": (),
+    "user": ("assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_PASSED_KEYS = ("name", "tool_call_id")
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool. `arguments` is a JSON object."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+class _Content(NamedTuple):
+    """Content of one turn. `results` are (tool call id, text) of tool responses."""
+
+    text: str
+    thought: str
+    calls: tuple[ToolCall, ...]
+    results: tuple[tuple[str | None, str], ...]
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """Return the turns of a list in any of the formats. Raises MsrlError for any other value."""
+    if not isinstance(value, list):
+        raise MsrlError("the turns must be a list of {from, value} or {role, content}")
+    messages: list[Message] = []
+    for number, turn in enumerate(value, 1):
+        messages += read_turn(turn, f"turn {number}")
+    return tuple(messages)
+
+
+def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
+    """Return one turn. A user turn with tool results becomes several messages.
+
+    Raises:
+        MsrlError: the format is unknown. The message begins with `location`.
+    """
+    if not isinstance(turn, dict):
+        raise MsrlError(f"{location}: must be an object with from and value, or role and content")
+    name = _first(turn, "from", "role")
+    if not isinstance(name, str) or name not in ROLES:
+        raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
+    role = ROLES[name]
+    content = _read_content(turn, name, location)
+    results = tuple(_tool_message(turn, text, id_) for id_, text in content.results)
+    if results and role not in ("user", "tool"):
+        raise MsrlError(f"{location}: a turn of {role} contains a tool_result")
+    if results and not content.text:
+        return results
+    if role == "tool":
+        return (*results, _tool_message(turn, content.text, None))
+    return (*results, _message(role, content))
+
+
+def check_order(messages: list[Message]) -> None:
+    """Check the order of the turns.
+
+    A system text is only allowed at the start. A user turn follows, then answers after questions or
+    tool responses.
+
+    Raises:
+        DroppedRow: the order differs; the reason is "turn_order".
+    """
+    turns: list[Role] = [m.role for m in messages]
+    turns = turns[1:] if turns and turns[0] == "system" else turns
+    if not turns or turns[0] != "user":
+        raise DroppedRow("turn_order")
+    for before, role in pairwise(turns):
+        if before not in _FOLLOWS[role]:
+            raise DroppedRow("turn_order")
+
+
+def without_thought(answer: str) -> str:
+    """Return an answer without the thought that it begins with, for use as ground truth."""
+    _, end, text = answer.partition(THOUGHT[1])
+    return text.lstrip() if end and answer.lstrip().startswith(THOUGHT[0]) else answer
+
+
+def tools_text(value: Any) -> str:
+    """Return the tools as a JSON list in OpenAI's form, or "" if there are none.
+
+    LLaMA-Factory's tools (bare functions) and Anthropic's (`input_schema`) are converted to
+    `{"type": "function", "function": ...}`, the form that chat templates receive at inference.
+
+    Raises:
+        MsrlError: the value is not a list of tools.
+    """
+    if value in (None, "", [], "[]"):
+        return ""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"the tools are not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) for tool in cast("list[Any]", tools)
+    ):
+        raise MsrlError("the tools must be a list of objects")
+    return json.dumps([_openai_tool(tool) for tool in tools], ensure_ascii=False)
+
+
+def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as `{"type": "function", "function": ...}`."""
+    if isinstance(tool.get("function"), dict):
+        return {"type": "function", **tool}
+    function = {key: value for key, value in tool.items() if key != "type"}
+    if not isinstance(function.get("name"), str):
+        raise MsrlError(f"a tool has no name; it has: {', '.join(tool) or 'nothing'}")
+    if "input_schema" in function:
+        function = {
+            "parameters" if key == "input_schema" else key: value for key, value in function.items()
+        }
+    return {"type": "function", "function": function}
+
+
+def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
+    """Return the text, thought, tool calls and tool results of a turn."""
+    content = _first(turn, "value", "content")
+    thought = _thought(turn, location)
+    calls = tuple(_read_calls(turn, location))
+    if isinstance(content, list):
+        blocks = _read_blocks(content, location)
+        return blocks._replace(thought=thought or blocks.thought, calls=(*blocks.calls, *calls))
+    if content is None and (calls or thought):
+        content = ""
+    if not isinstance(content, str):
+        raise MsrlError(
+            f"{location}: the content is {type(content).__name__}, not text. "
+            "Only text turns are supported."
+        )
+    if name == "function_call":
+        return _read_function_call(content, thought, location)
+    return _Content(content, thought, calls, ())
+
+
+def _read_blocks(blocks: list[Any], location: str) -> _Content:
+    """Return the content of a list of OpenAI's parts or Anthropic's blocks."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    results: list[tuple[str | None, str]] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "tool_use":
+            calls.append(_call(block.get("name"), block.get("input"), block.get("id"), location))
+        elif kind == "tool_result":
+            results.append((block.get("tool_use_id"), _result_text(block, location)))
+        else:
+            shown = f"a block of type {kind!r}" if kind else type(block).__name__
+            raise MsrlError(
+                f"{location}: the content is a list with {shown}, not text. "
+                "Only text, thinking, tool_use and tool_result blocks are supported."
+            )
+    return _Content("\n".join(texts), "\n".join(thoughts), tuple(calls), tuple(results))
+
+
+def _result_text(block: dict[str, Any], location: str) -> str:
+    """Return the text of a tool_result block."""
+    content = block.get("content")
+    if isinstance(content, list):
+        return _read_blocks(content, location).text
+    if not isinstance(content, str | None):
+        raise MsrlError(f"{location}: a tool_result is {type(content).__name__}, not text")
+    return content or ""
+
+
+def _read_function_call(content: str, thought: str, location: str) -> _Content:
+    """Return the content of a `function_call` turn: JSON of one call or a list of calls."""
+    head, end, tail = content.partition(THOUGHT[1])
+    if end and head.lstrip().startswith(THOUGHT[0]):
+        thought, content = head.lstrip().removeprefix(THOUGHT[0]), tail
+    loaded = _loads(content, location, "the function_call")
+    items = loaded if isinstance(loaded, list) else [loaded]
+    calls = tuple(_read_call(item, location) for item in items)
+    if not calls:
+        raise MsrlError(f"{location}: the function_call is an empty list")
+    return _Content("", thought, calls, ())
+
+
+def _read_calls(turn: dict[str, Any], location: str) -> Iterator[ToolCall]:
+    """Yield the calls of OpenAI's `tool_calls`, or of its older `function_call`."""
+    calls = turn.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise MsrlError(f"{location}: tool_calls is {type(calls).__name__}, not a list")
+    if not calls and turn.get("function_call"):
+        calls = [turn["function_call"]]
+    for call in calls:
+        yield _read_call(call, location)
+
+
+def _read_call(call: Any, location: str) -> ToolCall:
+    """Return a call: {name, arguments}, or the same under `function`."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    if not isinstance(function, dict):
+        function = {}
+    arguments = _first(function, "arguments", "parameters")
+    id_ = call.get("id") if isinstance(call, dict) else None
+    return _call(function.get("name"), arguments, id_, location)
+
+
+def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
+    """Return a call with its arguments as an object."""
+    if isinstance(arguments, str):
+        arguments = _loads(arguments, location, "the arguments of a tool call") if arguments else {}
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
+        raise MsrlError(f"{location}: a tool call needs a name, and arguments that are an object")
+    return ToolCall(name, arguments or {}, id_ if isinstance(id_, str) else None)
+
+
+def _loads(text: str, location: str, subject: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"{location}: {subject} must be JSON: {error}") from error
+
+
+def _thought(turn: dict[str, Any], location: str) -> str:
+    """Return the separate thought of a turn, or "" if it has none."""
+    for key in _THOUGHT_KEYS:
+        thought = turn.get(key)
+        if thought and not isinstance(thought, str):
+            raise MsrlError(f"{location}: {key} is {type(thought).__name__}, not text")
+        if thought:
+            return thought
+    return ""
+
+
+def _message(role: Role, content: _Content) -> Message:
+    """Return a message whose text contains the thought and the calls."""
+    calls = map(_call_text, content.calls)
+    text = "\n".join([*([content.text] if content.text else []), *calls])
+    if role != "assistant" or not (content.thought or content.calls):
+        return Message(role, text)
+    fields: dict[str, Any] = {"role": role, "content": content.text}
+    thought = content.thought.strip("\n")
+    if thought:
+        text = f"{THOUGHT[0]}\n{thought}\n{THOUGHT[1]}\n\n{text}"
+        fields["reasoning_content"] = thought
+    if content.calls:
+        fields["tool_calls"] = [_call_fields(call) for call in content.calls]
+    return Message(role, text, fields)
+
+
+def _tool_message(turn: dict[str, Any], text: str, id_: str | None) -> Message:
+    """Return a tool response. Chat templates may show its `name` and `tool_call_id`."""
+    fields = {key: turn[key] for key in _PASSED_KEYS if isinstance(turn.get(key), str)}
+    if id_ is not None:
+        fields["tool_call_id"] = id_
+    return Message("tool", text, {"role": "tool", "content": text, **fields} if fields else None)
+
+
+def _call_text(call: ToolCall) -> str:
+    """Return a tool call in tags."""
+    text = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def _call_fields(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, with the arguments as an object."""
+    function = {"name": call.name, "arguments": call.arguments}
+    head = {} if call.id is None else {"id": call.id}
+    return {**head, "type": "function", "function": function}
+
+
+def _first(turn: dict[str, Any], *names: str) -> Any:
+    """Return the first value that is not None.
+
+    In Parquet files every turn has the keys of all turns.
+    """
+    return next((turn[name] for name in names if turn.get(name) is not None), None)

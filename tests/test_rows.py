@@ -1,0 +1,363 @@
+"""Rows of usual formats as conversations, and rows that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.data.columns import DroppedRow
+from msrl.data.handlers import ALIASES, REFUSED, Handler, handler_mistake, make_handler
+from msrl.data.readers import RowBatch
+from msrl.data.tokenize import TokenizeSettings, _convert_rows
+from msrl.errors import MsrlError
+from msrl.types import Conversation
+from support import assert_mentions, mentions, shared_data
+
+QUESTION = {"role": "user", "content": "Weather?"}
+CALLS = (
+    '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+
+
+def handler(name: str, kind: str | None = None, **map_keys: str) -> Handler:
+    return make_handler(name, kind=kind, map_keys=map_keys, options={})
+
+
+def converse(name: str, row: Any, kind: str | None = None, **map_keys: str) -> Conversation:
+    return handler(name, kind, **map_keys).converter()(row)
+
+
+def read(name: str, rows: list[Any], kind: str | None = None, **map_keys: str) -> list[Any]:
+    """Return the conversations of rows as preprocessing reads them."""
+    from collections import Counter
+
+    job: Any = TokenizeSettings(handler(name, kind, **map_keys), None, None, None, False, None)  # type: ignore[arg-type]
+    return _convert_rows(job, RowBatch("x.jsonl", 1, rows, lines=False), Counter())[1]
+
+
+def turns(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(m.role, m.content) for m in conversation.messages]
+
+
+def shared_rows(name: str) -> list[Any]:
+    return json.loads(shared_data("sft", name).read_text())
+
+
+# --- preference data ---
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("dpo_en_demo.json", ("chosen", "rejected", "DPO")),
+        ("kto_en_demo.json", ("label", "KTO")),
+        ("stack_exchange_paired_tiny.json", ("response_j", "response_k")),
+    ],
+)
+@pytest.mark.parametrize("reader", ["sharegpt", "alpaca", "r1", "auto"])
+@pytest.mark.parametrize("kind", ["sft", "prompts"])
+def test_preference_rows_are_refused_by_every_handler(
+    name: str, fragments: tuple[str, ...], reader: str, kind: str
+):
+    rows = shared_rows(name)
+    for row in (rows[0], rows[-1]):
+        with pytest.raises(MsrlError) as caught:
+            read(reader, [row], kind)
+        assert_mentions(caught.value, "x.jsonl", *fragments)
+
+
+def test_one_side_of_a_preference_pair_cannot_be_mapped_as_the_answer():
+    with pytest.raises(MsrlError, match=mentions("map_keys.response=chosen", "pair")):
+        handler("alpaca", prompt="prompt", response="chosen")
+
+
+def test_null_columns_and_class_labels_are_no_preference_data():
+    row = {"instruction": "a", "output": "b", "chosen": None, "rejected": None, "label": 3}
+    assert turns(read("alpaca", [row])[0]) == [("user", "a"), ("assistant", "b")]
+
+
+def test_a_label_in_text_form_is_refused():
+    with pytest.raises(MsrlError, match=mentions("label=False", "KTO")):
+        read("alpaca", [{"instruction": "a", "output": "b", "label": "False"}])
+
+
+# --- tools and calls ---
+
+
+def test_tools_are_written_in_the_form_of_openai():
+    messages = [QUESTION, {"role": "assistant", "content": "?"}]
+    bare = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    wrapped = [{"type": "function", "function": bare}]
+    anthropic = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+    flat = {"type": "function", **bare}
+    for tool in (bare, wrapped[0], anthropic, flat):
+        for tools in ([tool], json.dumps([tool])):
+            made = converse("sharegpt", {"messages": messages, "tools": tools})
+            assert json.loads(made.extra["tools"]) == wrapped
+
+
+def test_every_row_of_glaive_has_wrapped_tools():
+    rows = [row for row in shared_rows("glaive_toolcall_en_demo.json") if row["tools"] != "[]"]
+    assert len(rows) == 191
+    for row in rows:
+        made = json.loads(converse("sharegpt", row).extra["tools"])
+        expected = json.loads(row["tools"])
+        assert made == [{"type": "function", "function": tool} for tool in expected]
+
+
+PARALLEL = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+FORMS: dict[str, dict[str, Any]] = {
+    "function_call list": {"from": "function_call", "value": json.dumps(PARALLEL)},
+    "openai": {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": call} for call in PARALLEL],
+    },
+    "openai with arguments as text": {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": '{"x":1}'}},
+            {"id": "2", "function": {"name": "g", "arguments": ""}},
+        ],
+    },
+    "anthropic": {
+        "role": "assistant",
+        "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+            {"type": "tool_use", "id": "2", "name": "g", "input": {}},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parallel_calls_are_one_block_each(form: str):
+    made = converse("sharegpt", {"messages": [QUESTION, FORMS[form]]})
+    assert turns(made) == [("user", "Weather?"), ("assistant", CALLS)]
+    fields = made.messages[1].fields
+    assert fields is not None
+    functions = [call["function"] for call in fields["tool_calls"]]
+    assert functions == [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+
+
+def test_a_thought_before_a_function_call_stays_in_front_of_it():
+    turn = {"from": "function_call", "value": "<think>\nhm\n</think>\n\n" + json.dumps(PARALLEL)}
+    made = converse("sharegpt", {"messages": [QUESTION, turn]})
+    assert made.messages[1].content == f"<think>\nhm\n</think>\n\n{CALLS}"
+
+
+@pytest.mark.parametrize(
+    "value", ["no JSON", "[]", '{"arguments": {}}', '{"name": "f", "arguments": 1}']
+)
+def test_a_function_call_without_a_call_is_refused(value: str):
+    with pytest.raises(MsrlError, match=mentions("turn 2")):
+        converse("sharegpt", {"messages": [QUESTION, {"from": "function_call", "value": value}]})
+
+
+# --- formats ---
+
+
+def test_anthropic_blocks_are_turns():
+    row = {
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": "sunny"},
+                    {"type": "text", "text": "So?"},
+                ],
+            },
+            {"role": "assistant", "content": "Fine."},
+        ],
+    }
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    assert turns(converse("auto", row)) == [
+        ("system", "Be brief."),
+        ("user", "Weather?"),
+        ("assistant", f"<think>\nhm\n</think>\n\nI look.\n{call}"),
+        ("tool", "sunny"),
+        ("user", "So?"),
+        ("assistant", "Fine."),
+    ]
+
+
+def test_images_are_refused():
+    turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with pytest.raises(MsrlError, match=mentions("turn 1", "image_url", "text")):
+        converse("sharegpt", {"messages": [turn]})
+
+
+PAIR = [("user", "a"), ("assistant", "b")]
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+USUAL: dict[str, dict[str, Any]] = {
+    "messages": {"messages": CHAT},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    },
+    "conversation": {"conversation": CHAT, "id": 3},
+    "alpaca": {"instruction": "a", "input": "", "output": "b"},
+    "query and response": {"query": "a", "response": "b"},
+    "question and answer": {"question": "a", "answer": "b"},
+    "prompt and completion": {"prompt": "a", "completion": "b"},
+    "prompt and completion as turns": {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    "null columns": {"messages": None, "instruction": "a", "output": "b", "text": None},
+    "problem and solution": {"problem": "a", "solution": "b", "level": 5},
+}
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_auto_recognizes_usual_rows(case: str):
+    assert turns(read("auto", [USUAL[case]])[0]) == PAIR
+
+
+def test_auto_reads_prompts_with_a_ground_truth():
+    row = {"prompt": CHAT[:1], "reward_model": {"ground_truth": "4"}, "data_source": "x"}
+    made = read("auto", [row], "prompts")[0]
+    assert turns(made) == [("user", "a")] and made.answer == "4"
+
+
+def test_auto_refuses_unknown_rows_with_their_columns_and_the_handler_that_fits():
+    with pytest.raises(MsrlError, match=mentions("x.jsonl", "columns: left, right", "map-keys")):
+        read("auto", [{"left": "a", "right": "b"}])
+    with pytest.raises(MsrlError, match=mentions("columns: text", "pretrain")):
+        read("auto", [{"text": "a"}])
+
+
+def test_the_wrong_handler_names_the_one_that_fits():
+    with pytest.raises(MsrlError, match=mentions("'instruction'", "handler sharegpt")):
+        read("alpaca", [{"messages": CHAT}])
+    with pytest.raises(MsrlError, match=mentions("conversations", "handler alpaca")):
+        read("sharegpt", [{"instruction": "a", "output": "b"}])
+
+
+# --- prompts without a ground truth ---
+
+
+@pytest.mark.parametrize("name", ["r1", "alpaca"])
+def test_prompts_need_no_ground_truth_if_its_column_is_mapped_to_nothing(name: str):
+    made = read(name, [{"instruction": "a"}], "prompts", response="")[0]
+    assert turns(made) == [("user", "a")] and made.answer is None
+    with pytest.raises(MsrlError, match=mentions("'output'", "ground truth", "map-keys")):
+        read(name, [{"instruction": "a"}], "prompts")
+    with pytest.raises(MsrlError, match=mentions("map_keys.response", "requires")):
+        handler(name, "sft", response="")
+
+
+# --- handlers ---
+
+MINDSPEED_LLM = [
+    "GeneralPretrainHandler",
+    "AlpacaPretrainHandler",
+    "SharegptPretrainHandler",
+    "StackOverflowPythonPretrainHandler",
+    "LlamaFactoryInstructionHandler",
+    "AlpacaStyleInstructionHandler",
+    "SharegptStyleInstructionHandler",
+    "OpenAIInstructionHandler",
+    "HunyuanInstructionHandler",
+    "AlpacaStylePairwiseHandler",
+    "SharegptStylePairwiseHandler",
+    "PPOAlpacaStyleInstructionHandler",
+    "R1AlpacaStyleInstructionHandler",
+    "R1SharegptStyleInstructionHandler",
+    "GeneralInstructionHandler",
+    "BelleMultiTurnInstructionHandler",
+    "MOSSMultiTurnHandler",
+    "MOSSInstructionHandler",
+    "LeetcodePythonInstructionHandler",
+]
+
+
+@pytest.mark.parametrize("name", MINDSPEED_LLM)
+def test_every_handler_of_mindspeed_is_an_alias_or_refused_with_a_reason(name: str):
+    assert (name in ALIASES) != (name in REFUSED)
+    if name in REFUSED:
+        assert handler_mistake(name) == REFUSED[name]
+        with pytest.raises(MsrlError, match=mentions(f"preprocess.handler={name}", "use")):
+            handler(name)
+
+
+def test_sharegpt_pretrain_joins_the_texts_of_the_turns():
+    row = {"conversations": [{"from": "human", "value": "a "}, {"role": "gpt", "content": "b"}]}
+    assert read("SharegptPretrainHandler", [row]) == ["a b"]
+
+
+OWN = """
+class Pairs:
+    def __init__(self, prefix=""):
+        self.prefix = prefix
+
+    def conversation(self, row):
+        if row["q"] == "skip":
+            return None
+        question = {"role": "user", "content": self.prefix + row["q"]}
+        return [question, {"role": "assistant", "content": row["a"]}]
+
+    def text(self, row):
+        return row["q"]
+
+def prompt(row):
+    turns = [{"role": "user", "content": row["q"]}]
+    return {"messages": turns, "answer": row["a"], "extra": {"k": "v"}}
+
+def wrong(row):
+    return {"mesages": []}
+"""
+
+
+def test_a_handler_of_the_user_is_a_class_or_function_in_a_file(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    row = {"q": "a", "a": "b"}
+    made = make_handler(f"{file}:Pairs", kind=None, map_keys={}, options={"prefix": ">"})
+    assert made.kind == "sft"
+    assert turns(made.converter()(row)) == [("user", ">a"), ("assistant", "b")]
+    with pytest.raises(DroppedRow, match="handler"):
+        made.converter()({"q": "skip"})
+    assert read(f"{file}:Pairs", [row], "pretrain") == ["a"]
+    prompt = read(f"{file}:prompt", [row], "prompts")[0]
+    assert (prompt.answer, prompt.extra) == ("b", {"k": "v"})
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("own.py:Pair", ("Pair", "'Pairs'")),
+        ("own.py", ("own.py", "path/file.py:NAME")),
+        ("absent.py:Pairs", ("absent.py", "exist")),
+        ("broken.py:Pairs", ("broken.py", "Python")),
+    ],
+)
+def test_a_handler_file_with_an_error_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fragments: tuple[str, ...]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    Path("broken.py").write_text("def (")
+    with pytest.raises(MsrlError) as caught:
+        handler(f"./{name}")
+    assert_mentions(caught.value, "preprocess.handler", *fragments)
+
+
+def test_an_error_in_a_handler_of_the_user_names_the_row(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    with pytest.raises(MsrlError, match=mentions("row 1", "own.py:prompt", "KeyError")):
+        read(f"{file}:prompt", [{}], "prompts")
+    with pytest.raises(MsrlError, match=mentions("own.py:wrong", "mesages", "messages")):
+        read(f"{file}:wrong", [{}])
