@@ -75,10 +75,11 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"template {path}: not JSON: {error}") from error
-    entries = cast("list[dict[str, Any]]", loaded if isinstance(loaded, list) else [])
-    if not entries or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+    entries = cast("list[object]", loaded if isinstance(loaded, list) else [])
+    objects = [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict)]
+    if not entries or len(objects) < len(entries) or any("name" not in item for item in objects):
         raise MsrlError(f"template {path}: must be a list of objects with name, as in MindSpeed")
-    return {str(entry["name"]): entry for entry in entries}
+    return {str(item["name"]): item for item in objects}
 
 
 def _find_entry(path: Path, name: str) -> Path:
