@@ -135,7 +135,8 @@ LOSSES: dict[str, LossRow] = {
 # --- prompt templates: templates/ ---
 
 # Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the
-# end-of-text token <|im_end|>. Trained text is in double brackets.
+# end-of-text token <|im_end|>. Trained text is in double brackets; … stands for the rest of a long
+# text.
 _R1_QUESTION = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves "
     "it. The assistant first thinks about the reasoning process in the mind and then provides the "
@@ -162,11 +163,87 @@ TEMPLATES: dict[str, str] = {
     "mistral": "<s>[INST] Hi [/INST][[Yes<|im_end|>]]",
     "native": _chatml(""),
     "qwen": _chatml("You are a helpful assistant."),
-    "qwen3": _chatml("", answer="<think>\n\n</think>\n\nYes"),
+    "qwen3": (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "[[Yes<|im_end|>]]\n"
+    ),
     "qwen_math_r1": _chatml(
         "Please reason step by step, and put your final answer within \\boxed{}."
     ),
     "qwen_r1": _chatml("You are a helpful assistant.", _R1_QUESTION),
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that "
+        "appropriately completes the request.\n\n### Instruction:\nHi\n\n### Response:\n"
+        "[[Yes<|im_end|>]]"
+    ),
+    "baichuan2": "<reserved_106>Hi<reserved_107>[[Yes<|im_end|>]]",
+    "bailing_mini": (
+        "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>[[Yes<|role_end|><|im_end|>]]"
+    ),
+    "chatglm2": "[gMASK]sop[Round 0]\n\n问：Hi\n\n答：[[Yes<|im_end|>]]",
+    "chatglm3": "[gMASK]sop<|user|>\nHi<|assistant|>[[\nYes<|im_end|>]]",
+    "chatglm3_system": (
+        "[gMASK]sop<|system|>\nYou are ChatGLM3, a large language model trained by "
+        "Zhipu.AI. Follow the user's instructions carefully. Respond using "
+        "markdown.<|user|>\nHi<|assistant|>[[\nYes<|im_end|>]]"
+    ),
+    "chatml": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yes<|im_end|>]]",
+    "chatml_de": (
+        "<|im_start|>system\nDu bist ein freundlicher und hilfsbereiter "
+        "KI-Assistent.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "[[Yes<|im_end|>]]"
+    ),
+    "cpm": "<s><用户>Hi<AI>[[Yes<|im_end|>]]",
+    "deepseek2": "<s>User: Hi\n\nAssistant:[[Yes<|im_end|>]]",
+    "deepseek2-lite": "<s>User: Hi\n\nAssistant:[[Yes<|im_end|>]]",
+    "deepseek3_r1": (
+        "<s>A conversation between User and Assistant.…within \\boxed{}. <｜User｜>"
+        "Hi<｜Assistant｜>[[Yes<|im_end|>]]"
+    ),
+    "gemma": (
+        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n[[Yes<end_of_turn>]]\n"
+    ),
+    "glm4": "[gMASK]<sop><|user|>\nHi<|assistant|>[[\nYes<|im_end|>]]",
+    "glm4_moe": "[gMASK]<sop><|user|>\nHi<|assistant|><think>\n\n</think>\n\n[[\nYes<|im_end|>]]",
+    "gpt_oss": (
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by "
+        "OpenAI.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>"
+        "analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+        "[[Yes<|end|><|im_end|>]]"
+    ),
+    "hunyuan": "You are a helpful assistant.Hi[[Yes]]",
+    "intern2": "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yes<|im_end|>\n]]",
+    "llama2": "<s>[INST] Hi [/INST][[Yes<|im_end|>]]",
+    "magistral": (
+        "<s>[SYSTEM_PROMPT]system_prompt\n\nA user will ask you to solve a "
+        "task.…ROMPT][INST]Hi[/INST]<think>\n\n</think>\n\n[[Yes<|im_end|>]]"
+    ),
+    "minicpm3": "<s>User: Hi\n\nAssistant:[[Yes<|im_end|>]]",
+    "mixtral": "<s>[INST] Hi [/INST][[Yes<|im_end|>]]",
+    "plm": (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Hi<|im_end|>\n<|im_start|>assistant\n[[Yes<|im_end|>\n]]"
+    ),
+    "qwen_lf": (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+        "assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "[[Yes<|im_end|>\n]]"
+    ),
+    "qwen_r1_mindspeed_llm": (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA "
+        "conversation between User and Assistant.…d{}. Hi<|im_end|>\n<|im_start|>"
+        "assistant\n[[Yes<|im_end|>]]"
+    ),
+    "qwen_retool": (
+        "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\n…swer goes "
+        "here.'}\n<|im_start|>assistant\n[[Yes<|im_end|>]]"
+    ),
+    "qwen_search_tool": (
+        "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\n…swer goes "
+        "here.'}\n<|im_start|>assistant\n[[Yes<|im_end|>]]"
+    ),
+    "rendered": "Hi[[Yes]]",
+    "trl": "<s>Hi[[Yes]]",
 }
 
 # --- dataset handlers: data/handlers/ ---
@@ -183,6 +260,9 @@ class HandlerRow:
 
 
 _TURNS = (("user", "1 + 1?"), ("assistant", "2"))
+_CHAT = {
+    "conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}],
+}
 HANDLERS: dict[str, HandlerRow] = {
     "alpaca": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS),
     "gsm8k": HandlerRow(
@@ -192,15 +272,9 @@ HANDLERS: dict[str, HandlerRow] = {
     ),
     "pretrain": HandlerRow({"text": "One document."}, text="One document."),
     "r1": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS[:1], answer="2"),
-    "sharegpt": HandlerRow(
-        {
-            "conversations": [
-                {"from": "human", "value": "1 + 1?"},
-                {"from": "gpt", "value": "2"},
-            ]
-        },
-        _TURNS,
-    ),
+    "sharegpt": HandlerRow(_CHAT, _TURNS),
+    "auto": HandlerRow(_CHAT, _TURNS),
+    "sharegpt_pretrain": HandlerRow(_CHAT, text="1 + 1?2"),
 }
 
 # --- trackers: tracking/trackers/ ---

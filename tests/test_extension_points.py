@@ -94,10 +94,15 @@ def test_a_template_renders_its_golden_tokens_and_mask(name: str, tmp_path: Path
     renderer = make_renderer(template, text_tokenizer(load_tokenizer(tmp_path)))
     (example,) = renderer.examples([Conversation(turns)])
     before, trained, after = golden.TEMPLATES[name].replace("]]", "[[").split("[[")
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, trained)]
-    assert tokenizer.decode(example.token_ids) == before + trained + after
-    count = len(ids[0]), len(ids[1])
-    assert example.loss_mask.nonzero()[0].tolist() == list(range(count[0], sum(count)))
+    positions = example.loss_mask.nonzero()[0]
+    first, last = int(positions[0]), int(positions[-1])
+    assert positions.tolist() == list(range(first, last + 1))
+    head, _, tail = before.partition("…")
+    context = tokenizer.decode(example.token_ids[:first])
+    assert context.startswith(head) and context.endswith(tail)
+    assert "…" in before or context == before
+    assert tokenizer.decode(example.token_ids[first : last + 1]) == trained
+    assert tokenizer.decode(example.token_ids[last + 1 :]) == after
 
 
 @pytest.mark.parametrize("name", golden.HANDLERS)
