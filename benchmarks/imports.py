@@ -26,8 +26,8 @@ IMPORTED, APPROXIMATED, REFUSED, OTHER = "imported", "approximated", "refused", 
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of one file. `reasons` are the errors of a refused one."""
+class FileResult:
+    """FileResult of one file. `reasons` are the errors of a refused one."""
 
     file: Path
     kind: str
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the outcomes of a folder; return 1 if a file raised an unexpected exception."""
+    """Print the results of a folder; return 1 if a file raised an unexpected exception."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks imports", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of foreign files")
     parser.add_argument("--files", action="store_true", help="print one line per refused file")
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     if not args.folder.is_dir():
         parser.error(f"{args.folder}: folder not found")
     files = [file for file in sorted(args.folder.rglob("*")) if _is_candidate(file, args.match)]
-    outcomes = [outcome for file in files for outcome in outcomes_of_file(file)]
-    print("\n".join([*table(outcomes), "", *reasons(outcomes)]))
+    results = [result for file in files for result in classify_file(file)]
+    print("\n".join([*table(results), "", *reasons(results)]))
     if args.files:
-        print("\n".join(["", *refused_lines(outcomes)]))
-    return int(any("unexpected" in outcome.reasons for outcome in outcomes))
+        print("\n".join(["", *refused_lines(results)]))
+    return int(any("unexpected" in result.reasons for result in results))
 
 
 def _is_candidate(file: Path, match: str) -> bool:
@@ -57,16 +57,16 @@ def _is_candidate(file: Path, match: str) -> bool:
     return is_script and re.search(match, str(file)) is not None
 
 
-def outcomes_of_file(file: Path) -> list[Outcome]:
-    """Return the outcome of a file; files that no importer reads are `not an input`."""
+def classify_file(file: Path) -> list[FileResult]:
+    """Return the result of a file; files that no importer reads are `not an input`."""
     try:
         is_yaml = file.suffix != ".sh"
         system, kind = yaml_kind(file) if is_yaml else script_kinds(file)
     except (MsrlError, UnicodeDecodeError) as error:
-        return [Outcome(file, "unreadable", REFUSED, (str(error),))]
+        return [FileResult(file, "unreadable", REFUSED, (str(error),))]
     if system is None:
-        return [Outcome(file, kind, OTHER)]
-    return [Outcome(file, f"{system} {kind}", *_import(system, file))]
+        return [FileResult(file, kind, OTHER)]
+    return [FileResult(file, f"{system} {kind}", *_import(system, file))]
 
 
 def _import(system: str, file: Path) -> tuple[str, tuple[str, ...]]:
@@ -90,11 +90,11 @@ def _attempt(system: str, file: Path, *, approximate: bool) -> tuple[str, tuple[
     return (REFUSED, validation.errors) if validation.errors else (IMPORTED, ())
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(results: Sequence[FileResult]) -> list[str]:
     """Return a table with one row per kind of file."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
-    for outcome in outcomes:
-        rows[outcome.kind][outcome.state] += 1
+    for result in results:
+        rows[result.kind][result.state] += 1
     lines = [
         "| kind | files | imported | with --approximate | refused | imported in all |",
         "|---|---|---|---|---|---|",
@@ -110,12 +110,12 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def reasons(outcomes: Sequence[Outcome]) -> list[str]:
+def reasons(results: Sequence[FileResult]) -> list[str]:
     """Return the reasons of refusal by class, with the number of files that have each."""
     classes: Counter[str] = Counter()
     only: Counter[str] = Counter()
-    for outcome in outcomes:
-        names = {reason_class(reason) for reason in outcome.reasons}
+    for result in results:
+        names = {reason_class(reason) for reason in result.reasons}
         classes.update(names)
         if len(names) == 1:
             only.update(names)
@@ -125,10 +125,10 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def refused_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def refused_lines(results: Sequence[FileResult]) -> list[str]:
     """Return one line per refused file with its first reasons."""
-    refused = [outcome for outcome in outcomes if outcome.state == REFUSED]
-    return [f"{outcome.file}: {' | '.join(outcome.reasons[:3])}" for outcome in refused]
+    refused = [result for result in results if result.state == REFUSED]
+    return [f"{result.file}: {' | '.join(result.reasons[:3])}" for result in refused]
 
 
 def reason_class(reason: str) -> str:

@@ -94,10 +94,10 @@ def test_another_value_of_a_key_changes_its_translation(system: str, row: Row, t
     after = translation(system, row.section, {**besides, where: value}, tmp_path)
     assert not before.errors and not after.errors, (before.errors, after.errors)
     statuses = [
-        outcome.status
-        for outcome in after.outcomes
-        if (outcome.entry.section, outcome.entry.key) == (row.section, row.key)
-        and outcome.entry.path.endswith(where)
+        key_result.status
+        for key_result in after.key_results
+        if (key_result.entry.section, key_result.entry.key) == (row.section, row.key)
+        and key_result.entry.path.endswith(where)
     ]
     assert value is ... or statuses, "the key has no status"
     for translated in (before, after):

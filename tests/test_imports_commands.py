@@ -225,8 +225,8 @@ def test_virtual_stages_of_roll_become_layers_per_stage(tmp_path: Path):
     )  # 8 layers in 2 * 2 stages
     absent = imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
     assert "vpp" not in native_tree(absent)["train"]["parallel"]
-    (outcome,) = [o for o in absent.outcomes if o.entry.key.startswith("virtual_")]
-    assert outcome.status is KeyStatus.SPEED and "train.parallel.vpp" in outcome.text
+    (key_result,) = [o for o in absent.key_results if o.entry.key.startswith("virtual_")]
+    assert key_result.status is KeyStatus.SPEED and "train.parallel.vpp" in key_result.text
     with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
         imported(
             "roll",
@@ -259,7 +259,9 @@ def test_validation_of_roll_becomes_evaluation_before_and_during_training(tmp_pa
         "sampling": sampling,
         "samples_per_prompt": 4,
     }
-    assert any("--set data.eval=PREFIX" in str(outcome) for outcome in translation.outcomes)
+    assert any(
+        "--set data.eval=PREFIX" in str(key_result) for key_result in translation.key_results
+    )
     longer = imported(
         "roll",
         RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n",
@@ -307,7 +309,9 @@ def test_dead_keys_of_roll_are_reported(tmp_path: Path):
     )
     translation = imported("roll", text, tmp_path, "yaml")
     dead = {
-        outcome.entry.key for outcome in translation.outcomes if outcome.status is KeyStatus.DEAD
+        key_result.entry.key
+        for key_result in translation.key_results
+        if key_result.status is KeyStatus.DEAD
     }
     assert dead >= {
         "l2",
@@ -383,7 +387,7 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     assert len(blocks) == 2
     for block in blocks:
         translation = imported("lightrft", block, tmp_path, "sh")
-        assert {outcome.entry.path for outcome in translation.outcomes} == set(
+        assert {key_result.entry.path for key_result in translation.key_results} == set(
             re.findall(r"--(\w+)", block)
         )
     assert native_tree(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
@@ -536,7 +540,9 @@ torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt -
         "devices_per_node": 8,
         "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     } and tree["model"] == {"dtype": "bfloat16"}
-    lines = {outcome.entry.key: outcome.entry.origin.line for outcome in translation.outcomes}
+    lines = {
+        key_result.entry.key: key_result.entry.origin.line for key_result in translation.key_results
+    }
     assert (lines["tensor_model_parallel_size"], lines["lr"], lines["stage"]) == (4, 7, 10)
 
 

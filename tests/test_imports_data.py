@@ -49,7 +49,7 @@ def test_a_data_file_of_mindspeed_rl_configures_preprocessing(tmp_path: Path):
         section.map_keys == {"prompt": "question", "response": "ground_truth_answer"}
         and section.tokenizer == "./Qwen2.5-7B"
     )
-    assert len(resolved.translations[0].outcomes) == len(R1_ZERO.splitlines())
+    assert len(resolved.translations[0].key_results) == len(R1_ZERO.splitlines())
     (tmp_path / "r1_zero.yaml").write_text(
         R1_ZERO.replace("prompt_type: qwen_r1\n", ""), encoding="utf-8"
     )

@@ -153,7 +153,10 @@ def test_every_key_of_a_guides_complete_example_is_reported(name: str, folder: P
     text = FILES[name]()
     translation = translated(name, text, folder)
     assert not translation.errors
-    recorded = {(outcome.entry.key, outcome.entry.origin.line) for outcome in translation.outcomes}
+    recorded = {
+        (key_result.entry.key, key_result.entry.origin.line)
+        for key_result in translation.key_results
+    }
     sections = set(plain(parse(text, "given"))) | {"actor_rollout", "ref"}
     unrecorded = {(key, line) for key, line in all_keys(text) - recorded if key not in sections}
     assert not unrecorded and len(recorded) > 30
@@ -242,7 +245,7 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
             text = re.sub(r"#.*", "", block)
             flags = {canonical(flag) for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
             flags |= set(re.findall(r"^export (\w+)=", text, re.M))
-            assert {outcome.entry.key for outcome in translation.outcomes} == flags, block
+            assert {key_result.entry.key for key_result in translation.key_results} == flags, block
             count += 1
     assert count == 13
 
@@ -297,7 +300,8 @@ def test_lightrfts_examples_fragments_and_variables_are_read(tmp_path: Path):
     for text in [*fragments, *(block + "\n" + variables for block in texts if "python" in block)]:
         file.write_text(text, encoding="utf-8")
         recorded = {
-            outcome.entry.key for outcome in translate_arguments("lightrft", [str(file)]).outcomes
+            key_result.entry.key
+            for key_result in translate_arguments("lightrft", [str(file)]).key_results
         }
         assert recorded == set(re.findall(r"(?<!\w)--(\w+)", text)) | set(
             re.findall(r"^export (\w+)=", text, re.M)

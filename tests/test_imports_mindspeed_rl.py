@@ -128,7 +128,7 @@ def test_every_key_of_the_r1_zero_guide_example_is_reported(folder: Path):
     assert translation is not None and not translation.errors and not translation.refused()
     keys = set(re.findall(r"^ +([a-z_]+):", text, re.M))
     assert (
-        keys == {outcome.entry.key for outcome in translation.outcomes} - {"defaults"}
+        keys == {key_result.entry.key for key_result in translation.key_results} - {"defaults"}
         and len(keys) > 45
     )
     tree = plain(translation.complete_tree())
@@ -466,9 +466,9 @@ def test_critic_keys_have_no_effect_without_gae(folder: Path):
     for stage in ("ray_grpo", "ray_ppo"):
         translation = translated(PRESENT, folder, {"megatron_training.stage": stage, **keys})
         dead = {
-            outcome.entry.path
-            for outcome in translation.outcomes
-            if outcome.status is KeyStatus.DEAD
+            key_result.entry.path
+            for key_result in translation.key_results
+            if key_result.status is KeyStatus.DEAD
         }
         assert {
             "critic_config.lr",
@@ -632,10 +632,10 @@ def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
         return  # unsupported, but reported as not changing results
     assert values(before) != values(after)
     assert not any(
-        outcome.status in (KeyStatus.DEAD, KeyStatus.SAME)
-        and outcome.entry.key == row.key
-        and outcome.entry.section == row.section
-        for outcome in after.outcomes
+        key_result.status in (KeyStatus.DEAD, KeyStatus.SAME)
+        and key_result.entry.key == row.key
+        and key_result.entry.section == row.section
+        for key_result in after.key_results
     )
 
 
@@ -664,7 +664,9 @@ def test_no_save_keys_have_no_effect_and_are_supported(folder: Path, is_saved: b
         {"actor_config.no_save_optim": is_saved, "actor_config.no_save_rng": is_saved},
     )
     lines = [
-        str(outcome) for outcome in translation.outcomes if outcome.entry.key.startswith("no_save_")
+        str(key_result)
+        for key_result in translation.key_results
+        if key_result.entry.key.startswith("no_save_")
     ]
     assert len(lines) == 2 and all("optimizer" in line for line in lines), lines
     assert not any("version" in line for line in lines)
@@ -673,6 +675,9 @@ def test_no_save_keys_have_no_effect_and_are_supported(folder: Path, is_saved: b
 def test_wandb_overrides_tensorboard(folder: Path):
     resolved = native(PRESENT, folder, rl_config__use_wandb=True)
     if refusal("log.trackers", ["wandb"]):
-        assert any("metrics.jsonl" in str(outcome) for outcome in resolved.translations[0].outcomes)
+        assert any(
+            "metrics.jsonl" in str(key_result)
+            for key_result in resolved.translations[0].key_results
+        )
     else:
         assert resolved.config.log.trackers == ("wandb",)

@@ -119,7 +119,7 @@ def test_irrelevant_model_properties_are_not_checked(tmp_path: Path):
         f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 "
         "--ffn-hidden-size 8192"
     )
-    statuses = {outcome.entry.key: outcome.status for outcome in translation.outcomes}
+    statuses = {key_result.entry.key: key_result.status for key_result in translation.key_results}
     assert (statuses["max_position_embeddings"], statuses["ffn_hidden_size"]) == (
         KeyStatus.SAME,
         KeyStatus.DEAD,
@@ -150,7 +150,9 @@ def test_an_inference_script_samples_like_the_original():
         "generate": {"model": "ckpt", "seed": 42, **sampling},
         "chat": {"model": "ckpt", "seed": 42, **sampling},
     }
-    statuses = {outcome.entry.key: outcome.status for outcome in imported(line).outcomes}
+    statuses = {
+        key_result.entry.key: key_result.status for key_result in imported(line).key_results
+    }
     assert statuses["num_layers"] is KeyStatus.SAME
     assert statuses["nproc_per_node"] is KeyStatus.PLACEMENT
 
@@ -159,7 +161,9 @@ def test_the_inference_task_sets_the_sampling():
     translation = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
     assert plain(translation.tree)["generate"]["temperature"] == 0
     assert {
-        outcome.entry.key for outcome in translation.outcomes if outcome.status is KeyStatus.DEAD
+        key_result.entry.key
+        for key_result in translation.key_results
+        if key_result.status is KeyStatus.DEAD
     } == {
         "temperature",
         "top_k",

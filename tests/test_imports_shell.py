@@ -102,7 +102,7 @@ CONVERT = "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg -
 def test_of_a_repeated_flag_the_last_value_counts(tmp_path: Path) -> None:
     translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a --load-dir b", tmp_path)
     assert native_tree(translation)["convert"]["load"] == "b"
-    (first,) = [o for o in translation.outcomes if o.entry.value == "a"]
+    (first,) = [o for o in translation.key_results if o.entry.value == "a"]
     assert_mentions(first.text, "overrides")
 
 
@@ -110,13 +110,13 @@ def test_placeholders_stay_whole_and_are_reported(tmp_path: Path) -> None:
     text = f'LOAD="your model path"\n{CONVERT} --load-dir $LOAD'
     translation = imported("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["convert"]["load"] == "your model path"
-    (outcome,) = [o for o in translation.outcomes if o.entry.key == "load_dir"]
-    assert_mentions(outcome.text, "placeholder")
+    (key_result,) = [o for o in translation.key_results if o.entry.key == "load_dir"]
+    assert_mentions(key_result.text, "placeholder")
 
 
 def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
     translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
-    assert [o.entry.key for o in translation.outcomes if o.entry.section == "variable"] == [
+    assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [
         "$MOE_ARGS"
     ]
 
@@ -152,16 +152,16 @@ def test_a_launch_script_includes_the_file_that_it_names(tmp_path: Path) -> None
     tree = native_tree(translation)
     assert tree["cluster"]["env"] == {"HCCL_IF_BASE_PORT": "24703"}
     assert tree["rollout"]["prompts_per_step"] == 8
-    statuses = {o.entry.key: o.status for o in translation.outcomes}
+    statuses = {o.entry.key: o.status for o in translation.key_results}
     assert statuses["config_name"] is KeyStatus.APPLIED
     assert statuses["node_ip_address"] is KeyStatus.PLACEMENT
 
 
 def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> None:
     translation = imported("mindspeed-rl", LAUNCH, tmp_path)
-    (outcome,) = [o for o in translation.outcomes if o.entry.key == "config_name"]
-    assert outcome.status is KeyStatus.DROPPED
-    assert_mentions(outcome.text, "--config-name")
+    (key_result,) = [o for o in translation.key_results if o.entry.key == "config_name"]
+    assert key_result.status is KeyStatus.DROPPED
+    assert_mentions(key_result.text, "--config-name")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An addition or a subtraction of two-digit numbers; a subtraction has `left >= right`."""
+    """An addition or a subtraction of two-digit numbers. A difference also has two digits."""
 
     left: int
     sign: str
@@ -75,10 +75,17 @@ class Problem:
 
 
 def random_problem(source: random.Random) -> Problem:
-    left, right = source.randint(10, 99), source.randint(10, 99)
-    if source.random() < 0.5:
-        return Problem(left, "+", right)
-    return Problem(max(left, right), "-", min(left, right))
+    """Return an addition or a subtraction with equal probability.
+
+    Differences below 10 are excluded: demonstrations would show too few of them to learn from.
+    """
+    sign = source.choice("+-")
+    while True:
+        left, right = source.randint(10, 99), source.randint(10, 99)
+        if sign == "+":
+            return Problem(left, "+", right)
+        if abs(left - right) >= 10:
+            return Problem(max(left, right), "-", min(left, right))
 
 
 def distinct_problems(

@@ -146,8 +146,8 @@ def _find_answer_start(
     """
     modes: list[dict[str, Any]] = [turns.options]
     if "enable_thinking" in turns.options:
-        others = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
-        modes += [others, {**others, "enable_thinking": True}]
+        unset = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
+        modes += [unset, {**unset, "enable_thinking": True}]
     for options in modes:
         mode = _Turns(turns.messages, options)
         prompt = _render(tokenizer, mode, number, generation=True)

@@ -126,8 +126,8 @@ def legacy_names(value: Any) -> str:
 def schedule(value: Any) -> str:
     """Return the learning-rate schedule."""
     names = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-    others = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
-    return _look_up({**names, **others, "warmup_stable_decay": "wsd"}, value)
+    variants = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+    return _look_up({**names, **variants, "warmup_stable_decay": "wsd"}, value)
 
 
 def kl_estimator(value: Any) -> str:

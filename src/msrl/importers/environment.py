@@ -20,7 +20,7 @@ _RENDEZVOUS = (
 
 def put_exports(translation: Translation, script: Script) -> None:
     """Pass exported variables to the workers of a training; other commands have no workers."""
-    trains = any(outcome.entry.section in _TRAININGS for outcome in translation.outcomes)
+    trains = any(key_result.entry.section in _TRAININGS for key_result in translation.key_results)
     for name, word in script.exported.items():
         text = "***" if _SECRET.search(name) else word.text
         node = wrap(text, Origin(translation.name, word.line))

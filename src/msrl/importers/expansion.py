@@ -259,10 +259,10 @@ class _Expander:
         return Variable(" ".join(word.text for word in words), words, problem)
 
     def _output(self, body: str) -> Variable:
-        words = [expand(part, self.line, self.scope) for part in re.split(r"&&|;", body)]
-        problem = next((word.problem for part in words for word in part if word.problem), "")
+        commands = [expand(text, self.line, self.scope) for text in re.split(r"&&|;", body)]
+        problem = next((w.problem for command in commands for w in command if w.problem), "")
         text = (
-            None if problem or "|" in body else _output([[w.text for w in part] for part in words])
+            None if problem or "|" in body else _output([_texts(command) for command in commands])
         )
         if text is not None:
             return _literal(text)
@@ -283,15 +283,16 @@ def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
     if action[0] == "/":
         old, _, new = pattern.partition("/")
         return _literal(text.replace(old, new, -1 if action == "//" else 1), value.problem)
-    cuts = range(len(text) + 1)
+    positions = range(len(text) + 1)
     if (action == "##") == (action[0] == "#"):
-        cuts = reversed(cuts)
+        positions = reversed(positions)
     if action == "%":
-        cuts = reversed(range(len(text) + 1))
-    for cut in cuts:
-        piece, rest = (text[:cut], text[cut:]) if action[0] == "#" else (text[cut:], text[:cut])
-        if fnmatch.fnmatchcase(piece, pattern):
-            return _literal(rest, value.problem)
+        positions = reversed(range(len(text) + 1))
+    for position in positions:
+        head, tail = text[:position], text[position:]
+        removed, remaining = (head, tail) if action[0] == "#" else (tail, head)
+        if fnmatch.fnmatchcase(removed, pattern):
+            return _literal(remaining, value.problem)
     return value
 
 
@@ -329,6 +330,10 @@ def _number(node: ast.expr, scope: Scope, depth: int) -> int:
         left, right = _number(node.left, scope, depth), _number(node.right, scope, depth)
         return _OPERATORS[type(node.op)](left, right)
     raise ValueError
+
+
+def _texts(command: Sequence[Word]) -> list[str]:
+    return [word.text for word in command]
 
 
 def _output(commands: Sequence[Sequence[str]]) -> str | None:

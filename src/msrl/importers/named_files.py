@@ -19,7 +19,7 @@ def put_named_file(translation: Translation, keys: Keys) -> None:
     folder = keys.get("config_dir", "config_path")
     if entry is None:
         return
-    _include(translation, entry, _found(translation.name, entry, folder), "msrl train-grpo")
+    _include(translation, entry, _find_config(translation.name, entry, folder), "msrl train-grpo")
 
 
 def named_file(translation: Translation, section: str, name: str, program: Word) -> None:
@@ -27,7 +27,7 @@ def named_file(translation: Translation, section: str, name: str, program: Word)
     node = wrap(name, Origin(translation.name, program.line))
     entry = SourceKey(section, "config_name", "config_name", node)
     command = "msrl preprocess" if section == "preprocess" else "msrl train-grpo"
-    _include(translation, entry, _found(translation.name, entry, None), command)
+    _include(translation, entry, _find_config(translation.name, entry, None), command)
 
 
 def _include(translation: Translation, entry: SourceKey, file: Path | None, command: str) -> None:
@@ -46,7 +46,7 @@ def _translated(tree: Node, file: Path) -> Translation:
     return system.translate(tree, file)
 
 
-def _found(script: str, entry: SourceKey, folder: SourceKey | None) -> Path | None:
+def _find_config(script: str, entry: SourceKey, folder: SourceKey | None) -> Path | None:
     """Return the file in the folder, or in `configs` beside or above the script."""
     name = f"{str(entry.value).removesuffix('.yaml')}.yaml"
     folders = [Path(str(folder.value))] if folder is not None else []

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from msrl.config.messages import written
 from msrl.importers.status import HEADINGS, KeyStatus
-from msrl.importers.translation import KeyOutcome, Translation
+from msrl.importers.translation import KeyResult, Translation
 
 
 def full(translation: Translation) -> list[str]:
     """Return a line per key, grouped by status, and the defaults that were filled in."""
     lines = [summary(translation)]
     for heading in HEADINGS:
-        outcomes = [item for item in translation.outcomes if item.status.heading == heading]
-        if outcomes:
+        key_results = [item for item in translation.key_results if item.status.heading == heading]
+        if key_results:
             lines.append(f"{heading}:")
-            lines += [_outcome_line(outcome) for outcome in sorted(outcomes, key=_position)]
+            lines += [_result_line(key_result) for key_result in sorted(key_results, key=_position)]
     if translation.differences:
         lines.append("results differ from the original:")
         lines += [f"  {line}" for line in translation.differences]
@@ -27,15 +27,15 @@ def full(translation: Translation) -> list[str]:
     return lines
 
 
-def _outcome_line(outcome: KeyOutcome) -> str:
+def _result_line(key_result: KeyResult) -> str:
     qualified = (KeyStatus.OFF, KeyStatus.DEAD, KeyStatus.UNSUPPORTED)
-    reason = outcome.status.value if outcome.status in qualified else ""
-    return ": ".join(part for part in (f"  {outcome.entry}", reason, outcome.text) if part)
+    reason = key_result.status.value if key_result.status in qualified else ""
+    return ": ".join(part for part in (f"  {key_result.entry}", reason, key_result.text) if part)
 
 
 def summary(translation: Translation) -> str:
     """Return one line with the number of keys of each status."""
-    headings = [outcome.status.heading for outcome in translation.outcomes]
+    headings = [key_result.status.heading for key_result in translation.key_results]
     counts = [
         f"{headings.count(heading)} {_SHORT.get(heading, heading)}"
         for heading in HEADINGS
@@ -54,8 +54,8 @@ _SHORT = {
 }
 
 
-def _position(outcome: KeyOutcome) -> tuple[str, int]:
-    origin = outcome.entry.origin
+def _position(key_result: KeyResult) -> tuple[str, int]:
+    origin = key_result.entry.origin
     return origin.name, origin.line or 0
 
 

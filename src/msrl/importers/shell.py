@@ -84,10 +84,10 @@ def _add_command(script: Script, command: str, line: int) -> None:
 
 
 def _enter_branch(script: Script, command: str, line: int) -> str:
-    """Follow if, elif, else and fi, and return the rest of the command."""
-    keyword, _, rest = command.partition(" ")
+    """Follow if, elif, else and fi, and return the command after the keyword."""
+    keyword, _, following = command.partition(" ")
     if keyword in ("if", "elif"):
-        holds = _condition(expand(rest, line, script.scope))
+        holds = _condition(expand(following, line, script.scope))
         if keyword == "if":
             script.branches.append(_Branch(runs=True, is_done=False))
         _choose(script.branches, holds)
@@ -98,11 +98,9 @@ def _enter_branch(script: Script, command: str, line: int) -> str:
         script.branches.pop()
     if keyword in ("for", "while", "until", "case", "fi"):
         return ""
-    return (
-        _enter_branch(script, rest.strip(), line)
-        if keyword in _KEYWORDS and rest
-        else ("" if keyword in _KEYWORDS else command)
-    )
+    if keyword not in _KEYWORDS:
+        return command
+    return _enter_branch(script, following.strip(), line) if following else ""
 
 
 def _choose(branches: list[_Branch], condition: bool | None) -> None:

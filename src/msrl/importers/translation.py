@@ -46,7 +46,7 @@ class SourceKey:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyOutcome:
+class KeyResult:
     """A key with its status; `text` names the native key or the reason why there is none."""
 
     entry: SourceKey
@@ -76,7 +76,7 @@ class Translation:
     mode: str = ""
     tree: Node = field(init=False)
     later: Node = field(init=False)
-    outcomes: list[KeyOutcome] = field(default_factory=list[KeyOutcome])
+    key_results: list[KeyResult] = field(default_factory=list[KeyResult])
     errors: list[str] = field(default_factory=list[str])
     differences: list[str] = field(default_factory=list[str])
     accepts_differences: bool = False
@@ -138,8 +138,8 @@ class Translation:
         """Return the message for a key without a row: of the original, or misspelled."""
         if self.table.is_original(key):
             hint = self.table.elsewhere(key)
-            place = f"; {hint}" if hint else ". Remove it if you do not need it."
-            return f"not supported: a key of {self.system} that msrl has no setting for{place}"
+            remedy = f"; {hint}" if hint else ". Remove it if you do not need it."
+            return f"not supported: a key of {self.system} that msrl has no setting for{remedy}"
         return f"unknown key of {self.system}; {self.table.hint(key, *sections)}"
 
     def row(self, entry: SourceKey) -> Row:
@@ -164,7 +164,7 @@ class Translation:
         """Record the status of a key, unless it has one."""
         if id(entry) not in self._recorded:
             self._recorded[id(entry)] = entry
-            self.outcomes.append(KeyOutcome(entry, status, text))
+            self.key_results.append(KeyResult(entry, status, text))
 
     def is_recorded(self, entry: SourceKey) -> bool:
         """Return True if the key has a status or an error."""
@@ -305,7 +305,7 @@ class Translation:
         """Add the translation of a file that this one names."""
         self.tree, self.later = merge(self.tree, other.tree), merge(self.later, other.later)
         self.algorithm = self.algorithm or other.algorithm
-        self.outcomes += other.outcomes
+        self.key_results += other.key_results
         self.errors += other.errors
         self.differences += other.differences
         self.is_refused = self.is_refused or other.is_refused
@@ -317,7 +317,9 @@ class Translation:
     def refused(self) -> list[str]:
         """Return one line for each key, and default of the original, that a run must refuse."""
         unsupported = [
-            outcome for outcome in self.outcomes if outcome.status is KeyStatus.UNSUPPORTED
+            key_result
+            for key_result in self.key_results
+            if key_result.status is KeyStatus.UNSUPPORTED
         ]
         differences = [] if self.accepts_differences else self.differences
         return [*map(str, unsupported), *self.missing, *differences]

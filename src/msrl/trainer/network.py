@@ -29,12 +29,12 @@ def select_interface(platform: Platform, init_method: str) -> None:
 
 def _interface(init_method: str) -> str | None:
     """Return the interface of the route to the rendezvous, or None if it is unknown."""
-    parts = urlsplit(init_method)
-    if parts.scheme == "file":
+    url = urlsplit(init_method)
+    if url.scheme == "file":
         return LOOPBACK
-    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+    if url.scheme != "tcp" or not url.hostname or not url.port:
         return None
-    own = _own_address(parts.hostname, parts.port)
+    own = _own_address(url.hostname, url.port)
     return None if own is None else interface_with(own)
 
 

@@ -194,7 +194,7 @@ def join_split_latents(tensors: Mapping[str, Tensor], num_heads: int) -> dict[st
             continue
         second, target = _SPLIT_LATENTS[linear]
         rows = [joined.pop(name), joined.pop(f"{prefix}.{second}.weight")]
-        by_head = [part.unflatten(0, (num_heads, -1)) for part in rows]
+        by_head = [row.unflatten(0, (num_heads, -1)) for row in rows]
         joined[f"{prefix}.{target}.weight"] = torch.cat(by_head, dim=1).flatten(0, 1)
     return joined
 

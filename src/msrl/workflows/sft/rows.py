@@ -74,7 +74,7 @@ class Rows:
 class MixedRows:
     """Rows of several datasets, numbered one dataset after the other."""
 
-    parts: tuple[Rows, ...]
+    datasets: tuple[Rows, ...]
 
     def __len__(self) -> int:
         return sum(self.num_rows)
@@ -82,26 +82,27 @@ class MixedRows:
     @property
     def num_rows(self) -> tuple[int, ...]:
         """The number of rows of each dataset."""
-        return tuple(map(len, self.parts))
+        return tuple(map(len, self.datasets))
 
     @property
     def longest(self) -> int:
-        return max(part.longest for part in self.parts)
+        return max(rows.longest for rows in self.datasets)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
         ends = list(accumulate(self.num_rows))
-        parts = [bisect_right(ends, row) for row in rows]
+        starts = [0, *ends]
+        numbers = [bisect_right(ends, row) for row in rows]
         return [
-            self.parts[part].sequences([row - (ends[part] - len(self.parts[part]))])[0]
-            for part, row in zip(parts, rows, strict=True)
+            self.datasets[number].sequences([row - starts[number]])[0]
+            for number, row in zip(numbers, rows, strict=True)
         ]
 
     def notes(self, capacity: int | None) -> list[str]:
         """Return notes for the user on each dataset."""
         notes: list[str] = []
-        for part in self.parts:
-            notes += [f"{part.dataset.prefix}: {note}" for note in part.notes(capacity)]
+        for rows in self.datasets:
+            notes += [f"{rows.dataset.prefix}: {note}" for note in rows.notes(capacity)]
         return notes
 
 

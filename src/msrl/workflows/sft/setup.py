@@ -46,9 +46,9 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     if config.data.blend:
         datasets = [SftDataset(prefix) for prefix in config.data.blend]
         _check_templates(datasets)
-        parts = tuple(open_rows(config, dataset) for dataset in datasets)
+        mixed = tuple(open_rows(config, dataset) for dataset in datasets)
         held_out = config.data.eval and open_rows(config, SftDataset(config.data.eval))
-        return MixedRows(parts), held_out or None
+        return MixedRows(mixed), held_out or None
     dataset = SftDataset(str(config.data.train))
     trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not trained:

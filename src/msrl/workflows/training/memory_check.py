@@ -142,11 +142,11 @@ def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = Non
     memory_fit = fit(plan, platform, longest=longest)
     if memory_fit is None or memory_fit.level == "ok":
         return
-    parts = ", ".join(
+    usage = ", ".join(
         f"{name} {bytes_text(size)}" for name, size in memory_fit.shown.rows().items()
     )
     remedy = remedies(plan.train, memory_fit)
-    message = f"memory: {memory_fit.head}; {remedy} (the fullest device: {parts})"
+    message = f"memory: {memory_fit.head}; {remedy} (the fullest device: {usage})"
     if memory_fit.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
     print(f"warning: {message}", file=sys.stderr)

@@ -99,10 +99,10 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
     shorter than its warm-up.
     """
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
-        parts = "warm-up" + (" and decay" if schedule.decay_updates else "")
+        phases = "warm-up" + (" and decay" if schedule.decay_updates else "")
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
         print(
-            f"train.optimizer: {parts} take more than the {schedule.num_updates} updates of this "
+            f"train.optimizer: {phases} take more than the {schedule.num_updates} updates of this "
             f"run; {last}",
             file=sys.stderr,
         )
