@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import cast, get_args
+from typing import cast
 
 from msrl import registry
 from msrl.config.messages import keys
-from msrl.config.sections.general import LogConfig
 from msrl.config.unsupported import NOT_YET, not_yet
 
 _PLUGINS = {
     "algo.advantage.estimator": registry.ADVANTAGES,
     "algo.policy_loss": registry.LOSSES,
     "reward.sources.verifier": registry.VERIFIERS,
-}
-_CHOICES = {
-    "log.trackers": get_args(get_args(LogConfig.model_fields["trackers"].annotation)[0]),
+    "log.trackers": registry.TRACKERS,
 }
 _UNSUPPORTED = "not in this version yet"
 
@@ -43,8 +40,6 @@ def refusal(key: str, value: object) -> str:
     if not has_key(key):
         return _first_reason(not_yet(prefix) for prefix in _prefixes(key)) or _UNSUPPORTED
     items = _items(value)
-    if key in _CHOICES and not set(items) <= set(_CHOICES[key]):
-        return _UNSUPPORTED
     nested = [
         f"{key}.{name}"
         for item in items
@@ -53,8 +48,9 @@ def refusal(key: str, value: object) -> str:
     ]
     reason = _first_reason(not_yet(key, item) for item in items)
     reason = reason or _first_reason(not_yet(name) for name in nested)
-    if not reason and key in _PLUGINS and str(value) not in registry.names(_PLUGINS[key]):
-        return _UNSUPPORTED
+    if not reason and key in _PLUGINS:
+        names = registry.names(_PLUGINS[key])
+        return "" if all(str(item) in names for item in items) else _UNSUPPORTED
     return reason
 
 
