@@ -242,8 +242,11 @@ def test_all_exports_have_the_chat_template_of_the_training_data(complete_run, i
 def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
     complete_run, config, inputs, tmp_path
 ):
-    with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
+    with pytest.raises(MsrlError, match=mentions("already exists", "--resume auto")):
         run_in_process(config)
+    saved = {"save": str(complete_run / "checkpoints")}
+    with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
+        run_in_process(named(config, "again", checkpoint=saved))
     shutil.copytree(complete_run / "checkpoints", tmp_path / "old")
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
     with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
@@ -436,12 +439,12 @@ def test_a_step_without_trained_tokens_changes_nothing_and_is_reported(inputs, c
     from msrl.data.dataset import SftDataset
 
     for file in inputs.glob("data_*"):
-        shutil.copy(file, inputs / file.name.replace("data_", "unlearnt_", 1))
+        shutil.copy(file, inputs / file.name.replace("data_", "untrained_", 1))
     count = sum(SftDataset(inputs / "data").lengths()[:8])
-    labels = np.memmap(inputs / "unlearnt_packed_labels_document.bin", np.int32, "r+")
+    labels = np.memmap(inputs / "untrained_packed_labels_document.bin", np.int32, "r+")
     labels[:count] = -100
     labels.flush()
-    (inputs / "unlearnt_manifest.json").unlink()  # it has the checksum of the original labels
+    (inputs / "untrained_manifest.json").unlink()  # it has the checksum of the original labels
     settings = named(
         config,
         "untrained",
