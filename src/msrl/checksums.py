@@ -76,10 +76,9 @@ def file_crc32(path: Path, advance: Callable[[int], None] = lambda num_bytes: No
 def read_crc32(
     file: Readable, num_bytes: int, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[int, int]:
-    """Return the CRC-32 of the next `num_bytes` bytes of an open file, and the number of bytes
-    read.
+    """Return the CRC-32 of the next `num_bytes` bytes of an open file and the bytes read.
 
-    The number is smaller than `num_bytes` if the file ends earlier.
+    The number of bytes is smaller than `num_bytes` if the file ends earlier.
     """
     buffer = memoryview(bytearray(min(_BLOCK_BYTES, num_bytes)))
     crc, missing = 0, num_bytes

@@ -49,8 +49,7 @@ def is_running(process: ProcessRecord) -> bool:
 
 
 def claim(folder: Path) -> Path:
-    """Make this process the owner of a folder whose name begins with `msrl-`, and return the
-    folder.
+    """Make this process the owner of a folder whose name begins with `msrl-`; return it.
 
     The folders of processes that have ended are removed first.
     """

@@ -61,9 +61,7 @@ def option_key(command: str, parameter: str) -> str | None:
 
 
 def _top_command(ctx: typer.Context) -> str:
-    """Return the name of the command below `msrl` that this call belongs to; empty for `msrl`
-    itself.
-    """
+    """Return the name of the command below `msrl` of this call; empty for `msrl` itself."""
     name = ""
     node: Any = ctx
     while node is not None and node.parent is not None:

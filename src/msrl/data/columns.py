@@ -83,8 +83,9 @@ def make_columns(
     map_keys: Mapping[str, str],
     answer: str | None = None,
 ) -> ColumnMapping:
-    """Return the columns of a handler with the user's names. A column that the user names must
-    exist.
+    """Return the columns of a handler with the user's names.
+
+    A column that the user names must exist.
 
     Args:
         defaults: column of each field.

@@ -1,8 +1,8 @@
-r"""Megatron's IndexedDataset files: sequences in `<name>.bin`, their lengths and offsets in
-`<name>.idx`.
+r"""Megatron's IndexedDataset files.
 
-Source of the format: megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). The index
-consists of these little-endian fields, for S sequences and D document boundaries:
+`<name>.bin` holds the sequences, `<name>.idx` their lengths and offsets. Source of the format:
+megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). The index consists of these
+little-endian fields, for S sequences and D document boundaries:
 
 - the magic bytes `MMIDIDX\0\0` and the version (u64, 1)
 - the code of the element type (u8)

@@ -1,6 +1,4 @@
-"""Integrity checks of preprocessed data: files against the manifest, token ids against the
-vocabulary.
-"""
+"""Integrity checks of preprocessed data: checksums of files, and the range of token ids."""
 
 from __future__ import annotations
 

@@ -157,10 +157,10 @@ def _find_answer_start(
 
 
 def _find_answer_end(text: str, start: int, eos: str | None) -> int:
-    """Return the end of the answer that begins at `start`: the position after its end-of-turn
-    token.
+    """Return the end of the answer that begins at `start`.
 
-    The end-of-turn token is the tokenizer's end-of-text token.
+    It is the position after the end-of-turn token. The end-of-turn token is the tokenizer's
+    end-of-text token.
     """
     position = text.find(eos, start) if eos else -1
     if eos is None or position < 0:

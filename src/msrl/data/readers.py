@@ -59,8 +59,9 @@ class RowBatch:
 
 
 def find_files(inputs: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of `inputs` (files, folders or globs), each once; those of a folder sorted
-    by name.
+    """Return the files of `inputs` (files, folders or globs), each once.
+
+    The files of a folder are sorted by name.
 
     Raises:
         MsrlError: an input matches no file.

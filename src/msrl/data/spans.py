@@ -113,8 +113,7 @@ def _contains_any(text: str, tokens: Iterable[str]) -> bool:
 def _encode_quoted(
     tokenizer: TextTokenizer, controls: Sequence[str], spans: Sequence[Span]
 ) -> list[tuple[int, Any]]:
-    """Return (first character, encoding) of each piece of spans that contain control tokens as
-    text.
+    """Return (first character, encoding) of each piece of spans with control tokens as text.
 
     All text between two real control tokens is encoded together.
     """

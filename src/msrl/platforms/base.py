@@ -92,8 +92,10 @@ class Platform(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare this process for the import of Megatron. Raises MsrlError if a package is
-        missing.
+        """Prepare this process for the import of Megatron.
+
+        Raises:
+            MsrlError: A package is missing.
         """
 
     @abstractmethod

@@ -28,9 +28,7 @@ class RewardSteps:
     def __init__(
         self, config: RewardConfig, max_response_tokens: int, state: Mapping[str, float]
     ) -> None:
-        """Restore the steps from `state()` of the checkpoint to resume from, or from an empty
-        state.
-        """
+        """Restore the steps from `state()` of a checkpoint, or from an empty state."""
         self._config, self._max_tokens = config, max_response_tokens
         self._running = Moments.of(state)
 

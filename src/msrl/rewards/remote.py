@@ -38,10 +38,9 @@ class Item:
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def use_prompt_column(self, column: str) -> Item:
-        """Return the item with an extra column of its row, such as the bare question, as the
-        prompt.
+        """Return the item with an extra column of its row as the prompt.
 
-        An empty `column` keeps the prompt.
+        The column may hold the bare question. An empty `column` keeps the prompt.
 
         Raises:
             MsrlError: The row has no such column.

@@ -94,8 +94,9 @@ class Adapter:
             raise MsrlError(problems[0])
 
     def tied(self, embedding_name: str) -> Adapter:
-        """Return the adapter for a model with tied embeddings, without its copy of the output
-        layer. `embedding_name` is the Hugging Face name of the embedding.
+        """Return the adapter for a model with tied embeddings, without its output layer.
+
+        `embedding_name` is the Hugging Face name of the embedding.
 
         Raises:
             MsrlError: Only one of embedding and output layer is replaced, or they differ. PEFT's

@@ -36,11 +36,10 @@ class _FilePosition:
 
 
 class HfWriter:
-    """Writer of safetensors files of at most `max_shard_bytes`, in any order and from several
-    threads.
+    """Writer of safetensors files of at most `max_shard_bytes`.
 
-    The folder should not be visible yet (see `atomic_folder.staged_folder`). `close` raises
-    ValueError if a tensor was not written.
+    Several threads may write tensors in any order. The folder should not be visible yet (see
+    `atomic_folder.staged_folder`). `close` raises ValueError if a tensor was not written.
     """
 
     def __init__(

@@ -58,8 +58,9 @@ def _num_shared_experts(moe: Moe) -> int | None:
 
 
 def _moe_layer_freq(source: ArgumentSource) -> int | list[int] | None:
-    """Return which layers have experts: a period after `first_k_dense_replace`, or a list of 0 and
-    1.
+    """Return the layers with experts: a period, or a list of 0 and 1.
+
+    The period begins after `first_k_dense_replace`.
 
     MindSpeed-LLM divides by the value if `first_k_dense_replace` is set, so its files hold a period
     if one describes the layers. Megatron-LM does not know `first_k_dense_replace`, so its

@@ -245,10 +245,10 @@ def namespace(
 
 
 def publish(save: Path, iteration: int | str, *, durable: bool = True) -> None:
-    """Make an iteration visible: rename its staging folder, if there is one, and update the
-    tracker.
+    """Make an iteration visible.
 
-    With `durable`, all files are flushed to disk before the tracker names them.
+    Its staging folder, if there is one, is renamed, and the tracker is updated. With `durable`, all
+    files are flushed to disk before the tracker names them.
     """
     staged, final = staging_dir(save, iteration), iteration_dir(save, iteration)
     if durable:

@@ -151,8 +151,7 @@ class ArchiveWriter:
         self._crcs[name] = crc
 
     def close(self) -> tuple[int, str]:
-        """Write the archive's directory and return the size of the archive and the digest of its
-        records.
+        """Write the archive's directory; return the archive's size and the digest of its records.
 
         Raises:
             ValueError: A record was not written.

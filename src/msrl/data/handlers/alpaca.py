@@ -1,8 +1,8 @@
-"""Alpaca format: an instruction, an optional input, the answer, an optional system text and
-history.
+"""Alpaca format: instruction, input, answer, system text and history.
 
-The question is the instruction followed by the input on a new line, as LLaMA-Factory and MindSpeed
-join them. `history` is a list of earlier [question, answer] pairs.
+Input, system text and history are optional. The question is the instruction followed by the
+input on a new line, as LLaMA-Factory and MindSpeed join them. `history` is a list of earlier
+[question, answer] pairs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Prompts with verifiable answers for reinforcement learning (DAPO, DeepScaleR,
-Open-Reasoner-Zero).
+"""Prompts with verifiable answers for reinforcement learning.
 
-The prompt is text, or a list of turns that ends with the question. The answer is the ground truth
-that verifiers read.
+Examples are DAPO, DeepScaleR and Open-Reasoner-Zero. The prompt is text, or a list of turns that
+ends with the question. The answer is the ground truth that verifiers read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Accuracy of the boxed answer: right 1.0, wrong -0.5, no box -1.0 even with a right answer
-elsewhere.
+"""Accuracy of the boxed answer: right 1.0, wrong -0.5, no box -1.0.
 
-It follows MindSpeed-RL's verifier of this name, which accepts a relative error of 1e-4 and
-percentages. Differences: two integers are equal only if they are identical, and a timeout scores as
-a wrong answer instead of a better one.
+A right answer outside a box does not count. The score follows MindSpeed-RL's verifier of this name,
+which accepts a relative error of 1e-4 and percentages. Differences: two integers are equal only if
+they are identical, and a timeout scores as a wrong answer instead of a better one.
 """
 
 from __future__ import annotations

@@ -139,10 +139,10 @@ def refusal(
 
 
 def last_program(response: str) -> str | None:
-    """Return the last fenced block that is labeled Python or looks like it, else the last
-    unlabeled.
+    """Return the last fenced block that is labeled Python or looks like it.
 
-    An unlabeled block after the program is often its output.
+    Without one, return the last unlabeled block. An unlabeled block after the program is often its
+    output.
     """
     blocks = _fenced_blocks(response)
     unlabeled = [text for language, text in blocks if not language]

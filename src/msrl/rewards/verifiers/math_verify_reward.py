@@ -1,10 +1,9 @@
-"""Accuracy of the boxed answer by math-verify in a response with reasoning tags: right 1.0, else
-0.0.
+"""Accuracy of the boxed answer by math-verify in a response with reasoning tags.
 
-The required format is that of `base_acc`. math-verify parses the box between the answer tags and
-compares symbolically. It ignores other formulas, including those inside a box that it cannot parse.
-It follows MindSpeed-RL's verifier of this name, whose timeout works only in the main thread; here
-the process is killed.
+A right answer scores 1.0, any other response 0.0. The required format is that of `base_acc`.
+math-verify parses the box between the answer tags and compares symbolically. It ignores other
+formulas, including those inside a box that it cannot parse. It follows MindSpeed-RL's verifier of
+this name, whose timeout works only in the main thread; here the process is killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Checks that preprocessed data fits the model that is trained on it: tokenizer, template, lengths,
-checksums.
-"""
+"""Checks that preprocessed data fits the model: tokenizer, template, lengths and checksums."""
 
 from __future__ import annotations
 
@@ -61,11 +59,10 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
 
 
 def verify_data(dataset: SftDataset | TextDataset | PromptDataset, plan: RunPlan) -> None:
-    """Verify the checksums that a dataset has, and that its token ids are in the vocabulary of the
-    model. Reads all data.
+    """Verify the checksums of a dataset, and that its token ids are in the model's vocabulary.
 
-    Ranks that share the vocabulary would silently train on an id outside it as a token without an
-    embedding.
+    All data is read. Ranks that share the vocabulary would silently train on an id outside it as a
+    token without an embedding.
 
     Raises:
         MsrlError: with file, row or document, position and token.

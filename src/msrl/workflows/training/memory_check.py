@@ -51,10 +51,10 @@ class Fit:
 
 
 def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit | None:
-    """Return the memory of a training on this machine's devices; None if the model or the device's
-    memory is unknown.
+    """Return the memory of a training on this machine's devices.
 
-    `longest` is the length in tokens of the longest row that is certainly trained on.
+    Returns None if the model or the device's memory is unknown. `longest` is the length in tokens
+    of the longest row that is certainly trained on.
     """
     total = platform.memory_bytes()
     if plan.policy is None or total is None:
@@ -72,8 +72,9 @@ def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit
 
 
 def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
-    """Return the memory with a micro-batch of the longest row alone, or without activations if no
-    row length is certain.
+    """Return the memory with a micro-batch of the longest row alone.
+
+    Activations are not counted if no row length is certain.
     """
     if longest is None or plan.is_grpo:
         return replace(memory, activations=0, working=0, logits=0, forward=0)

@@ -1,5 +1,4 @@
-"""Resume checks: a resumed training must have the same model, adapters and data contents as the one
-that saved the checkpoint.
+"""Resume checks: a resumed training has the model, adapters and data of its checkpoint.
 
 Weights that checkpoints do not hold (the base of adapters, a reference) are compared by contents
 too. A checkpoint stores these values beside the order of the rows (`settings.order_state`). The
@@ -95,8 +94,9 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
 
 
 def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: int) -> None:
-    """Print a note if the learning rate schedule has changed since the checkpoint, or if the run is
-    shorter than its warm-up.
+    """Print a note if the schedule has changed since the checkpoint or does not fit the run.
+
+    A run that is shorter than its warm-up does not fit.
     """
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
         phases = "warm-up" + (" and decay" if schedule.decay_updates else "")
@@ -119,8 +119,9 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
 
 
 def _weight_files(folder: Path) -> list[tuple[str, Path]]:
-    """Return the weight files of a Hugging Face folder, or of the latest iteration of an mcore
-    checkpoint, with their names.
+    """Return the weight files of a model with their names.
+
+    `folder` is a Hugging Face folder, or an mcore checkpoint whose latest iteration is used.
     """
     if (folder / TRACKER).is_file():
         folder = iteration_dir(folder, latest_iteration(folder))

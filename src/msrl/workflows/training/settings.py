@@ -1,6 +1,4 @@
-"""Values that the training workflows derive from the configuration: paths, rank settings,
-schedules, retention.
-"""
+"""Values derived from the configuration: paths, rank settings, schedules and retention."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ from msrl.workflows.training.best import Best
 
 
 def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
-    """Return the folders that a training loads weights from, except the checkpoint to resume from,
-    which is verified elsewhere.
+    """Return the folders that a training loads weights from.
+
+    The checkpoint to resume from is verified elsewhere and not included.
     """
     folders = list[Path]()
     if resume is None or plan.train.lora.rank is not None or plan.needs_reference:
@@ -77,8 +76,9 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
 
 
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
-    """Return environment variables of training ranks besides the platform's: `cluster.env`, and
-    those of `run.deterministic`.
+    """Return the environment variables of training ranks besides the platform's.
+
+    They come from `cluster.env` and `run.deterministic`.
     """
     return {
         **(platform.deterministic_environment if config.run.deterministic else {}),
@@ -87,8 +87,12 @@ def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
 
 
 def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
-    """Return the newest complete checkpoint to resume from, or None, and print notes on skipped
-    ones. Raises MsrlError.
+    """Return the newest complete checkpoint to resume from, or None.
+
+    Notes on skipped checkpoints are printed.
+
+    Raises:
+        MsrlError: The configured checkpoint is absent or damaged.
     """
     saved, notes = resume_from(config.checkpoint.resume, root)
     for note in notes:
@@ -181,8 +185,9 @@ def _bad_batch_dir(plan: RunPlan) -> Path:
 
 
 def _chat_format(plan: RunPlan) -> ChatFormat | None:
-    """Return the chat format of data that was preprocessed with a packaged template; None for the
-    tokenizer's own.
+    """Return the chat format of the training data's packaged template.
+
+    Returns None for data with the tokenizer's own template.
     """
     prefix = next(iter(plan.data.blend), plan.data.train)  # a blend has one template
     manifest = None if prefix is None else plan.datasets[prefix].manifest
@@ -194,15 +199,14 @@ def _chat_format(plan: RunPlan) -> ChatFormat | None:
 
 
 def adapted_base(plan: RunPlan) -> Path | None:
-    """Return the weights that a checkpoint's adapters belong to; None if the model itself is
-    trained.
-    """
+    """Return the weights of the adapters' base model; None if the model itself is trained."""
     return None if plan.train.lora.rank is None else plan.model.weights
 
 
 def retention(config: Config, best: Best | None) -> Retention:
-    """Return which checkpoints to keep, with `checkpoint.keep_best` also that of the best
-    evaluation.
+    """Return which checkpoints to keep.
+
+    With `checkpoint.keep_best`, that of the best evaluation is among them.
     """
     max_gb = config.checkpoint.max_gb
     best_step = best.step if best is not None and config.checkpoint.keep_best else None
@@ -212,8 +216,9 @@ def retention(config: Config, best: Best | None) -> Retention:
 
 
 def policy_schedule(config: Config, num_steps: int) -> Schedule:
-    """Return the schedule of the policy's updates in `num_steps` steps; the critic's warm-up steps
-    have none.
+    """Return the schedule of the policy's updates in `num_steps` steps.
+
+    The policy is not updated in the critic's warm-up steps.
     """
     return schedule(config, (num_steps - config.algo.value.warmup_steps) * updates_per_step(config))
 
