@@ -79,7 +79,10 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
         ["preprocess", "--template", "qwen_"],
         {name for name in template_names() if name.startswith("qwen_")},
     ),
-    "a template of a key": (["train-sft", "--set", "model.template", "=", "lla"], {"llama3"}),
+    "a template of a key": (
+        ["train-sft", "--set", "model.template", "=", "lla"],
+        {"llama2", "llama3"},
+    ),
     "a handler": (["preprocess", "--handler", "alp"], {"alpaca"}),
     "a platform": (["chat", "--platform", ""], {"auto", *registry.names(registry.PLATFORMS)}),
     "a file or a packaged configuration": (

@@ -416,10 +416,10 @@ def test_an_index_whose_sequences_do_not_follow_one_another_is_refused(
 def test_weights_of_a_checkpoint_that_is_resumed_are_not_verified_again(folder: Path) -> None:
     """`SavedTraining.damage` has read them. Base of adapters and reference are other files."""
     model, saved = folder / "hf", SavedTraining(folder / "checkpoints", 2)
-    config = training(folder, model, "sft")
-    assert loaded_models(config, "train-sft", None) == [model]
-    assert loaded_models(config, "train-sft", saved) == []
+    plan = plan_run(training(folder, model, "sft"), "train-sft")
+    assert loaded_models(plan, None) == [model]
+    assert loaded_models(plan, saved) == []
     adapters = training(folder, model, "sft", train={"lora": {"rank": 2}})
-    assert loaded_models(adapters, "train-sft", saved) == [model]
+    assert loaded_models(plan_run(adapters, "train-sft"), saved) == [model]
     reference = training(folder, model, "prompts", algo={"kl": {"loss": {"coef": 0.1}}})
-    assert loaded_models(reference, "train-grpo", saved) == [model]
+    assert loaded_models(plan_run(reference, "train-grpo"), saved) == [model]

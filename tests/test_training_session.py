@@ -71,6 +71,7 @@ class Losses:
 def without_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report no results about checkpoints, which the stand-in does not write."""
     monkeypatch.setattr(module, "checkpoint_results", lambda saved, *, is_done: {})
+    monkeypatch.setattr(module, "final_results", lambda plan, saved, run_dir: {})
 
 
 def train(

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat
 
+_DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Buffers that old checkpoints contain and every model computes itself.
@@ -146,11 +148,23 @@ def copy_sidecars(
     config = json.loads(path.read_text(encoding="utf-8"))
     changed = {key: value for key, value in config.items() if key != "quantization_config"}
     if dtype is not None:
-        changed["dtype" if "dtype" in changed else "torch_dtype"] = hf_name(dtype)
+        changed = _with_dtype(changed, hf_name(dtype))
     if changed != config:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if chat is not None:
         _write_chat(target, chat)
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a config with another data type, wherever it names one.
+
+    Configs of vision-language models may name it for the language model only (`text_config`).
+    """
+    changed = {key: name if key in _DTYPE_KEYS else value for key, value in config.items()}
+    text = config.get("text_config")
+    if isinstance(text, dict) and not _DTYPE_KEYS.isdisjoint(text):
+        return {**changed, "text_config": _with_dtype(cast("dict[str, Any]", text), name)}
+    return changed if not _DTYPE_KEYS.isdisjoint(config) else {**changed, "torch_dtype": name}
 
 
 def _write_chat(folder: Path, chat: ChatFormat) -> None:

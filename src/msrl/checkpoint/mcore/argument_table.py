@@ -361,9 +361,7 @@ COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
     "final_logit_softcapping": ComparedArgument(
         "final_logit_softcapping", _if_set(lambda s: s.logit_softcap)
     ),
-    "num_experts": ComparedArgument(
-        "num_experts", _always(lambda s: 0 if s.moe is None else s.moe.num_experts)
-    ),
+    "num_experts": ComparedArgument("num_experts", _always(num_experts)),
     "moe_router_topk": ComparedArgument(
         "num_experts_per_tok", _with_experts(lambda m: m.experts_per_token), default=2
     ),
