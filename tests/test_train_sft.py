@@ -251,10 +251,9 @@ def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
     old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
     with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
         run_in_process(named(config, "again", checkpoint=old))
-    with pytest.raises(MsrlError, match=mentions(f"train.steps={STEPS}", f"step {STEPS}")):
-        run_in_process(
-            named(config, "again", checkpoint={"save": str(tmp_path / "old"), "resume": "auto"})
-        )
+    resumed = {"save": str(tmp_path / "old"), "resume": "auto"}
+    with pytest.raises(MsrlError, match=mentions("train.steps=20", f"step {STEPS}")):
+        run_in_process(named(config, "again", checkpoint=resumed, train={"steps": 20}))
     assert not (inputs / "runs" / "again").exists()
 
 
