@@ -127,7 +127,7 @@ def misjudged_variants(sample: Sequence[Variant], num_workers: int) -> list[Vari
     groups = [
         group(variant.truth, [variant.response], number) for number, variant in enumerate(sample)
     ]
-    with Scorer([Source("math_17k_acc", timeout_s=30.0)], num_workers) as scorer:
+    with Scorer([Source(verifier="math_17k_acc", timeout_s=30.0)], num_workers) as scorer:
         scores = scorer.score(groups)
     return [
         variant
@@ -140,7 +140,7 @@ def agreement_row(name: str, verifier: str, answers: Sequence[str], num_workers:
     """Return the shares of accepted answers: the same one, and different ones of other problems."""
     pairs = other_answers(answers)
     different = [(own, other) for own, other in pairs if own != other]
-    with Scorer([Source(verifier, timeout_s=30.0)], num_workers) as scorer:
+    with Scorer([Source(verifier=verifier, timeout_s=30.0)], num_workers) as scorer:
         same_share = accepted_share(scorer, verifier, [(own, own) for own in answers])
         other_share = accepted_share(scorer, verifier, different)
     num_identical = len(pairs) - len(different)

@@ -500,7 +500,7 @@ def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path,
         [sys.executable, "-c", "from msrl.cli.app import main; main()", "preprocess", *flags]
     ) as process:
         deadline = time.monotonic() + 300
-        while not any(path.stat().st_size for path in tmp_path.glob(".out*.bin.*")):
+        while not any(path.stat().st_size for path in tmp_path.glob("msrl-preprocess-*/*.bin")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         workers = psutil.Process(process.pid).children(recursive=True)
