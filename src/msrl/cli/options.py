@@ -333,8 +333,8 @@ Kind = Annotated[
     str | None,
     _option(
         "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
-        help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts) or text "
-        "for continued pretraining (pretrain). Default: the first kind of the handler.",
+        help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts), text "
+        "for pretraining (pretrain). Default: the first kind of the handler.",
     ),
 ]  # fmt: skip
 Template = Annotated[
