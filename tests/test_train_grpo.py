@@ -906,7 +906,7 @@ STATISTICS: dict[str, Any] = {
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs, chunk):
-    """A baseline is a weighted mean of the group's rewards, or 0 where one response goes on."""
+    """A baseline is a weighted mean of the group's rewards, or 0 where one response continues."""
     name = f"statistics-{chunk}"
     base = several_updates(inputs, name, algo=STATISTICS)
     base["train"] |= {"steps": 2, "chunk": chunk}

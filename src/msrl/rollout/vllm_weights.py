@@ -66,8 +66,7 @@ def _repack_tied_head(model: Any) -> None:
 def shared_memory(num_bytes: int) -> str | None:
     """Return a folder in memory with at least `num_bytes` free, or None if there is none.
 
-    Containers often have only 64 MB of shared memory. None stands for the ordinary temporary
-    folder.
+    Containers often have only 64 MB of shared memory. Callers then use the temporary folder.
     """
     folder = Path("/dev/shm")
     return (

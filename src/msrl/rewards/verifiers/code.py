@@ -8,8 +8,7 @@ truth is JSON in the forms of published datasets, or plain text:
 - `{"inputs": [...], "outputs": [...]}`: each input is passed on standard input, and the output must
   have the same words. The items of a list are lines.
 - The same with `"fn_name": "f"`: each input is the list of arguments of `f` (or `Solution().f`),
-  and
-  each output is the expected return value.
+  and each output is the expected return value.
 - `["assert f(1) == 2", ...]`, `{"tests": ...}` with such a list or text, or the text itself: Python
   code that runs after the program.
 
