@@ -301,19 +301,26 @@ def test_a_batch_that_does_not_come_ends_with_its_prompts_and_their_holders(
         make_rollouts(options, workers, timeout_s=0.5) as rollouts,
     ):
         rollouts.take(0, Clock())
+
+
+def test_a_batch_without_scores_ends_with_the_reward_sources_as_their_holders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("msrl.workflows.rl.asynchronous.rollouts._END_S", 0.1)
     scorer = Scoring()
     scorer.is_blocked.set()
-    with pytest.raises(MsrlError, match=mentions("cluster.rpc_timeout_s=0.5", "reward sources")):
-        with make_rollouts(options, timeout_s=0.5, scorer=scorer) as rollouts:
-            rollouts.take(0, Clock())
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), timeout_s=0.5, scorer=scorer)
+    refused = pytest.raises(MsrlError, match=mentions("rpc_timeout_s=0.5", "reward sources"))
+    with refused, rollouts:
+        rollouts.take(0, Clock())
 
 
 def test_the_failure_of_an_engine_ends_the_wait() -> None:
     workers = LocalEngines()
-    with pytest.raises(MsrlError, match="rollout engine 1 failed"):
-        with make_rollouts(AsyncConfig(max_staleness=1), workers) as rollouts:
-            workers.fails = True
-            train(rollouts, range(STEPS))
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), workers)
+    with pytest.raises(MsrlError, match="rollout engine 1 failed"), rollouts:
+        workers.fails = True
+        train(rollouts, range(STEPS))
 
 
 def test_failed_rewards_are_counted_once() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
@@ -135,7 +136,12 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
 def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     """Run the remaining steps while the engines generate for later ones."""
     config, trainers = job.config, workers.trainers
-    is_partial = config.rollout.asynchronous.partial
+    options = config.rollout.asynchronous
+    if options.allow_uncorrected and not is_corrected(config.algo):
+        session.note(
+            f"rollout.async.max_staleness={options.max_staleness}: the run trains on samples of "
+            "older policies without a correction"
+        )
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
@@ -147,13 +153,13 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
         for step in session.steps():
             clock = Clock()
             batch = rollouts.take(step, clock)
-            if is_partial:
+            if options.partial:
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 rollouts.publish(trainers, version=step + 1)
-            if is_partial:
+            if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
