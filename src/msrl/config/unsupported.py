@@ -25,7 +25,6 @@ NOT_YET: dict[str, str] = {
     "rollout.engine.pp": "",
     "rollout.engine.ep": "",
     "rollout.engine.sleep": "",
-    "rollout.async": "rollout and training alternate",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",

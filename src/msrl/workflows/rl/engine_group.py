@@ -23,6 +23,11 @@ class EngineGroup:
     def __init__(self, workers: RayWorkers) -> None:
         self._workers = workers
 
+    @property
+    def workers(self) -> RayWorkers:
+        """Actors of the engines."""
+        return self._workers
+
     def begin_start(self) -> Calls:
         """Begin to start all engines, which takes seconds; return the calls for `finish_start`."""
         return self._workers.begin("start")

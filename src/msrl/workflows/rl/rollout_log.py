@@ -75,6 +75,7 @@ class RolloutLog:
         prompt, completion = group.rollout.prompt, group.rollout.completions[c]
         reward = group.rewards[c]
         prompt_ids = prompt.token_ids.tolist()
+        versions = [list(run) for run in completion.versions]
         return {
             "prompt_index": prompt.index,
             "prompt": self._tokenizer.backend.decode(prompt_ids, skip_special_tokens=False),
@@ -88,4 +89,5 @@ class RolloutLog:
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            **({"versions": versions} if versions else {}),
         }

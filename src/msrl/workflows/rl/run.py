@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
@@ -20,6 +21,8 @@ from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.rollout_actor import RolloutActor
@@ -82,7 +85,10 @@ def run(plan: RunPlan) -> None:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            _train(job, workers, session)
+            if config.rollout.asynchronous.is_on:
+                _train_asynchronously(job, workers, session)
+            else:
+                _train(job, workers, session)
         session.finish()
 
 
@@ -125,6 +131,40 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 session.save({**job.state, **rollouts.state(), **updater.state()})
                 trainers.offload()
                 engines.onload()
+
+
+def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
+    """Run the remaining steps while the engines generate for later ones."""
+    config, trainers = job.config, workers.trainers
+    options = config.rollout.asynchronous
+    if options.allow_uncorrected and not is_corrected(config.algo):
+        session.note(
+            f"rollout.async.max_staleness={options.max_staleness}: the run trains on samples of "
+            "older policies without a correction"
+        )
+    state = job.resume.state()["extra"] if job.resume else {}
+    updater = Updater(config, trainers, job.num_steps, state)
+    rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
+    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
+    trainers.onload()
+    with session.training(trainers, evaluator), rollouts:
+        session.evaluate_at_start()
+        for step in session.steps():
+            clock = Clock()
+            batch = rollouts.take(step, clock)
+            if options.partial:
+                rollouts.pause()
+            prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            trained = updater.update(prepared, step, clock)
+            with clock("weights"):
+                rollouts.publish(trainers, version=step + 1)
+            if options.partial:
+                rollouts.resume()
+            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            if session.after_step(report):
+                session.save({**job.state, **rollouts.state(), **updater.state()})
 
 
 def _step_report(
@@ -269,4 +309,5 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
         max_model_len=plan.max_model_len,
         random_weights=True,
     )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
+    is_stepped = plan.config.rollout.asynchronous.is_on
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir, is_stepped=is_stepped)
