@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from msrl.config.sections.base import (
     Bool,
@@ -85,6 +85,25 @@ class EngineConfig(Section):
     )
 
 
+class WeightsConfig(Section):
+    """Transfer of new weights from the training ranks to the engines."""
+
+    transfer: Literal["auto", "shared_memory", "ray"] = Field(
+        default="auto",
+        description="Way of the weights: memory that processes of one machine share, or Ray "
+        "objects. auto: shared_memory on one machine, ray on several.",
+    )
+    bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
+        default=1 << 26,
+        description="Size of a bucket in bytes. Larger tensors travel in several buckets.",
+    )
+    verify: Literal["first", "every", "never"] = Field(
+        default="first",
+        description="Versions whose weights in the engines are compared with those of the training "
+        "ranks by digests.",
+    )
+
+
 class FilterConfig(Section):
     """Filter of groups that are not informative, and sampling of replacements."""
 
@@ -138,3 +157,6 @@ class RolloutConfig(Section):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="Transfer of new weights to the engines."
+    )

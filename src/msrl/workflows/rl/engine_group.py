@@ -23,6 +23,11 @@ class EngineGroup:
     def __init__(self, workers: RayWorkers) -> None:
         self._workers = workers
 
+    @property
+    def workers(self) -> RayWorkers:
+        """The engines, for calls that involve workers of other roles too."""
+        return self._workers
+
     def begin_start(self) -> Calls:
         """Begin to start all engines, which takes seconds; return the calls for `finish_start`."""
         return self._workers.begin("start")
@@ -62,10 +67,6 @@ class EngineGroup:
     def forget_prompts(self) -> None:
         """Clear the engines' records of past prompts, which would influence later completions."""
         self._workers.call("forget_prompts")
-
-    def load_weights(self, weights: Calls) -> None:
-        """Load the weights that all training ranks export into every engine."""
-        self._workers.call("load_weights", *weights.references.values())
 
     def release(self) -> None:
         """End the processes of all engines and remove their files and shared memory.

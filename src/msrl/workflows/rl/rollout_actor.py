@@ -5,15 +5,19 @@ vLLM is imported in methods, so that the driver can import this module without i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msrl.models.families import load_shape
 from msrl.platforms import get
+from msrl.rollout.weights.channel import machine_id
+from msrl.rollout.weights.digest import Digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.training.weight_transfer import Bucket, unpack
+from msrl.workflows.rl.weight_offer import WeightOffer, received_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from msrl.rollout.engine import EngineSettings
 
 
@@ -23,6 +27,8 @@ class RolloutActor:
     def __init__(self, settings: EngineSettings, platform: str) -> None:
         self._settings, self._platform = settings, platform
         self._is_offloaded = False
+        self._received = dict[str, "Tensor"]()
+        self._must_verify = False
 
     def start(self) -> None:
         """Start the engine.
@@ -32,6 +38,7 @@ class RolloutActor:
         """
         from msrl.rollout.vllm import VllmEngine
 
+        self._shape = load_shape(self._settings.model_dir)
         self._engine = VllmEngine(self._settings, get(self._platform))
 
     def release(self) -> None:
@@ -60,6 +67,20 @@ class RolloutActor:
         """Clear the records of past prompts."""
         self._engine.forget_prompts()
 
-    def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
-        """Load the weights that the ranks of all stages export."""
-        self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))
+    def machine(self) -> str:
+        """Return the machine within which weights can be sent through shared memory."""
+        return machine_id()
+
+    def load_weights(self, offer: WeightOffer) -> Sequence[Digests]:
+        """Receive and load weights, tensor by tensor; return digests if the offer requests them."""
+        tensors = received_tensors(offer, self._shape)
+        return self._engine.load_weights(tensors, verify=offer.verify)
+
+    def receive_weights(self, offer: WeightOffer) -> None:
+        """Receive weights and hold them in main memory, which later versions overwrite."""
+        self._received = dict(received_tensors(offer, self._shape, self._received))
+        self._must_verify = offer.verify
+
+    def apply_weights(self) -> Sequence[Digests]:
+        """Load the weights that were received; return digests if their offer requested them."""
+        return self._engine.load_weights(self._received.items(), verify=self._must_verify)
