@@ -23,6 +23,7 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
 from msrl.models.parallel_layout import ParallelLayout
+from support import assert_mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
     Command,
@@ -1086,3 +1087,36 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
     assert metrics(inputs / "runs" / "ppo2") == metrics(critic_run)[1:]
     for step in (2, 3):
         assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)
+
+
+def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
+    """Overwrite bytes in the shared memory of a training rank while it sends weights."""
+    config = settings(inputs, "corrupted", "untied")
+    config["train"]["steps"] = 1000
+    config["rollout"]["weights"] = {"transfer": "shared_memory", "verify": "every"}
+    file, tmp = write_config(inputs / "corrupted.yaml", config), make_tmp()
+    command = Command("train-grpo", "-c", str(file), log=inputs / "corrupted.log", tmp=tmp)
+    command.when(lambda: bool(weight_memory(command.process.pid)))
+    (memory,) = weight_memory(command.process.pid)
+    with memory.open("r+b", buffering=0) as buckets:
+        while command.process.poll() is None:
+            for _ in range(1000):
+                buckets.seek(4096)
+                buckets.write(b"\x5a" * 16)
+    assert command.wait() == 1
+    assert_mentions(command.output(), "embed_tokens", "engine 0", "differs")
+    assert "Traceback" not in command.output()
+    assert not files_in(tmp)
+
+
+def weight_memory(pid: int) -> list[Path]:
+    """Return the memory of the buckets among the open files of a run's processes."""
+    files = [path for child in children(pid) for path in Path(f"/proc/{child}/fd").glob("*")]
+    return [path for path in files if "memfd:msrl-weights" in link_target(path)]
+
+
+def link_target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # closed, or the process has ended
+        return ""

@@ -25,7 +25,7 @@ class EngineGroup:
 
     @property
     def workers(self) -> RayWorkers:
-        """Actors of the engines."""
+        """The engines, for calls that involve workers of other roles too."""
         return self._workers
 
     def begin_start(self) -> Calls:
@@ -67,10 +67,6 @@ class EngineGroup:
     def forget_prompts(self) -> None:
         """Clear the engines' records of past prompts, which would influence later completions."""
         self._workers.call("forget_prompts")
-
-    def load_weights(self, weights: Calls) -> None:
-        """Load the weights that all training ranks export into every engine."""
-        self._workers.call("load_weights", *weights.references.values())
 
     def release(self) -> None:
         """End the processes of all engines and remove their files and shared memory.

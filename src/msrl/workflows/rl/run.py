@@ -31,6 +31,7 @@ from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
@@ -98,6 +99,7 @@ class _Workers:
 
     trainers: TrainerGroup
     engines: EngineGroup
+    weights: WeightTransfer
     scorer: Scorer
 
 
@@ -120,10 +122,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                weights = trainers.weights()
-                trainers.offload()
-                engines.onload()
-                engines.load_weights(weights)
+                workers.weights.update(step + 1)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
             if session.after_step(report):
@@ -158,7 +157,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                rollouts.publish(trainers, version=step + 1)
+                workers.weights.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
@@ -227,10 +226,10 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 timeout_s=cluster.rpc_timeout_s,
             )
         )
-        _start(trainers, engines, job)
+        weights = _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield _Workers(trainers, engines, scorer)
+        yield _Workers(trainers, engines, weights, scorer)
         engines.release()
 
 
@@ -253,18 +252,25 @@ def _trainer_group(
     return ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
 
 
-def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
-    """Load the models of ranks and engines.
+def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+    """Load the models of ranks and engines; return the transfer between them.
 
     They load at the same time only in main memory: on a device, engines measure the free memory, so
     they start after the ranks.
     """
-    pending = engines.begin_start() if job.platform.shares_main_memory else None
+    shares_main_memory = job.platform.shares_main_memory
+    pending = engines.begin_start() if shares_main_memory else None
     trainers.start(job.resume, save_plan(job.plan))
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    weights = trainers.weights()
-    trainers.offload()
-    engines.load_weights(weights)
+    weights = connect(
+        trainers,
+        engines,
+        job.config.rollout.weights,
+        job.config.cluster.rpc_timeout_s,
+        is_staged=not shares_main_memory,
+    )
+    weights.update(job.start_step)
+    return weights
 
 
 def _rank_scores(

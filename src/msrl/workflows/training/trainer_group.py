@@ -16,7 +16,7 @@ from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Workers
 
 if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValueLoss
@@ -130,9 +130,10 @@ class TrainerGroup:
         """
         self._workers.call("onload")
 
-    def weights(self) -> Calls:
-        """Begin to export the new weights; each rank returns a tuple of buckets, mostly empty."""
-        return self._workers.begin("weights")
+    @property
+    def workers(self) -> Workers:
+        """The ranks, for calls that involve workers of other roles too."""
+        return self._workers
 
     # Checkpoints
 

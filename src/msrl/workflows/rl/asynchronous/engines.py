@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msrl.config.sections.rollout import AsyncConfig
 from msrl.rollout.runtime.engine_loop import GroupRequest, LoopReport
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Workers
 
 
 class LoopingEngines:
@@ -37,14 +37,6 @@ class LoopingEngines:
             for engine in range(self.size)
         }
         return self._workers.call_each("exchange", arguments)
-
-    def begin_update(self, version: int, weights: Calls) -> Calls:
-        """Begin to send the weights that all training ranks export."""
-        return self._workers.begin("update_weights", version, *weights.references.values())
-
-    def finish_update(self, pending: Calls) -> None:
-        """Wait until all engines have received the weights. They apply them between two steps."""
-        self._workers.wait(pending)
 
     def pause(self) -> None:
         """Stop all engines after their current step. They keep their requests."""
