@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msrl.platforms import get
-from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopReport
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.training.weight_transfer import Bucket, unpack
 
@@ -74,11 +74,9 @@ class RolloutActor:
         )
         self._loop.start()
 
-    def exchange(
-        self, requests: Sequence[GroupRequest], aborted: Sequence[str], timeout_s: float
-    ) -> LoopReport:
-        """Add and abort requests, and return what finished, as `EngineLoop.exchange` does."""
-        return self._loop.exchange(requests, aborted, timeout_s)
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Pass a message to the loop and return its report, as `EngineLoop.exchange` does."""
+        return self._loop.exchange(message, timeout_s)
 
     def update_weights(self, version: int, *stages: tuple[Bucket, ...]) -> None:
         """Make the loop load the weights that the ranks of all stages export. Does not wait."""
