@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from msrl.algorithms.packing import Sequences
 from msrl.config.sections.rollout import AsyncConfig
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
@@ -27,8 +28,10 @@ from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, Score
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
+from msrl.workflows.rl.run import _count_empty
 from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions
 
@@ -328,3 +331,14 @@ def test_failed_rewards_are_counted_once() -> None:
             counts += batch.scores.failures.get("slow/timeout", 0)
             publish(rollouts, step + 1)
     assert counts == STEPS * BATCH
+
+
+def test_a_run_whose_batches_stay_empty_ends() -> None:
+    token_ids, mask = (np.arange(3),), np.array([False, True, True])
+    full = PreparedStep((), Sequences(token_ids, (mask,), {}), {})
+    empty = PreparedStep((), Sequences(token_ids, (mask & False,), {}), {})
+    count = _count_empty(empty, 0)
+    assert (count, _count_empty(full, count)) == (1, 0)
+    with pytest.raises(MsrlError, match=mentions("rollout.filter", "10 successive steps")):
+        for _ in range(20):
+            count = _count_empty(empty, count)

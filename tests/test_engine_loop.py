@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from msrl.rollout.engine import EngineSettings, NewTokens
-from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopReport
+from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
 from msrl.types import Completion, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
 
 SAMPLING = SamplingParams(max_tokens=6, num_samples=2, ignore_eos=True)
@@ -82,12 +82,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def peek(loop: EngineLoop, *requests: GroupRequest) -> LoopReport:
+    """Send requests and return the loop's report immediately."""
+    return loop.exchange(LoopMessage(requests), 0.0)
+
+
 def wait_for_groups(loop: EngineLoop, count: int) -> dict[str, RolloutGroup]:
     finished = dict[str, RolloutGroup]()
     deadline = time.monotonic() + 60
     while len(finished) < count:
         assert time.monotonic() < deadline
-        finished |= loop.exchange([], [], 0.05).finished
+        finished |= loop.exchange(LoopMessage(received=tuple(finished)), 0.05).finished
     return finished
 
 
@@ -95,19 +100,19 @@ def test_tokens_before_and_after_an_update_are_recorded_with_their_versions() ->
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=3)
     loop.start()
-    loop.exchange([group_request(0)], [], 0.0)
+    peek(loop, group_request(0))
     engine.allow(2)
-    wait_until(lambda: loop.exchange([], [], 0.0).progress == {"group 0": 4})
+    wait_until(lambda: peek(loop).progress == {"group 0": 4})
     loop.update(4, engine.load(1))
     engine.allow(1)  # for the step that is waiting already
-    wait_until(lambda: loop.exchange([], [], 0.0).version == 4)
+    wait_until(lambda: peek(loop).version == 4)
     engine.allow(3)
     (group,) = wait_for_groups(loop, 1).values()
     for completion in group.completions:
         assert completion.versions == (VersionRun(3, 3), VersionRun(4, 3))
         assert completion.token_ids.tolist() == [0, 0, 0, 1, 1, 1]
         assert completion.policy_version == 3
-    counters = loop.exchange([], [], 0.0).counters
+    counters = peek(loop).counters
     assert counters.generated_tokens == 12 and counters.updates == 1
     assert counters.recomputed_tokens == 2 * (20 + 3) and engine.recomputed == 1
     loop.close()
@@ -117,11 +122,11 @@ def test_draining_finishes_running_requests_with_old_weights_and_starts_no_other
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=0, waits_for_requests=True)
     loop.start()
-    loop.exchange([group_request(0)], [], 0.0)
+    peek(loop, group_request(0))
     engine.allow(1)
-    wait_until(lambda: loop.exchange([], [], 0.0).progress == {"group 0": 2})
+    wait_until(lambda: peek(loop).progress == {"group 0": 2})
     loop.update(1, engine.load(1))
-    loop.exchange([group_request(1)], [], 0.0)
+    peek(loop, group_request(1))
     engine.allow(100)
     groups = wait_for_groups(loop, 2)
     versions = {key: group.completions[0].version_runs for key, group in groups.items()}
@@ -133,13 +138,13 @@ def test_a_newer_update_replaces_one_that_was_not_applied() -> None:
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=0, waits_for_requests=True)
     loop.start()
-    loop.exchange([group_request(0)], [], 0.0)
+    peek(loop, group_request(0))
     wait_until(lambda: bool(engine.remaining))
     loop.update(1, engine.load(1))
     loop.update(2, engine.load(2))
     engine.allow(6)
-    wait_until(lambda: loop.exchange([], [], 0.0).version == 2)
-    assert loop.exchange([], [], 0.0).counters.updates == 1
+    wait_until(lambda: peek(loop).version == 2)
+    assert peek(loop).counters.updates == 1
     loop.close()
 
 
@@ -147,13 +152,13 @@ def test_an_aborted_group_is_removed_and_its_tokens_are_counted() -> None:
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=0)
     loop.start()
-    loop.exchange([group_request(0), group_request(1)], [], 0.0)
+    peek(loop, group_request(0), group_request(1))
     engine.allow(2)
-    wait_until(lambda: sum(loop.exchange([], [], 0.0).progress.values()) == 8)
-    loop.exchange([], ["group 0"], 0.0)
+    wait_until(lambda: sum(peek(loop).progress.values()) == 8)
+    loop.exchange(LoopMessage(aborted=("group 0",)), 0.0)
     engine.allow(100)
     assert list(wait_for_groups(loop, 1)) == ["group 1"]
-    assert loop.exchange([], [], 0.0).counters.aborted_tokens >= 4
+    assert peek(loop).counters.aborted_tokens >= 4
     loop.close()
 
 
@@ -161,9 +166,9 @@ def test_a_paused_loop_keeps_its_requests_and_continues_with_new_weights() -> No
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=0)
     loop.start()
-    loop.exchange([group_request(0)], [], 0.0)
+    peek(loop, group_request(0))
     engine.allow(1)
-    wait_until(lambda: loop.exchange([], [], 0.0).progress == {"group 0": 2})
+    wait_until(lambda: peek(loop).progress == {"group 0": 2})
     engine.allow(1)
     loop.pause()
     engine.allow(100)
@@ -185,7 +190,36 @@ def test_a_failure_of_the_engine_is_raised_by_the_next_call() -> None:
     engine.allow(1)
     with pytest.raises(RuntimeError, match="device is lost"):
         for _ in range(100):
-            loop.exchange([group_request(0)], [], 0.1)
+            loop.exchange(LoopMessage((group_request(0),)), 0.1)
+
+
+def test_a_message_that_is_sent_twice_has_no_other_effect_and_no_result_is_lost() -> None:
+    engine = ScriptedEngine()
+    loop = EngineLoop(engine, version=0)
+    loop.start()
+    for _ in range(2):
+        peek(loop, group_request(0))
+    engine.allow(100)
+    wait_until(lambda: bool(peek(loop).finished))
+    peek(loop, group_request(0))
+    assert set(peek(loop).finished) == {"group 0"}, "a report may have been lost"
+    report = loop.exchange(LoopMessage(received=("group 0",)), 0.0)
+    assert not report.finished and report.counters.generated_tokens == 12
+    loop.close()
+
+
+def test_an_update_can_be_withdrawn_before_it_is_applied() -> None:
+    engine = ScriptedEngine()
+    loop = EngineLoop(engine, version=0, waits_for_requests=True)
+    loop.start()
+    peek(loop, group_request(0))
+    wait_until(lambda: bool(engine.remaining))
+    loop.update(1, engine.load(1))
+    loop.withdraw_update()
+    engine.allow(100)
+    wait_for_groups(loop, 1)
+    assert peek(loop).version == 0 and engine.weights == 0
+    loop.close()
 
 
 # vLLM
@@ -225,16 +259,16 @@ def run_with_updates(
     engine.load_weights(models[0].named_parameters())
     loop = EngineLoop(engine, version=0, **options)
     loop.start()
-    report = loop.exchange(requests, [], 0.0)
+    report = peek(loop, *requests)
     finished, version, seen = dict(report.finished), 0, 0
     while len(finished) < len(requests):
-        report = loop.exchange([], [], 0.005)
+        report = loop.exchange(LoopMessage(received=tuple(finished)), 0.005)
         finished |= report.finished
         generated = report.counters.generated_tokens
         if report.version == version and generated > seen + 30:
             version, seen = version + 1, generated
             loop.update(version, partial(load, engine, models[version % len(models)]))
-    report = loop.exchange([], [], 0.0)
+    report = peek(loop)
     loop.close()
     return finished, report
 
@@ -312,10 +346,10 @@ def test_without_recomputation_later_tokens_belong_to_no_version(
     vllm_engine.load_weights(models[0].named_parameters())
     loop = EngineLoop(vllm_engine, version=90, recompute=False)
     loop.start()
-    loop.exchange([salted], [], 0.0)
+    peek(loop, salted)
     first = wait_for_groups(loop, 1)
     loop.update(91, partial(load, vllm_engine, models[1]))
-    loop.exchange([salted], [], 0.0)
+    peek(loop, salted)
     second = wait_for_groups(loop, 1)
     loop.close()
     assert max(all_differences(first, lambda _, ids: transformers_logprobs(models[0], ids))) < 1e-4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,6 +30,21 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopMessage:
+    """Message to a loop. It can be sent again if its arrival is uncertain.
+
+    Attributes:
+        requests: Groups to start. A group that the loop has already is not started again.
+        aborted: Keys of groups to stop.
+        received: Keys of finished groups that need not be reported again.
+    """
+
+    requests: tuple[GroupRequest, ...] = ()
+    aborted: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoopCounters:
     """Sums since the start of a loop."""
 
@@ -43,11 +58,11 @@ class LoopCounters:
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """Events of a loop since the last report.
+    """State of a loop.
 
     Attributes:
         version: Policy version of the engine's weights.
-        finished: Finished groups by key.
+        finished: Finished groups by key, until a message says that they were received.
         progress: Number of tokens of each unfinished group.
         counters: Sums since the start.
     """
@@ -140,10 +155,12 @@ class EngineLoop:
         self._aborted: list[str] = []
         self._update: _Update | None = None
         self._finished: dict[str, RolloutGroup] = {}
+        self._keys: set[str] = set()  # of all groups that were requested and not received
         self._counters = LoopCounters()
         self._progress: Mapping[str, int] = {}
         self._error: BaseException | None = None
         self._is_closing, self._is_paused, self._is_idle = False, False, False
+        self._is_updating = False
         # Of the thread:
         self._groups: dict[str, _Group] = {}
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -152,10 +169,8 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def exchange(
-        self, requests: Sequence[GroupRequest], aborted: Sequence[str], timeout_s: float
-    ) -> LoopReport:
-        """Add and abort requests, and return what finished since the last call.
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Receive a message and report the state.
 
         Waits at most `timeout_s` seconds for a group to finish or an update to be applied.
 
@@ -163,16 +178,23 @@ class EngineLoop:
             Exception: The engine failed.
         """
         with self._condition:
-            self._incoming += requests
-            self._aborted += aborted
-            self._condition.notify_all()
+            self._receive(message)
             version = self._version
             self._condition.wait_for(
                 lambda: self._finished or self._error or self._version != version, timeout_s
             )
             self._raise_error()
-            finished, self._finished = self._finished, {}
+            finished = dict(self._finished)
             return LoopReport(self._version, finished, self._progress, self._counters)
+
+    def _receive(self, message: LoopMessage) -> None:
+        for key in (*message.received, *message.aborted):
+            self._finished.pop(key, None)
+            self._keys.discard(key)
+        self._aborted += message.aborted
+        self._incoming += [item for item in message.requests if item.key not in self._keys]
+        self._keys.update(item.key for item in message.requests)
+        self._condition.notify_all()
 
     def update(self, version: int, apply: Callable[[], None]) -> None:
         """Make the thread call `apply`, which loads the weights of `version`.
@@ -183,6 +205,13 @@ class EngineLoop:
             self._raise_error()
             self._update = _Update(version, apply)
             self._condition.notify_all()
+
+    def withdraw_update(self) -> None:
+        """Forget an update that was not applied yet, or wait for the one that is being applied."""
+        with self._condition:
+            self._update = None
+            self._condition.wait_for(lambda: not self._is_updating or self._error)
+            self._raise_error()
 
     def pause(self) -> None:
         """Stop after the current step. Requests are kept, but their keys and values are dropped."""
@@ -256,6 +285,7 @@ class EngineLoop:
             if self._update is not None and self._waits_for_requests and is_running:
                 return [], aborted, None
             update, self._update = self._update, None
+            self._is_updating = update is not None
             requests, self._incoming = self._incoming, []
             return requests, aborted, update
 
@@ -275,7 +305,7 @@ class EngineLoop:
             self._count(recomputed_tokens=self._num_cached_tokens())
         self._count(updates=1, update_s=time.perf_counter() - start)
         with self._condition:
-            self._version = update.version
+            self._version, self._is_updating = update.version, False
             self._condition.notify_all()
 
     def _num_cached_tokens(self) -> int:
@@ -319,7 +349,8 @@ class EngineLoop:
         if len(finished) == len(completions):
             del self._groups[key]
             with self._condition:
-                self._finished[key] = RolloutGroup(group.request.prompt, finished)
+                if key in self._keys:  # not aborted meanwhile
+                    self._finished[key] = RolloutGroup(group.request.prompt, finished)
                 self._condition.notify_all()
 
     def _count(self, **increments: float) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msrl.models.families import load_shape
 from msrl.platforms import get
-from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopReport
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
 from msrl.rollout.weights.channel import machine_id
 from msrl.rollout.weights.digest import Digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
@@ -96,11 +96,9 @@ class RolloutActor:
         )
         self._loop.start()
 
-    def exchange(
-        self, requests: Sequence[GroupRequest], aborted: Sequence[str], timeout_s: float
-    ) -> LoopReport:
-        """Add and abort requests, and return what finished, as `EngineLoop.exchange` does."""
-        return self._loop.exchange(requests, aborted, timeout_s)
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Pass a message to the loop and return its report, as `EngineLoop.exchange` does."""
+        return self._loop.exchange(message, timeout_s)
 
     def update_weights(self, offer: WeightOffer) -> None:
         """Receive weights, which the loop loads between two steps. Does not wait for that."""

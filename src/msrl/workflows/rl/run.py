@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
@@ -55,6 +56,9 @@ CURVES = (
     "eval/pass@1",
     "eval/reward",
 )
+
+
+_MAX_EMPTY_STEPS = 10  # in succession
 
 
 def run(plan: RunPlan) -> None:
@@ -146,6 +150,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
     rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
+    empty_steps = 0
     trainers.onload()
     with session.training(trainers, evaluator), rollouts:
         session.evaluate_at_start()
@@ -155,6 +160,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             if options.partial:
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            empty_steps = _count_empty(prepared, empty_steps)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 workers.weights.publish(step + 1)
@@ -164,6 +170,22 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _count_empty(prepared: PreparedStep, num_before: int) -> int:
+    """Return the number of successive steps that have no token to train on.
+
+    Raises:
+        MsrlError: There are too many.
+    """
+    if num_loss_tokens(prepared.sequences):
+        return 0
+    if num_before + 1 == _MAX_EMPTY_STEPS:
+        raise MsrlError(
+            f"rollout.filter: {_MAX_EMPTY_STEPS} successive steps have no group to train on. Check "
+            "the rewards, or relax rollout.filter and algo.mask."
+        )
+    return num_before + 1
 
 
 def _step_report(

@@ -5,11 +5,10 @@ One thread exchanges messages with all engines. It alone knows which engine has 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msrl.rollout.runtime.engine_loop import GroupRequest, LoopCounters, LoopReport
+from msrl.rollout.runtime.engine_loop import GroupRequest, LoopCounters, LoopMessage, LoopReport
 from msrl.types import RolloutGroup
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 
@@ -24,6 +23,24 @@ class EngineStatus:
     counters: LoopCounters = field(default_factory=LoopCounters)
 
 
+@dataclass(slots=True)
+class _Mail:
+    """Contents of the next message to an engine. It is kept until the engine has answered."""
+
+    requests: list[GroupRequest] = field(default_factory=list[GroupRequest])
+    aborted: list[str] = field(default_factory=list[str])
+    received: list[str] = field(default_factory=list[str])
+
+    def abort(self, key: str) -> None:
+        """Abort a group, which may not have been sent yet."""
+        self.requests = [request for request in self.requests if request.key != key]
+        self.aborted.append(key)
+
+    def message(self) -> LoopMessage:
+        """Return the message."""
+        return LoopMessage(tuple(self.requests), tuple(self.aborted), tuple(self.received))
+
+
 class Dispatcher:
     """Requests that run on the engines. Only one thread may call `exchange`."""
 
@@ -31,6 +48,7 @@ class Dispatcher:
         self._engines = engines
         self._engine_by_key: dict[str, int] = {}
         self._progress: dict[str, int] = {}
+        self._mail = [_Mail() for _ in range(engines.size)]
         self.statuses = [EngineStatus(version)] * engines.size
 
     @property
@@ -42,16 +60,17 @@ class Dispatcher:
         self, requests: Sequence[GroupRequest], aborted: Sequence[str]
     ) -> dict[str, RolloutGroup]:
         """Start and abort groups; wait briefly and return groups that finished, by key."""
-        new, ended = defaultdict[int, list[GroupRequest]](list), defaultdict[int, list[str]](list)
         for key in aborted:
-            if key in self._engine_by_key:
-                ended[self._engine_by_key.pop(key)].append(key)
+            engine = self._engine_by_key.pop(key, None)
+            if engine is not None:
+                self._mail[engine].abort(key)
         for request in requests:
             engine = self._least_loaded()
             self._engine_by_key[request.key] = engine
-            new[engine].append(request)
+            self._mail[engine].requests.append(request)
+        reports = self._engines.exchange([mail.message() for mail in self._mail], _POLL_S)
         finished: dict[str, RolloutGroup] = {}
-        for engine, report in enumerate(self._engines.exchange(new, ended, _POLL_S)):
+        for engine, report in enumerate(reports):
             finished |= self._receive(engine, report)
         return finished
 
@@ -70,6 +89,7 @@ class Dispatcher:
 
     def _receive(self, engine: int, report: LoopReport) -> dict[str, RolloutGroup]:
         """Record a report and return the finished groups that were not aborted."""
+        self._mail[engine] = _Mail(received=list(report.finished))
         self.statuses[engine] = EngineStatus(report.version, report.counters)
         self._progress |= report.progress
         finished: dict[str, RolloutGroup] = {}

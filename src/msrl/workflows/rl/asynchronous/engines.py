@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msrl.config.sections.rollout import AsyncConfig
-from msrl.rollout.runtime.engine_loop import GroupRequest, LoopReport
+from msrl.rollout.runtime.engine_loop import LoopMessage, LoopReport
 from msrl.workflows.training.transport.base import Workers
 
 
@@ -25,17 +25,9 @@ class LoopingEngines:
         drains = options.weight_update == "drain"
         self._workers.call("start_loop", version, drains, options.recompute_kv)
 
-    def exchange(
-        self,
-        requests: Mapping[int, Sequence[GroupRequest]],
-        aborted: Mapping[int, Sequence[str]],
-        timeout_s: float,
-    ) -> list[LoopReport]:
-        """Send requests and aborted keys to each engine; return the reports of all engines."""
-        arguments = {
-            engine: (tuple(requests.get(engine, ())), tuple(aborted.get(engine, ())), timeout_s)
-            for engine in range(self.size)
-        }
+    def exchange(self, messages: Sequence[LoopMessage], timeout_s: float) -> list[LoopReport]:
+        """Send a message to each engine; return their reports."""
+        arguments = {engine: (message, timeout_s) for engine, message in enumerate(messages)}
         return self._workers.call_each("exchange", arguments)
 
     def pause(self) -> None:
