@@ -22,6 +22,7 @@ from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
@@ -37,7 +38,6 @@ from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     rank_settings,
 )
-from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
@@ -59,7 +59,7 @@ def run(plan: RunPlan) -> None:
     Raises:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
-    config, job = plan.config, prepare(plan)
+    job = prepare(plan)
     if job.resume is not None and job.resume.step == job.num_steps:
         finish_completed(plan, job.resume, CURVES)
         return
@@ -73,7 +73,7 @@ def run(plan: RunPlan) -> None:
     ) as session:
         start_time = time.perf_counter()
         ranks = counted(plan.world_size, "training rank")
-        engines = counted(config.rollout.engine.dp, "engine")
+        engines = counted(plan.num_engines, "engine")
         session.note(
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
@@ -90,7 +90,7 @@ def run(plan: RunPlan) -> None:
 class _Workers:
     """Workers of a run."""
 
-    trainers: TrainerGroup
+    trainers: ModelGroups
     engines: EngineGroup
     scorer: Scorer
 
@@ -101,7 +101,10 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
-    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    log = config.log
+    rollout_log = RolloutLog(
+        session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts
+    )
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -109,17 +112,24 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             clock = Clock()
             batch = rollouts.generate(step, clock)
             with clock("weights"):
-                engines.offload()
+                engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 weights = trainers.weights()
                 trainers.offload()
-                engines.onload()
+                engines.onload(before_loading=True)
                 engines.load_weights(weights)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            rollout_log.write(
+                step + 1,
+                batch.train_groups,
+                prepared.samples,
+                batch.dropped_groups,
+                sequences=prepared.sequences,
+                times=clock.ended_at,
+            )
             if session.after_step(report):
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
@@ -174,8 +184,8 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         )
         placed = session.create_placement(job.placement)
         # Ray returns the devices of the engines only before any actor is started.
-        engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
-        trainers = _trainer_group(job, scorer, session, placed)
+        engine_env = engine_environments(placed, platform, cluster.env)
+        trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
                 session,
@@ -185,7 +195,8 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
-            )
+            ),
+            shares_devices=not job.plan.has_separate_engines,
         )
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
@@ -194,33 +205,31 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         engines.release()
 
 
-def _trainer_group(
+def _model_groups(
     job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
-) -> TrainerGroup:
-    """Create the actors of the training ranks, which also hold the reward models of `scorer`."""
-    config, platform = job.config, job.platform
+) -> ModelGroups:
+    """Create the actors of all ranks. They also hold the reward models of `scorer`."""
+    config, plan, platform = job.config, job.plan, job.platform
     reward_models = {
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
-    settings = rank_settings(
-        job.plan,
-        platform.name,
-        resume=job.resume,
-        reference=job.plan.model.weights if job.plan.needs_reference else None,
-        reward_models=reward_models,
-    )
+    settings = rank_settings(plan, platform.name, resume=job.resume, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
-    return ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    separate = separate_groups(plan, session, placed, platform, reward_models)
+    return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 
 
-def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
+def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> None:
     """Load the models of ranks and engines.
 
-    They load at the same time only in main memory: on a device, engines measure the free memory, so
-    they start after the ranks.
+    They load at the same time only in main memory or on separate devices: on a shared device,
+    engines measure the free memory, so they start after the ranks.
     """
-    pending = engines.begin_start() if job.platform.shares_main_memory else None
+    at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
+    pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
+    trainers.start_separate(job.plan)
     engines.finish_start(engines.begin_start() if pending is None else pending)
     weights = trainers.weights()
     trainers.offload()
@@ -228,14 +237,15 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
 
 
 def _rank_scores(
-    trainers: TrainerGroup,
+    trainers: ModelGroups,
     engines: EngineGroup,
     name: str,
     token_ids: Sequence[Ints],
     batch: int,
 ) -> list[float]:
-    """Return the scores of a reward model on the ranks, which needs the devices' memory."""
-    engines.offload()
+    """Return the scores of a reward model on ranks, which may need the engines' memory."""
+    if not trainers.has_separate("reward"):
+        engines.offload()
     return trainers.scores(name, token_ids, batch)
 
 
@@ -269,4 +279,6 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
         max_model_len=plan.max_model_len,
         random_weights=True,
     )
+    if plan.has_separate_engines:
+        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
     return replace(settings, tokenizer_dir=plan.tokenizer_dir)

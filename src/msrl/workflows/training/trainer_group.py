@@ -33,6 +33,11 @@ class TrainerGroup:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
+    @property
+    def workers(self) -> Workers:
+        """The workers of the ranks."""
+        return self._workers
+
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load the models on all ranks and return the workflow's state in the checkpoint."""
         if resume is not None:  # the workers may have another working directory
