@@ -231,6 +231,7 @@ class _RlFile:
 
     def _engines(self, world: int | None) -> None:
         """Set the number of engines: data_parallel_size, else one per tp devices."""
+        self._experts()
         tp, entry = (
             self.generate.number("infer_tensor_parallel_size"),
             self.generate.get("data_parallel_size"),
@@ -246,6 +247,18 @@ class _RlFile:
             )
         engines = wrap(world // tp, self.generate.origin("infer_tensor_parallel_size"))
         return self.translation.set("rollout.engine.dp", engines)
+
+    def _experts(self) -> None:
+        """Translate the expert-parallel size of the engine, which in msrl is its number of devices.
+
+        Another size changes only where the experts are.
+        """
+        size, tp = (
+            self.generate.number(f"infer_{kind}_parallel_size") for kind in ("expert", "tensor")
+        )
+        if size not in (None, 1, tp):
+            text = "the engine shards experts over its tensor-parallel devices"
+            self.generate.record("infer_expert_parallel_size", KeyStatus.SPEED, text)
 
     def _lengths(self) -> None:
         """Check that max_model_len holds seq_length; a native check covers prompt and response."""
