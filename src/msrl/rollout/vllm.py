@@ -31,11 +31,14 @@ from msrl.rollout.engine import (
     EngineSettings,
     NewTokens,
     Piece,
+    check_platform,
     check_prompt,
     kv_cache_bytes,
     sample_seeds,
+    sleep_level,
     stop_conditions,
 )
+from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
 from msrl.rollout.weights.digest import Digests
@@ -63,6 +66,7 @@ class VllmEngine:
         self._settings = settings
         self.max_model_len = _model_length(settings, self._shape)
         dtype = settings.dtype or self._shape.dtype
+        check_platform(settings.engine, platform)
         _check_model(settings, self._shape, dtype, platform)
         _prepare_environment(platform, settings)
         import torch
@@ -85,11 +89,12 @@ class VllmEngine:
             for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
+        self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
+        self._memory.check_ready()
         for prompt in prompts:
             check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
@@ -115,6 +120,7 @@ class VllmEngine:
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         from vllm.sampling_params import RequestOutputKind
 
+        self._memory.check_ready()
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         params = self._params(prompt, sampling, sampling.seed)
         params.detokenize, params.output_kind, params.logprobs = True, RequestOutputKind.DELTA, None
@@ -162,6 +168,7 @@ class VllmEngine:
     def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
         import vllm
 
+        self._memory.check_ready()
         for index, ids in enumerate(token_ids):
             check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
         params = vllm.SamplingParams(
@@ -180,12 +187,14 @@ class VllmEngine:
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
     ) -> tuple[Digests, ...]:
+        self._memory.check_loadable()
         model_dir = str(self._settings.model_dir)
         if self._settings.engine.tp == 1:
             arguments = (tensors, model_dir, verify)
             digests = self._llm.collective_rpc("load_tensors", args=arguments)
         else:
             digests = self._load_in_workers(tensors, model_dir, verify)
+        self._memory.finish_loading()
         self.forget_prompts()
         return tuple(digests) if verify else ()
 
@@ -213,13 +222,11 @@ class VllmEngine:
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=1)
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        self._memory.release(discard_weights=discard_weights)
 
-    def wake(self) -> None:
-        if self._sleeps:
-            self._llm.wake_up()
+    def wake(self, *, before_loading: bool = False) -> None:
+        self._memory.take(before_loading=before_loading)
 
     def close(self) -> None:
         import torch
@@ -392,7 +399,12 @@ def _arguments(
         )
     if kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_bytes
-    return {**arguments, **platform.engine_arguments()}
+    if settings.engine.ep > 1:
+        arguments["enable_expert_parallel"] = True
+    arguments |= {**settings.engine.options, **platform.engine_arguments()}
+    if not sleep_level(settings.engine, platform):
+        arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
+    return arguments
 
 
 def _available_memory() -> int:
@@ -415,7 +427,10 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         try:
             with temporary.redirected(folder):
                 return vllm.LLM(**arguments)
-        except ValueError as error:  # raised by vLLM for a configuration that it refuses
+        # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
+        except (ValueError, TypeError) as error:
+            if isinstance(error, TypeError) and not settings.engine.options:
+                raise
             raise MsrlError(
                 f"{settings.model_dir}: vLLM refuses these settings: {error}"
             ) from error

@@ -53,16 +53,16 @@ class RolloutActor:
         """Return a group of completions per prompt."""
         return self._engine.generate(prompts, sampling, policy_version)
 
-    def offload(self) -> None:
+    def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""
         if not self._is_offloaded:
-            self._engine.sleep()
+            self._engine.sleep(discard_weights=discard_weights)
         self._is_offloaded = True
 
-    def onload(self) -> None:
+    def onload(self, before_loading: bool) -> None:
         """Take the device's memory again, if it was released."""
         if self._is_offloaded:
-            self._engine.wake()
+            self._engine.wake(before_loading=before_loading)
         self._is_offloaded = False
 
     def forget_prompts(self) -> None:

@@ -61,10 +61,10 @@ class WeightTransfer(ABC):
         if self._is_staged:
             self.receive(version)
             self._trainers.offload()
-            self._engines.onload()
+            self._engines.onload(before_loading=True)
             self.apply()
         else:
-            self._engines.onload()
+            self._engines.onload(before_loading=True)
             self._run("load_weights", version)
             self._trainers.offload()
 

@@ -33,6 +33,11 @@ class TrainerGroup:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
+    @property
+    def workers(self) -> Workers:
+        """The workers of the ranks."""
+        return self._workers
+
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load the models on all ranks and return the workflow's state in the checkpoint."""
         if resume is not None:  # the workers may have another working directory
@@ -129,11 +134,6 @@ class TrainerGroup:
         Gradients and optimizer states follow within an update.
         """
         self._workers.call("onload")
-
-    @property
-    def workers(self) -> Workers:
-        """The ranks, for calls that involve workers of other roles too."""
-        return self._workers
 
     # Checkpoints
 

@@ -12,7 +12,13 @@ from msrl.cluster.session import PlacedWorkers, Session
 from msrl.cluster.waiting import Watch, wait_all
 from msrl.workflows.training.transport.base import Calls, Workers
 
-NAMES = {"actor": "training rank", "rollout": "rollout engine"}  # roles in messages
+# Roles in messages.
+NAMES = {
+    "actor": "training rank",
+    "rollout": "rollout engine",
+    "reference": "reference rank",
+    "reward": "reward model rank",
+}
 
 
 class RayWorkers(Workers):
