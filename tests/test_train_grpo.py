@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -924,6 +925,38 @@ def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs
         baselines = [row["reward"] - row["advantage"] for row in group]  # means over tokens
         assert min(totals) - 1e-5 <= min(baselines) <= max(baselines) <= max(totals) + 1e-5
     assert any(row["advantage"] for row in samples)
+
+
+def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inputs):
+    """One response per prompt and a greedy one; the second run starts from step 2 of the first."""
+    data = {"blend": {str(inputs / "data"): 3.0, str(inputs / "eval"): 1.0}}
+    base = settings(
+        inputs, "remax", "tied", data=data, algo={"advantage": {"estimator": "remax"}},
+        checkpoint={"every_steps": 2},
+    )  # fmt: skip
+    base["rollout"]["samples_per_prompt"] = 1
+    base["train"] |= {"micro_batch": 1}
+    file = write_config(inputs / "remax.yaml", base)
+    succeed("train-grpo", "-c", str(file), log=inputs / "remax.log")
+    run = inputs / "runs" / "remax"
+    num_first = len(PromptDataset(inputs / "data"))
+    for step in range(1, STEPS + 1):
+        samples = rollouts(run, step)
+        assert sum(row["prompt_index"] < num_first for row in samples) == 3 and len(samples) == 4
+        distances = [row["reward"] - row["greedy_reward"] for row in samples]
+        assert [row["advantage"] for row in samples] == pytest.approx(distances, abs=1e-6)
+        mean = np.mean([row["greedy_reward"] for row in samples])
+        assert metrics(run)[step - 1]["train/greedy_reward"] == pytest.approx(mean)
+    resumed = inputs / "runs" / "remax-resumed"
+    shutil.copytree(run, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
+    (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    base["run"]["name"] = "remax-resumed"
+    file = write_config(inputs / "remax-resumed.yaml", base)
+    succeed("train-grpo", "-c", str(file), "--resume", "auto", log=inputs / "remax-resumed.log")
+    assert metrics(resumed) == metrics(run)
+    for step in (3, 4):
+        assert rollouts(resumed, step) == rollouts(run, step)
 
 
 CRITIC: dict[str, Any] = {
