@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -296,6 +297,10 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     }
     for name, value in {**common, **platform.engine_environment(settings.engine.tp)}.items():
         os.environ.setdefault(name, value)
+    for override in platform.engine_overrides(os.environ):
+        change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
+        print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
+        os.environ[override.name] = override.value
 
 
 def _arguments(
@@ -331,7 +336,7 @@ def _arguments(
         )
     if kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_bytes
-    return {**arguments, **platform.engine_arguments()}
+    return {**arguments, **platform.engine_arguments(weights_change=settings.random_weights)}
 
 
 def _available_memory() -> int:
