@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -360,6 +361,10 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     }
     for name, value in {**common, **platform.engine_environment(settings.engine.tp)}.items():
         os.environ.setdefault(name, value)
+    for override in platform.engine_overrides(os.environ):
+        change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
+        print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
+        os.environ[override.name] = override.value
 
 
 def _arguments(
@@ -401,7 +406,8 @@ def _arguments(
         arguments["kv_cache_memory_bytes"] = kv_bytes
     if settings.engine.ep > 1:
         arguments["enable_expert_parallel"] = True
-    arguments |= {**settings.engine.options, **platform.engine_arguments()}
+    arguments |= settings.engine.options
+    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
     if not sleep_level(settings.engine, platform):
         arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
     return arguments

@@ -254,7 +254,11 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         )
         placed = session.create_placement(job.placement)
         # Ray returns the devices of the engines only before any actor is started.
-        engine_env = engine_environments(placed, platform, cluster.env)
+        collectives = platform.collective_environment(
+            "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        )
+        env = {**collectives, **cluster.env}
+        engine_env = engine_environments(placed, platform, env)
         trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(

@@ -83,11 +83,15 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
     """Return the environment variables of training ranks besides the platform's.
 
-    They come from `cluster.env` and `run.deterministic`.
+    They come from `cluster.env`, `cluster.rpc_timeout_s` and `run.deterministic`.
     """
+    cluster = config.cluster
     return {
+        **platform.collective_environment(
+            "trainer", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        ),
         **(platform.deterministic_environment if config.run.deterministic else {}),
-        **config.cluster.env,
+        **cluster.env,
     }
 
 
