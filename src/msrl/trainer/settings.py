@@ -6,7 +6,7 @@ Light to import: the process that starts the ranks makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msrl.config.sections.train import (
@@ -20,6 +20,7 @@ from msrl.config.sections.train import (
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import ChatFormat
 
 # Consecutive updates with a gradient that is not finite; the last one ends the run.
@@ -121,3 +122,14 @@ class RankSettings:
     deterministic: bool = False  # refuse operations whose results may differ between runs
     # Chat format of the training data, stored next to the checkpoints.
     chat: ChatFormat | None = None
+
+
+def resumed_settings(settings: RankSettings, resume: SavedTraining) -> RankSettings:
+    """Return the settings with the policy's weights of a checkpoint.
+
+    A checkpoint of adapters has no other weights.
+    """
+    if settings.policy.lora.rank is not None:
+        return settings
+    policy = replace(settings.policy, model=resume.root.absolute(), iteration=resume.step)
+    return replace(settings, policy=policy)

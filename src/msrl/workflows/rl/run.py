@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
@@ -32,6 +34,7 @@ from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
+from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
@@ -39,6 +42,7 @@ from msrl.workflows.training.settings import (
 )
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
+from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
 CURVES = (
@@ -78,11 +82,14 @@ def run(plan: RunPlan) -> None:
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
-        with _workers(job) as workers:
+        with _workers(job, session.restarts) as workers:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            _train(job, workers, session)
+            session.run(
+                lambda resume: _train(replace(job, resume=resume), workers, session),
+                lambda resume: _restart(job, workers, resume),
+            )
         session.finish()
 
 
@@ -127,6 +134,17 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.onload()
 
 
+def _restart(job: RLSetup, workers: _Workers, resume: SavedTraining | None) -> None:
+    """Restart the training ranks. The engines stay, and load the weights of the checkpoint."""
+    workers.trainers.end()
+    workers.engines.offload()
+    workers.trainers.restart(resume, save_plan(job.plan))
+    weights = workers.trainers.weights()
+    workers.trainers.offload()
+    workers.engines.onload()
+    workers.engines.load_weights(weights)
+
+
 def _step_report(
     job: RLSetup,
     step: int,
@@ -159,7 +177,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
 
 @contextmanager
-def _workers(job: RLSetup) -> Iterator[_Workers]:
+def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
@@ -172,9 +190,11 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 env=cluster.env,
             )
         )
-        placed = session.create_placement(job.placement)
+        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
         # Ray returns the devices of the engines only before any actor is started.
-        engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
+        ports = None if cluster.ports is None else Ports.parse(cluster.ports)
+        engine = job.config.rollout.engine
+        engine_env = engine_environments(placed, platform, engine, cluster.env, ports)
         trainers = _trainer_group(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
@@ -185,7 +205,12 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
-            )
+                silence_s=cluster.rpc_timeout_s,
+                wait_for_nodes_s=cluster.wait_for_nodes_s,
+                watched=("actor", "rollout"),
+            ),
+            restarts,
+            partial(_export_weights, trainers),
         )
         _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
@@ -205,7 +230,6 @@ def _trainer_group(
     settings = rank_settings(
         job.plan,
         platform.name,
-        resume=job.resume,
         reference=job.plan.model.weights if job.plan.needs_reference else None,
         reward_models=reward_models,
     )
@@ -225,6 +249,14 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     weights = trainers.weights()
     trainers.offload()
     engines.load_weights(weights)
+
+
+def _export_weights(trainers: TrainerGroup) -> Calls:
+    """Begin to export the weights of ranks that do not hold the devices' memory."""
+    trainers.onload()
+    weights = trainers.weights()
+    trainers.offload()
+    return weights
 
 
 def _rank_scores(

@@ -104,13 +104,13 @@ def rank_settings(
     plan: RunPlan,
     platform: str,
     *,
-    resume: SavedTraining | None,
     reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks.
+    """Return the settings of the training ranks of a new training.
 
-    `reward_models` are those that the ranks hold, by the names of their sources.
+    `reward_models` are those that the ranks hold, by the names of their sources. A rank that
+    resumes replaces the policy's weights by those of the checkpoint.
     """
     config, parallel = plan.config, plan.train.parallel
     has_adapters, shape = plan.train.lora.rank is not None, plan.shape_or_none
@@ -123,9 +123,7 @@ def rank_settings(
         timeout_s=config.cluster.rpc_timeout_s,
         deterministic=config.run.deterministic,
         chat=_chat_format(plan),
-        policy=_policy_settings(
-            plan, None if has_adapters else resume
-        ),  # a checkpoint of adapters has no other weights
+        policy=_policy_settings(plan),
         reference=None
         if reference is None or has_adapters
         else _reference_settings(plan, reference),
@@ -137,12 +135,11 @@ def rank_settings(
     )
 
 
-def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or the configured model."""
+def _policy_settings(plan: RunPlan) -> ReplicaSettings:
+    """Return the settings of the policy, which starts from the configured model."""
     train = plan.train
     return ReplicaSettings(
-        model=weights.root.absolute() if weights else plan.model.weights,
-        iteration=weights.step if weights else None,
+        model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
         freeze=train.freeze,
