@@ -114,7 +114,7 @@ def test_completions_are_in_the_order_of_the_prompts_and_idle_engines_get_no_cal
 ):
     workers: Any = EchoEngines()
     prompts = [prompt(index, 1) for index in indices]
-    engine_group = EngineGroup(workers, Restarts(0, print, 0), lambda: Calls({}))
+    engine_group = EngineGroup(workers, Restarts(0, print, 0))
     completions = engine_group.generate(prompts, SamplingParams(max_tokens=1), 0)
     assert completions == tuple(zip(engines, indices, strict=True))
     assert workers.engines == sorted(set(engines))

@@ -40,18 +40,22 @@ class EngineGroup:
     the results are those of engines that were not lost.
     """
 
-    def __init__(
-        self, workers: RayWorkers, restarts: Restarts, export_weights: Callable[[], Calls]
-    ) -> None:
-        """Create the group of engines that are to be started.
-
-        `export_weights` makes the training ranks export the current weights while the engines do
-        not hold the devices' memory.
-        """
-        self._workers, self._restarts, self._export_weights = workers, restarts, export_weights
+    def __init__(self, workers: RayWorkers, restarts: Restarts) -> None:
+        """Create the group of engines that are to be started."""
+        self._workers, self._restarts = workers, restarts
+        self._reload: Callable[[], None] | None = None
         self._lost = set[int]()
         self._needs_weights = False  # since engines were restarted
+        self._is_restoring = False
         self._generations: list[_Generation] = []  # since the weights were loaded
+
+    def restore_with(self, reload: Callable[[], None]) -> None:
+        """Restart engines that are lost from now on.
+
+        `reload` loads the current weights of the training ranks into all engines, and leaves the
+        devices' memory to the engines.
+        """
+        self._reload = reload
 
     def begin_start(self) -> Calls:
         """Begin to start all engines, which takes seconds; return the calls for `finish_start`."""
@@ -79,6 +83,8 @@ class EngineGroup:
             try:
                 self._workers.call_each("offload", dict.fromkeys(self._present(), ()))
             except WorkerError as error:
+                if self._is_restoring:
+                    raise
                 self._note_loss(error)
             else:
                 return
@@ -131,6 +137,8 @@ class EngineGroup:
 
     def _complete(self, call: Callable[[], _T]) -> _T:
         """Make a call of all engines until no engine is lost in it."""
+        if self._is_restoring:
+            return call()
         while True:
             try:
                 self._restore()
@@ -145,7 +153,7 @@ class EngineGroup:
             WorkerError: A training rank failed too, or the engines were restarted too often.
         """
         lost = self._workers.numbers(error.workers)
-        if len(lost) < len(error.workers):
+        if len(lost) < len(error.workers) or self._reload is None:
             raise error
         self._restarts.begin("the lost engine", error)
         self._lost.update(lost)
@@ -158,13 +166,14 @@ class EngineGroup:
             self._workers.call_each("start", dict.fromkeys(lost, ()))
             self._lost.clear()
             self._needs_weights = True
-        if self._needs_weights:
-            self._workers.call("offload")
-            weights = self._export_weights()
-            self._workers.call("onload")
-            self._load(weights)
-            for generation in self._generations:
-                self._generate(generation)
+        if self._needs_weights and self._reload is not None:
+            generations, self._is_restoring = list(self._generations), True
+            try:
+                self._reload()
+                for generation in generations:
+                    self._generate(generation)
+            finally:
+                self._generations, self._is_restoring = generations, False
             self._needs_weights = False
 
     def _present(self) -> list[int]:

@@ -42,7 +42,6 @@ from msrl.workflows.training.settings import (
 )
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
-from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
 CURVES = (
@@ -121,10 +120,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                weights = trainers.weights()
-                trainers.offload()
-                engines.onload()
-                engines.load_weights(weights)
+                _send_weights(trainers, engines)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
             if session.after_step(report):
@@ -139,10 +135,22 @@ def _restart(job: RLSetup, workers: _Workers, resume: SavedTraining | None) -> N
     workers.trainers.end()
     workers.engines.offload()
     workers.trainers.restart(resume, save_plan(job.plan))
-    weights = workers.trainers.weights()
-    workers.trainers.offload()
-    workers.engines.onload()
-    workers.engines.load_weights(weights)
+    _send_weights(workers.trainers, workers.engines)
+
+
+def _send_weights(trainers: TrainerGroup, engines: EngineGroup) -> None:
+    """Load the ranks' weights into the engines, which then hold the devices' memory."""
+    weights = trainers.weights()
+    trainers.offload()
+    engines.onload()
+    engines.load_weights(weights)
+
+
+def _reload(trainers: TrainerGroup, engines: EngineGroup) -> None:
+    """Load the current weights into the engines again, after some were restarted."""
+    engines.offload()
+    trainers.onload()
+    _send_weights(trainers, engines)
 
 
 def _step_report(
@@ -210,9 +218,9 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
                 watched=("actor", "rollout"),
             ),
             restarts,
-            partial(_export_weights, trainers),
         )
         _start(trainers, engines, job)
+        engines.restore_with(partial(_reload, trainers, engines))
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
         yield _Workers(trainers, engines, scorer)
@@ -249,14 +257,6 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
     weights = trainers.weights()
     trainers.offload()
     engines.load_weights(weights)
-
-
-def _export_weights(trainers: TrainerGroup) -> Calls:
-    """Begin to export the weights of ranks that do not hold the devices' memory."""
-    trainers.onload()
-    weights = trainers.weights()
-    trainers.offload()
-    return weights
 
 
 def _rank_scores(
