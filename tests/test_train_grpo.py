@@ -186,14 +186,17 @@ def several_updates(
         name,
         "untied",
         train=train,
-        algo=ADAPTIVE,
         reward={
             "sources": [
                 *SOURCES,
                 {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
             ]
         },
-        **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
+        **{
+            "algo": ADAPTIVE,
+            "checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume},
+            **sections,
+        },
     )
 
 
@@ -543,6 +546,7 @@ def test_an_interrupt_saves_after_the_current_step_and_leaves_no_processes(inter
     assert not still_running(started)
 
 
+@pytest.mark.full
 def test_a_closed_terminal_saves_too_and_the_resumed_run_starts_after_the_saved_step(
     interrupted, hung_up
 ):
@@ -552,14 +556,18 @@ def test_a_closed_terminal_saves_too_and_the_resumed_run_starts_after_the_saved_
     assert hung_up.reported[:first] == interrupted.reported
     assert [row["step"] for row in hung_up.reported] == list(range(1, last + 1))
     assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()
+    assert_nothing_is_left(hung_up)
 
 
-def test_a_run_leaves_no_temporary_files_and_no_shared_memory(whole, interrupted, hung_up, inputs):
+def test_a_run_leaves_no_temporary_files_and_no_shared_memory(whole, interrupted, inputs):
     assert (inputs / "whole.left").read_text() == ""
-    for run in (interrupted, hung_up):
-        assert run.left == []
-        assert len(run.shared_memory) >= 4, "of the engine's two processes"
-        assert not [path for path in run.shared_memory if path.exists()]
+    assert_nothing_is_left(interrupted)
+
+
+def assert_nothing_is_left(run: Interrupted) -> None:
+    assert run.left == []
+    assert len(run.shared_memory) >= 4, "of the engine's two processes"
+    assert not [path for path in run.shared_memory if path.exists()]
 
 
 @dataclass(frozen=True)
