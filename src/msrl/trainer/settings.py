@@ -20,7 +20,6 @@ from msrl.config.sections.train import (
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
 from msrl.models.shape import Shape
-from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import ChatFormat
 
 # Consecutive updates with a gradient that is not finite; the last one ends the run.
@@ -124,12 +123,12 @@ class RankSettings:
     chat: ChatFormat | None = None
 
 
-def resumed_settings(settings: RankSettings, resume: SavedTraining) -> RankSettings:
-    """Return the settings with the policy's weights of a checkpoint.
+def resumed_settings(settings: RankSettings, model: Path, step: int) -> RankSettings:
+    """Return the settings with the policy's weights of a training's checkpoint after `step` steps.
 
     A checkpoint of adapters has no other weights.
     """
     if settings.policy.lora.rank is not None:
         return settings
-    policy = replace(settings.policy, model=resume.root.absolute(), iteration=resume.step)
+    policy = replace(settings.policy, model=model.absolute(), iteration=step)
     return replace(settings, policy=policy)

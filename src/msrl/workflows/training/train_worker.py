@@ -66,7 +66,9 @@ class TrainWorker:
         from msrl.trainer.checkpointing.saver import Saver
         from msrl.trainer.rank import TrainingRank
 
-        settings = self._settings if resume is None else resumed_settings(self._settings, resume)
+        settings = self._settings
+        if resume is not None:
+            settings = resumed_settings(settings, resume.root, resume.step)
         self._training_rank = TrainingRank(settings, self._rank, self._world_size, init_method)
         extra = checkpoints.load_training_state(self._training_rank, resume) if resume else {}
         self._saver = Saver(
