@@ -7,7 +7,6 @@ system. The switch and the machines live in a user namespace, so no privileges a
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -108,7 +107,7 @@ class Machines:
         entered += ["--preserve-credentials", "sh", "-c", f'cd {cwd} && exec "$@"', "sh"]
         return subprocess.Popen(
             [*entered, *command],
-            env={**os.environ, **env},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

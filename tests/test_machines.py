@@ -28,13 +28,13 @@ class Site:
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines, self.folder = machines, folder
+        others = ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
         self._env = {
+            **{name: value for name, value in os.environ.items() if name not in others},
             "MSRL_STATE_DIR": str(folder / "state"),
             "MPLCONFIGDIR": str(folder),
             "PYTHONPATH": python_path(),
         }
-        for name in ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN"):
-            os.environ.pop(name, None)
 
     def start(self, machine: int, name: str, *arguments: str) -> Any:
         """Start `msrl ARGUMENTS` on a machine, with its output in `NAME.log`."""
@@ -133,25 +133,19 @@ def assert_equal(run: Path, expected: Path) -> None:
 
 
 def test_sft_across_machines_trains_all_steps(site: Site):
-    data = ["--set", "data.train=sft", "--set", "cluster.nodes=2"]
     examples = "".join(
         f'{{"instruction": "{i}+{i}=", "input": "", "output": "{2 * i}"}}\n' for i in range(24)
     )
     (site.folder / "sft.jsonl").write_text(examples)
     source = ["--input", "sft.jsonl", "--tokenizer", "tokenizer", "--output-prefix", "sft"]
     site.succeed(1, "pre", "preprocess", *source, "--handler", "alpaca", "--template", "qwen")
-    sections = config(site, "sft", is_local=False)
-    sections = {key: sections[key] for key in ("run", "model", "cluster", "checkpoint")}
     train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "parallel": {"tp": 2}}
-    for name, cluster in (("sft", {}), ("sft-local", {"address": None, "nodes": 1})):
-        changed = {
-            **sections,
-            "train": train,
-            "run": {**sections["run"], "name": name},
-            "cluster": {**sections["cluster"], **cluster, "devices_per_node": 1 + bool(cluster)},
-        }
+    for name, is_local in (("sft", False), ("sft-local", True)):
+        sections = config(site, name, is_local=is_local)
+        sections = {key: sections[key] for key in ("run", "model", "cluster", "checkpoint")}
+        changed = {**sections, "train": train, "data": {"train": "sft"}}
         file = write_config(site.folder / f"{name}.yaml", changed)
-        site.succeed(1, name, "train-sft", "-c", str(file), *data[: 2 if cluster else 4])
+        site.succeed(1, name, "train-sft", "-c", str(file))
     runs = site.folder / "runs"
     assert metrics(runs / "sft") == metrics(runs / "sft-local") and len(rows(runs / "sft")) == STEPS
 
