@@ -54,9 +54,11 @@ class DyingEngines(Workers):
             lost = self._deaths.get((method, self._counts[method]))
             if lost is not None:
                 raise WorkerError(f"{lost[0]} failed: it died", lost)
-        return [
-            [prompt.index for prompt in (own or ((),))[0]] for _, own in calls.references.values()
-        ]
+        return [_indices(own) for _, own in calls.references.values()]
+
+
+def _indices(arguments: Sequence[Any]) -> list[int]:
+    return [prompt.index for prompt in arguments[0]] if arguments else []
 
 
 def prompts(*indices: int) -> list[Prompt]:
