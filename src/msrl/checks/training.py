@@ -289,22 +289,3 @@ def check_grpo_lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             "supports"
         )
         yield resolved.mistake("rollout.max_response_tokens", message)
-
-
-def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    engine, world = resolved.config.rollout.engine, plan.world_size
-    if engine.tp * engine.dp > world:
-        needs = (
-            f"{engine.dp} engines with {engine.tp} devices each need {engine.tp * engine.dp} "
-            f"devices, but training has {world}"
-        )
-        yield resolved.mistake(
-            "rollout.engine.tp" if engine.tp > world else "rollout.engine.dp",
-            f"{needs}. Set cluster.devices_per_node.",
-        )
-    shape = plan.shape_or_none
-    if shape is not None and shape.num_attention_heads % engine.tp:
-        yield resolved.mistake(
-            "rollout.engine.tp",
-            f"must divide the model's {shape.num_attention_heads} attention heads",
-        )

@@ -15,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Start, join, inspect and stop a cluster of machines.",
+    epilog=examples("msrl cluster up --host 10.0.0.1", "msrl cluster status", "msrl cluster down"),
 )
 
 

@@ -359,7 +359,7 @@ def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_
     while _STARTED not in (text := log.read_text(errors="replace")):
         if supervisor.poll() is not None:
             raise MsrlError(
-                f"ray start: exited with exit status {supervisor.returncode}. Its last lines "
+                f"ray start: ended with exit status {supervisor.returncode}. Its last lines "
                 f"of output:\n{_tail(text)}"
             )
         if time.monotonic() > deadline:

@@ -19,10 +19,13 @@ from msrl.errors import MsrlError
 from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from msrl.rollout.weights.digest import Digests
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SEED_BITS = 62
@@ -130,8 +133,14 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
+    ) -> Sequence[Digests]:
         """Load new weights under their Hugging Face names, in any order. All weights are required.
+
+        Returns:
+            With `verify`, the digests of the weights in each process of the engine, as they are
+            before the engine packs them.
 
         Raises:
             ValueError: A weight is missing or unknown.
@@ -142,11 +151,20 @@ class Engine(Protocol):
         """Drop cached keys and values of prompt prefixes, so that they are recomputed."""
         ...
 
-    def sleep(self) -> None:
-        """Release device memory if the platform supports it; only `wake` and `close` may follow."""
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Release device memory as `rollout.engine.sleep` says; only `wake` and `close` may follow.
+
+        At level 2, `discard_weights` discards the weights, which the caller will replace.
+        """
         ...
 
-    def wake(self) -> None: ...
+    def wake(self, *, before_loading: bool = False) -> None:
+        """Take device memory again.
+
+        With `before_loading`, the KV cache waits for `load_weights`, which must follow. After
+        discarded weights, generating before `load_weights` raises RuntimeError.
+        """
+        ...
 
     def close(self) -> None:
         """Stop the engine and release all of its resources."""
@@ -258,6 +276,32 @@ def checked_weights(
         raise ValueError(
             f"weights: {len(missing)} of {len(expected)} are missing, the first is {missing[0]}"
         )
+
+
+def sleep_level(engine: EngineConfig, platform: Platform) -> int:
+    """Return the sleep level of an engine, by default 1 where the platform has sleep mode."""
+    has_sleep_mode = bool(platform.engine_arguments().get("enable_sleep_mode"))
+    return int(has_sleep_mode) if engine.sleep is None else engine.sleep
+
+
+def check_platform(engine: EngineConfig, platform: Platform) -> None:
+    """Check that a platform supports the engine's settings.
+
+    Raises:
+        MsrlError: It has no sleep mode, or sets an engine argument of `options` itself.
+    """
+    arguments = platform.engine_arguments()
+    if engine.sleep and not arguments.get("enable_sleep_mode"):
+        raise MsrlError(
+            f"rollout.engine.sleep={engine.sleep}: vLLM has no sleep mode on {platform.name}. "
+            "Remove it or set it to 0."
+        )
+    for name in engine.options:
+        if name in arguments:
+            raise MsrlError(
+                f"rollout.engine.options.{name}: vLLM needs {name}={arguments[name]} on "
+                f"{platform.name}. Remove it."
+            )
 
 
 def kv_cache_bytes(

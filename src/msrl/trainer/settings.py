@@ -104,8 +104,8 @@ def critic_settings(
 class RankSettings:
     """Settings of a training rank: values shared by its replicas, and settings of each replica.
 
-    With adapters (`policy.lora`) the reference is the policy without them, and `reference` stays
-    None.
+    Ranks of a model with separate devices have no policy. With adapters (`policy.lora`) and without
+    `reference`, the reference is the policy without them.
     """
 
     platform: str
@@ -113,7 +113,7 @@ class RankSettings:
     dtype: str
     seed: int
     timeout_s: float
-    policy: ReplicaSettings
+    policy: ReplicaSettings | None = None
     reference: ReplicaSettings | None = None
     critic: ReplicaSettings | None = None
     # By the name of the reward source.

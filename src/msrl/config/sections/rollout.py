@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, Strict, create_model
 
 from msrl.config.sections.base import (
     Bool,
@@ -14,6 +14,7 @@ from msrl.config.sections.base import (
     NonNegative,
     Section,
     Size,
+    SleepLevel,
     Text,
     TopK,
     UpToOne,
@@ -57,7 +58,22 @@ class EngineConfig(Section):
 
     name: Literal["vllm"] = Field(default="vllm", description="Inference engine.")
     tp: Count = Field(default=1, description="Tensor-parallel size of one engine, in devices.")
-    dp: Count = Field(default=1, description="Number of engines that share the prompts.")
+    ep: Count = Field(
+        default=1,
+        description="Expert-parallel size of one engine: 1, or tp to distribute whole experts "
+        "over its devices.",
+    )
+    dp: Count | None = Field(
+        default=None,
+        description="Number of engines that share the prompts. Default: engines on every device "
+        "that generates. On CPU, one engine uses all cores.",
+    )
+    sleep: SleepLevel | None = Field(
+        default=None,
+        description="Memory that engines release while the same devices train: none (0), all, "
+        "with the weights moved to host memory (1), or all, with the weights discarded (2). "
+        "Default: 1, and 0 on CPU.",
+    )
     memory_fraction: Fraction = Field(
         default=0.5, description="Fraction of the device memory that the engine may use."
     )
@@ -82,6 +98,30 @@ class EngineConfig(Section):
     )
     prefix_cache: Bool = Field(
         default=True, description="Share the KV cache of common prompt prefixes."
+    )
+    options: dict[Text, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Further engine arguments of vLLM by their names, as in "
+        "{block_size: 32}. Unknown names are refused.",
+    )
+
+
+class WeightsConfig(Section):
+    """Transfer of new weights from the training ranks to the engines."""
+
+    transfer: Literal["auto", "shared_memory", "ray"] = Field(
+        default="auto",
+        description="Way of the weights: memory that processes of one machine share, or Ray "
+        "objects. auto: shared_memory on one machine, ray on several.",
+    )
+    bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
+        default=1 << 26,
+        description="Size of a bucket in bytes. Larger tensors travel in several buckets.",
+    )
+    verify: Literal["first", "every", "never"] = Field(
+        default="first",
+        description="Versions whose weights in the engines are compared with those of the training "
+        "ranks by digests.",
     )
 
 
@@ -190,6 +230,9 @@ class RolloutConfig(_WithAsync):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="Transfer of new weights to the engines."
+    )
 
     @property
     def asynchronous(self) -> AsyncConfig:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from msrl.cluster.session import PlacedWorkers
-from msrl.config.schema import EngineConfig
 from msrl.platforms.base import Platform
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.training.transport.base import Calls
@@ -18,14 +17,17 @@ _RELEASE_S = 30.0
 
 
 class EngineGroup:
-    """All rollout engines. The group distributes prompts over them."""
+    """All rollout engines. The group distributes prompts over them.
 
-    def __init__(self, workers: RayWorkers) -> None:
-        self._workers = workers
+    Engines on separate devices keep their memory.
+    """
+
+    def __init__(self, workers: RayWorkers, *, shares_devices: bool = True) -> None:
+        self._workers, self._shares_devices = workers, shares_devices
 
     @property
     def workers(self) -> RayWorkers:
-        """Actors of the engines."""
+        """The engines, for calls that involve workers of other roles too."""
         return self._workers
 
     def begin_start(self) -> Calls:
@@ -56,21 +58,25 @@ class EngineGroup:
         by_index = dict(zip(itertools.chain.from_iterable(shares.values()), groups, strict=True))
         return tuple(by_index[i] for i in range(len(prompts)))
 
-    def offload(self) -> None:
-        """Release the devices' memory, if the platform can. Only `onload` may follow."""
-        self._workers.call("offload")
+    def offload(self, *, discard_weights: bool = False) -> None:
+        """Release the devices' memory, if the platform can. Only `onload` may follow.
 
-    def onload(self) -> None:
-        """Take the devices' memory again. Does nothing if the engines hold it."""
-        self._workers.call("onload")
+        With `discard_weights`, new weights will be loaded before anything is generated.
+        """
+        if self._shares_devices:
+            self._workers.call("offload", discard_weights)
+
+    def onload(self, *, before_loading: bool = False) -> None:
+        """Take the devices' memory again. Does nothing if the engines hold it.
+
+        With `before_loading`, `load_weights` must follow. It takes the memory of the KV cache.
+        """
+        if self._shares_devices:
+            self._workers.call("onload", before_loading)
 
     def forget_prompts(self) -> None:
         """Clear the engines' records of past prompts, which would influence later completions."""
         self._workers.call("forget_prompts")
-
-    def load_weights(self, weights: Calls) -> None:
-        """Load the weights that all training ranks export into every engine."""
-        self._workers.call("load_weights", *weights.references.values())
 
     def release(self) -> None:
         """End the processes of all engines and remove their files and shared memory.
@@ -96,18 +102,19 @@ def engine_shares(prompts: Sequence[Prompt], num_engines: int) -> list[list[int]
 
 
 def engine_environments(
-    placed: PlacedWorkers, platform: Platform, engine: EngineConfig, env: Mapping[str, str]
+    placed: PlacedWorkers, platform: Platform, env: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the environment variables of each engine. Must be called before any actor is started.
 
     Ray makes only the device of an actor's first bundle visible; for an engine of several devices,
     the variables make all of them visible.
     """
-    variable = platform.visible_devices_variable
-    common = {**platform.engine_environment(engine.dp * engine.tp), **env}
-    if engine.tp == 1 or not variable:
-        return [common] * engine.dp
-    devices = [",".join(placed.device_ids("rollout", i)) for i in range(engine.dp)]
+    variable, role = platform.visible_devices_variable, placed.placement.role("rollout")
+    num_engines, tp = role.num_workers, role.devices_per_worker
+    common = {**platform.engine_environment(num_engines * tp), **env}
+    if tp == 1 or not variable:
+        return [common] * num_engines
+    devices = [",".join(placed.device_ids("rollout", i)) for i in range(num_engines)]
     return [
         {**common, variable: visible, f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
         for visible in devices

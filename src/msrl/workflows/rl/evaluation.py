@@ -91,7 +91,7 @@ class RolloutEvaluator:
         A batch has at most as many answers as a step has samples, so that it meets the
         cluster.rpc_timeout_s of a step.
         """
-        engines = self._job.config.rollout.engine.dp
+        engines = self._job.plan.num_engines
         num_prompts = samples_per_step(self._job.config) // self._section.samples_per_prompt
         return max(engines, num_prompts)
 

@@ -26,12 +26,14 @@ from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
@@ -41,7 +43,6 @@ from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     rank_settings,
 )
-from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
@@ -66,7 +67,7 @@ def run(plan: RunPlan) -> None:
     Raises:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
-    config, job = plan.config, prepare(plan)
+    job = prepare(plan)
     if job.resume is not None and job.resume.step == job.num_steps:
         finish_completed(plan, job.resume, CURVES)
         return
@@ -80,7 +81,7 @@ def run(plan: RunPlan) -> None:
     ) as session:
         start_time = time.perf_counter()
         ranks = counted(plan.world_size, "training rank")
-        engines = counted(config.rollout.engine.dp, "engine")
+        engines = counted(plan.num_engines, "engine")
         session.note(
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
@@ -89,7 +90,7 @@ def run(plan: RunPlan) -> None:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            if config.rollout.asynchronous.is_on:
+            if job.config.rollout.asynchronous.is_on:
                 _train_asynchronously(job, workers, session)
             else:
                 _train(job, workers, session)
@@ -100,8 +101,9 @@ def run(plan: RunPlan) -> None:
 class _Workers:
     """Workers of a run."""
 
-    trainers: TrainerGroup
+    trainers: ModelGroups
     engines: EngineGroup
+    weights: WeightTransfer
     scorer: Scorer
 
 
@@ -111,7 +113,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
-    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    rollout_log = _rollout_log(job, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -119,17 +121,14 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             clock = Clock()
             batch = rollouts.generate(step, clock)
             with clock("weights"):
-                engines.offload()
+                engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                weights = trainers.weights()
-                trainers.offload()
-                engines.onload()
-                engines.load_weights(weights)
+                workers.weights.update(step + 1)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
@@ -149,7 +148,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
-    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    rollout_log = _rollout_log(job, session)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
     trainers.onload()
@@ -164,13 +163,32 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             empty_steps = _count_empty(prepared, empty_steps)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                rollouts.publish(trainers, version=step + 1)
+                workers.weights.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
+    log = job.config.log
+    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
+
+
+def _write_rollouts(
+    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
+) -> None:
+    """Write the rollouts of a step with the values that the trainer computed for them."""
+    log.write(
+        step,
+        batch.train_groups,
+        prepared.samples,
+        batch.dropped_groups,
+        sequences=prepared.sequences,
+        times=clock.ended_at,
+    )
 
 
 def _count_empty(prepared: PreparedStep, num_before: int) -> int:
@@ -236,8 +254,12 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
         )
         placed = session.create_placement(job.placement)
         # Ray returns the devices of the engines only before any actor is started.
-        engine_env = engine_environments(placed, platform, job.config.rollout.engine, cluster.env)
-        trainers = _trainer_group(job, scorer, session, placed)
+        collectives = platform.collective_environment(
+            "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        )
+        env = {**collectives, **cluster.env}
+        engine_env = engine_environments(placed, platform, env)
+        trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
                 session,
@@ -247,57 +269,63 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
-            )
+            ),
+            shares_devices=not job.plan.has_separate_engines,
         )
-        _start(trainers, engines, job)
+        weights = _start(trainers, engines, job)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield _Workers(trainers, engines, scorer)
+        yield _Workers(trainers, engines, weights, scorer)
         engines.release()
 
 
-def _trainer_group(
+def _model_groups(
     job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
-) -> TrainerGroup:
-    """Create the actors of the training ranks, which also hold the reward models of `scorer`."""
-    config, platform = job.config, job.platform
+) -> ModelGroups:
+    """Create the actors of all ranks. They also hold the reward models of `scorer`."""
+    config, plan, platform = job.config, job.plan, job.platform
     reward_models = {
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
-    settings = rank_settings(
-        job.plan,
-        platform.name,
-        resume=job.resume,
-        reference=job.plan.model.weights if job.plan.needs_reference else None,
-        reward_models=reward_models,
-    )
+    settings = rank_settings(plan, platform.name, resume=job.resume, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
-    return ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    separate = separate_groups(plan, session, placed, platform, reward_models)
+    return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 
 
-def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
-    """Load the models of ranks and engines.
+def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+    """Load the models of ranks and engines; return the transfer between them.
 
-    They load at the same time only in main memory: on a device, engines measure the free memory, so
-    they start after the ranks.
+    They load at the same time only in main memory or on separate devices: on a shared device,
+    engines measure the free memory, so they start after the ranks.
     """
-    pending = engines.begin_start() if job.platform.shares_main_memory else None
+    at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
+    pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
+    trainers.start_separate(job.plan)
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    weights = trainers.weights()
-    trainers.offload()
-    engines.load_weights(weights)
+    weights = connect(
+        trainers,
+        engines,
+        job.config.rollout.weights,
+        job.config.cluster.rpc_timeout_s,
+        is_staged=not at_once,
+    )
+    weights.update(job.start_step)
+    return weights
 
 
 def _rank_scores(
-    trainers: TrainerGroup,
+    trainers: ModelGroups,
     engines: EngineGroup,
     name: str,
     token_ids: Sequence[Ints],
     batch: int,
 ) -> list[float]:
-    """Return the scores of a reward model on the ranks, which needs the devices' memory."""
-    engines.offload()
+    """Return the scores of a reward model on ranks, which may need the engines' memory."""
+    if not trainers.has_separate("reward"):
+        engines.offload()
     return trainers.scores(name, token_ids, batch)
 
 
@@ -331,5 +359,7 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
         max_model_len=plan.max_model_len,
         random_weights=True,
     )
+    if plan.has_separate_engines:
+        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
     is_stepped = plan.config.rollout.asynchronous.is_on
     return replace(settings, tokenizer_dir=plan.tokenizer_dir, is_stepped=is_stepped)

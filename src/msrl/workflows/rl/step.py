@@ -14,10 +14,11 @@ from msrl.rewards.score import Scores
 
 
 class Clock:
-    """Seconds per stage of a step."""
+    """Seconds per stage of a step, and the time at which each stage last ended (since 1970)."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.ended_at: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -27,6 +28,7 @@ class Clock:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+            self.ended_at[stage] = time.time()
 
 
 def step_metrics(

@@ -16,7 +16,7 @@ from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Workers
 
 if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValueLoss
@@ -32,6 +32,11 @@ class TrainerGroup:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+
+    @property
+    def workers(self) -> Workers:
+        """The workers of the ranks."""
+        return self._workers
 
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load the models on all ranks and return the workflow's state in the checkpoint."""
@@ -129,10 +134,6 @@ class TrainerGroup:
         Gradients and optimizer states follow within an update.
         """
         self._workers.call("onload")
-
-    def weights(self) -> Calls:
-        """Begin to export the new weights; each rank returns a tuple of buckets, mostly empty."""
-        return self._workers.begin("weights")
 
     # Checkpoints
 

@@ -77,11 +77,26 @@ def ray_trainers(
     timeout_s: float,
 ) -> TrainerGroup:
     """Create the actors of the training ranks. A call takes at most `timeout_s` seconds."""
+    return ray_ranks(session, placed, config, settings, platform, role="actor", timeout_s=timeout_s)
+
+
+def ray_ranks(
+    session: Session,
+    placed: PlacedWorkers,
+    config: Config,
+    settings: RankSettings,
+    platform: Platform,
+    *,
+    role: str,
+    timeout_s: float,
+) -> TrainerGroup:
+    """Create the actors of the ranks of a placed role."""
     from msrl.workflows.training.transport.ray_actors import RayWorkers
 
-    num_ranks, nodes = world_size(config), config.cluster.nodes
+    plan = placed.placement.role(role)
+    num_ranks, nodes = plan.num_workers, len(set(plan.nodes))
     env = {
-        **platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1),
+        **platform.worker_environment(-(-num_ranks // nodes), spans_machines=nodes > 1),
         **worker_variables(config, platform),
     }
     arguments = [(settings, rank, num_ranks) for rank in range(num_ranks)]
@@ -89,7 +104,7 @@ def ray_trainers(
         RayWorkers(
             session,
             placed,
-            "actor",
+            role,
             TrainActor,
             arguments,
             [env] * num_ranks,

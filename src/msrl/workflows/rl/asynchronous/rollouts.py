@@ -27,8 +27,6 @@ from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
 from msrl.workflows.rl.rollouts import StepRollouts
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.transport.base import Calls
 
 _END_S = 10.0  # longest wait for a thread at the end; a reward may take longer
 _NO_SCORES = Scores((), {}, ())
@@ -67,7 +65,6 @@ class AsyncRollouts:
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
         self._is_closing = False
-        self._update: Calls | None = None
         self._statistics = StepStatistics()
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
@@ -119,12 +116,6 @@ class AsyncRollouts:
         scores.require_scores(f"step {step + 1}")
         metrics = self._statistics.step(step, groups, totals, clock.seconds["wait"], depth)
         return StepRollouts(replace(scores, groups=groups), groups, (), metrics)
-
-    def publish(self, trainers: TrainerGroup, version: int) -> None:
-        """Send the weights of a new version to the engines. They apply them between two steps."""
-        if self._update is not None:
-            self._engines.finish_update(self._update)
-        self._update = self._engines.begin_update(version, trainers.weights())
 
     def pause(self) -> None:
         """Stop generation after the current step of each engine."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from msrl.cluster.session import PlacedWorkers, Session
-from msrl.cluster.waiting import wait_all
+from msrl.cluster.waiting import Watch, wait_all
 from msrl.workflows.training.transport.base import Calls, Workers
 
-NAMES = {"actor": "training rank", "rollout": "rollout engine"}  # roles in messages
+# Roles in messages.
+NAMES = {
+    "actor": "training rank",
+    "rollout": "rollout engine",
+    "reference": "reference rank",
+    "reward": "reward model rank",
+}
 
 
 class RayWorkers(Workers):
@@ -74,11 +81,38 @@ class RayWorkers(Workers):
             WorkerTimeoutError: A call took too long.
             WorkerError: A worker failed or died.
         """
-        labels = [f"{NAMES[self._role]} {worker}" for worker in calls.references]
-        references = list(calls.references.values())
-        return wait_all(references, timeout_s=self._timeout_s, labels=labels, watch=self._watch)
+        (results,) = wait_together([(self, calls)])
+        return results
+
+    def labels(self, calls: Calls) -> list[str]:
+        """Return the names of the workers of these calls in messages."""
+        return [f"{NAMES[self._role]} {worker}" for worker in calls.references]
+
+    @property
+    def limits(self) -> tuple[float, Watch]:
+        """Longest time of a call in seconds, and the watch of all workers of the session."""
+        return self._timeout_s, self._watch
 
     def wait_at_most(self, calls: Calls, seconds: float) -> None:
         """Wait until all calls have ended or the time has passed. Failures do not raise."""
         references = list(calls.references.values())
         ray.wait(references, num_returns=len(references), timeout=seconds)
+
+
+def wait_together(calls_of_groups: Sequence[tuple[RayWorkers, Calls]]) -> list[list[Any]]:
+    """Return the results of calls of several groups of workers, by group.
+
+    The first failure in any group ends the wait, so workers that wait for each other do not hide
+    it.
+
+    Raises:
+        WorkerTimeoutError: A call took too long.
+        WorkerError: A worker failed or died.
+    """
+    labels = [label for workers, calls in calls_of_groups for label in workers.labels(calls)]
+    references = [
+        reference for _, calls in calls_of_groups for reference in calls.references.values()
+    ]
+    timeout_s, watch = calls_of_groups[0][0].limits
+    results = iter(wait_all(references, timeout_s=timeout_s, labels=labels, watch=watch))
+    return [list(itertools.islice(results, len(calls.references))) for _, calls in calls_of_groups]
