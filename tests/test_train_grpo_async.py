@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -52,7 +53,8 @@ def asynchronous(inputs: Path, name: str, options: dict[str, Any], **sections: A
             **sections,
         },
     )
-    config["rollout"] |= {"async": options, "max_response_tokens": 96}
+    engine = {"max_num_seqs": 6}  # makes generation about as slow as an update
+    config["rollout"] |= {"async": options, "max_response_tokens": 96, "engine": engine}
     return config
 
 
@@ -98,29 +100,27 @@ def assert_tokens_belong_to_their_versions(
 def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_version(
     inputs: Path, tmp_path: Path
 ) -> None:
-    evaluation = {"every_steps": 2, "prompts": 4}
+    evaluation = {"every_steps": 2, "prompts": 4, "sampling": {"temperature": 0.9}}
     config = asynchronous(inputs, "s2", {"max_staleness": 2}, eval=evaluation)
+    config["rollout"]["engine"]["max_num_seqs"] = 1  # slower than the updates
     run_dir = run(inputs, config)
     num_mixed = assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
     reports = metrics(run_dir)
     assert max(report["rollout/staleness_max"] for report in reports) in (1, 2)
-    assert num_mixed == sum(
-        len(row["versions"]) > 1 for step in range(STEPS) for row in rollouts(run_dir, step + 1)
-    )
+    assert num_mixed > 0, "no update arrived during a response"
     assert trained_rows(run_dir) == expected_rows(inputs)
     for step in (2, 4, 6):
-        models = [model_after(run_dir, step, inputs / "untied", tmp_path)]
+        model = model_after(run_dir, step, inputs / "untied", tmp_path)
         answers = rollouts(run_dir, step, "eval")
         assert {row["policy_version"] for row in answers} == {step}
         sampled = np.concatenate([row["logprobs"] for row in answers])
-        assert len(sampled) and len(models) == 1
+        assert np.abs(sampled - all_logprobs(model, answers)).max() < 1e-4
     assert {"perf/trainer_idle", "perf/engine_idle", "rollout/buffer_depth"} <= set(reports[0])
 
 
 def test_partial_rollouts_continue_in_the_next_step(inputs: Path, tmp_path: Path) -> None:
     options = {"max_staleness": 2, "partial": True}
     config = asynchronous(inputs, "partial", options)
-    config["rollout"]["engine"]["max_num_seqs"] = 6
     run_dir = run(inputs, config)
     assert assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2) > 0
     assert trained_rows(run_dir) == expected_rows(inputs)
@@ -195,7 +195,7 @@ def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs:
 
 
 def seconds_per_step(inputs: Path, name: str, options: dict[str, Any], sleep_s: float) -> Any:
-    """Return the median seconds per stage of a run whose reward sleeps, without the first step."""
+    """Return the mean seconds of updates and steps of a run whose reward sleeps."""
     function = {"function": f"{inputs / 'rewards.py'}:score", "options": {"seconds": sleep_s}}
     config = asynchronous(
         inputs,
@@ -206,24 +206,24 @@ def seconds_per_step(inputs: Path, name: str, options: dict[str, Any], sleep_s: 
             "steps": STEPS,
             "micro_batch": 2,
             "optimizer": {"lr": 1e-4},
-            "updates": {"epochs": 10},
+            "updates": {"epochs": 4},
         },
         checkpoint={},
     )
-    config["rollout"]["max_response_tokens"] = 16
+    config["rollout"] |= {"max_response_tokens": 16, "engine": {"max_num_seqs": 32}}
     run_dir = run(inputs, config)
     return seconds_by_stage(run_dir)
 
 
 def seconds_by_stage(run_dir: Path) -> dict[str, float]:
-    reports = rows(run_dir)[2:]
-    stages = reports[0]["seconds"]
+    reports = rows(run_dir)[1:]
     return {
-        stage: float(np.median([report["seconds"].get(stage, 0.0) for report in reports]))
-        for stage in stages
+        stage: statistics.mean(report["seconds"][stage] for report in reports)
+        for stage in ("update", "step")
     }
 
 
+@pytest.mark.full
 def test_a_reward_as_slow_as_an_update_is_hidden_behind_it(inputs: Path) -> None:
     update_s = seconds_per_step(inputs, "fast", {}, 0.0)["update"]
     num_workers = max(1, min(8, os.cpu_count() or 1))
