@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
@@ -91,7 +91,7 @@ class AsyncRollouts:
         for thread in self._threads:
             thread.join(_END_S)
         # After the loss of a worker, the run may be repeated with the engines that remain.
-        with nullcontext() if error is None else suppress(MsrlError):
+        with nullcontext() if error is None else suppress(MsrlError, ProcessFailedError):
             self._engines.stop()
 
     def state(self) -> dict[str, Any]:
