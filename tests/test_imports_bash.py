@@ -218,3 +218,25 @@ def test_the_report_of_an_import_has_no_escape_sequences(tmp_path: Path) -> None
     arguments = ["config", "import", "--from", "mindspeed-llm", str(script)]
     result = CliRunner().invoke(app, arguments, color=True)
     assert "load_dir" in result.output and "\x1b" not in result.output
+
+
+def test_two_different_trainings_of_a_script_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    command = "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg --load-dir a"
+    script.write_text(f"for TP in 1 2; do\n {command} --save-dir out$TP\ndone\n")
+    with pytest.raises(MsrlError) as caught:
+        translate_arguments("mindspeed-llm", [str(script)])
+    assert_mentions(str(caught.value), "run.sh", "2", "convert")
+
+
+def test_foreign_files_have_the_meaning_of_yaml_1_1() -> None:
+    text = (
+        "base: &base {lr: 1e-6, tp: 010}\n"
+        "actor: {<<: *base, eager: yes, fuse: Off, name: 'no', tp: 4}\n"
+        "critic: {<<: [*base], t: 1:30, n: 1_000}\n"
+    )
+    assert plain(parse(text, "a.yaml", is_old=True)) == {
+        "base": {"lr": 1e-6, "tp": 8},
+        "actor": {"lr": 1e-6, "tp": 4, "eager": True, "fuse": False, "name": "no"},
+        "critic": {"lr": 1e-6, "tp": 8, "t": 90, "n": 1000},
+    }

@@ -69,7 +69,7 @@ def _translate_file(system: str, file: Path) -> Translation:
         if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
         return SHELL_SYSTEMS[system].translate_script(file.read_text(encoding="utf-8"), str(file))
-    tree = read(file)
+    tree = read(file, is_old=True)
     detected = detect_system(tree)
     if detected != system:
         advice = f". Use --from {detected}." if detected else ""
