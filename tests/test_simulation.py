@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.simulation import (
     LENGTHS,
     MODES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from msrl.checks.algorithm import check_algorithm
+from msrl.checks.asynchronous import check_async, check_old_logprobs
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
@@ -104,6 +105,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *_TRAINING,
         check_sft_only_keys,
         check_algorithm,
+        check_old_logprobs,
+        check_async,
         check_rollout_filter,
         check_grpo_temperatures,
         check_grpo_batches,

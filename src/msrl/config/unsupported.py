@@ -20,7 +20,6 @@ NOT_YET: dict[str, str] = {
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
-    "rollout.async": "rollout and training alternate",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",

@@ -91,11 +91,6 @@ def one_path(value: Any) -> str:
     return words[0]
 
 
-def above_one(value: Any) -> bool:
-    """Return True if a count is above 1, which switches the feature on."""
-    return isinstance(value, int) and value > 1
-
-
 def bf16(value: Any) -> str:
     """Return the dtype that the switch selects."""
     return _look_up({True: "bfloat16", False: "float32"}, value)
@@ -216,7 +211,6 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     text_list,
     int_list,
     one_path,
-    above_one,
     bf16,
     dtype,
     convert_dtype,

@@ -36,6 +36,7 @@ class EngineSettings:
     Without `engine.max_model_len`, the limit is the model's own.
     With `random_weights`, the folder needs only a config and a tokenizer: weights are loaded with
     `load_weights` before anything is generated.
+    With `is_stepped`, the engine can be used as a `StepEngine`.
     """
 
     model_dir: Path
@@ -45,6 +46,7 @@ class EngineSettings:
     seed: int = 0
     random_weights: bool = False
     verbose: bool = False
+    is_stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,46 @@ class Piece:
 
     text: str
     finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens that one step added to a request, and the finish reason with the last ones."""
+
+    request: str
+    token_ids: Ints  # [R]
+    logprobs: Floats  # [R]
+    finish_reason: Literal["stop", "length"] | None
+
+
+class StepEngine(Protocol):
+    """An engine whose steps the caller runs, so that weights can change between two steps."""
+
+    def add_request(
+        self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
+    ) -> None:
+        """Add a request for one completion. Requests share cached keys only under equal salts.
+
+        Raises:
+            MsrlError: The prompt is invalid, as in `Engine.generate`.
+        """
+        ...
+
+    def step(self) -> list[NewTokens]:
+        """Sample the next tokens of the running requests."""
+        ...
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        """Remove requests."""
+        ...
+
+    def recompute_requests(self) -> None:
+        """Drop all cached keys and values, so that those of running requests are recomputed."""
+        ...
+
+    def text(self, token_ids: Ints) -> str:
+        """Return the decoded text of a completion, without control tokens."""
+        ...
 
 
 class Engine(Protocol):

@@ -28,6 +28,7 @@ from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BYTES_PER_ELEMENT,
     EngineSettings,
+    NewTokens,
     Piece,
     check_platform,
     check_prompt,
@@ -132,6 +133,35 @@ class VllmEngine:
         finally:
             engine.abort_request([request])
 
+    def add_request(
+        self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
+    ) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        params = self._params(prompt, sampling, seed)
+        params.output_kind = RequestOutputKind.DELTA
+        content = {**_as_input(prompt.token_ids), "cache_salt": salt}
+        self._llm.llm_engine.add_request(request, content, params)
+
+    def step(self) -> list[NewTokens]:
+        return [
+            _new_tokens(output.request_id, output.outputs[0])
+            for output in self._llm.llm_engine.step()
+        ]
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request(list(requests))
+
+    def recompute_requests(self) -> None:
+        # Scheduler.reset_prefix_cache (vLLM 0.23 to 0.32) moves running requests back to the
+        # queue with their tokens. The next step computes their keys and values from all tokens.
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not clear the keys and values of the running requests")
+
+    def text(self, token_ids: Ints) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
     def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
         import vllm
 
@@ -225,14 +255,19 @@ class VllmEngine:
 
     def _completion(self, output: Any, policy_version: int) -> Completion:
         token_ids = np.asarray(output.token_ids, dtype=np.int64)
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         return Completion(
             token_ids,
             _logprobs(token_ids, output.logprobs),
             _finish_reason(output.finish_reason),
             policy_version,
-            text,
+            self.text(token_ids),
         )
+
+
+def _new_tokens(request: str, output: Any) -> NewTokens:
+    token_ids = np.asarray(output.token_ids, dtype=np.int64)
+    reason = None if output.finish_reason is None else _finish_reason(output.finish_reason)
+    return NewTokens(request, token_ids, _logprobs(token_ids, output.logprobs), reason)
 
 
 def _as_input(token_ids: Ints) -> dict[str, list[int]]:
@@ -326,6 +361,10 @@ def _arguments(
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
+    if settings.is_stepped:
+        # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
+        # old weights would arrive after an update.
+        arguments["async_scheduling"] = False
     if settings.engine.tp > 1:
         # Inside a Ray actor, vLLM's default is Ray.
         arguments["distributed_executor_backend"] = "mp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from msrl.config.sections.base import (
     Bool,
@@ -139,7 +139,59 @@ class FilterConfig(Section):
     )
 
 
-class RolloutConfig(Section):
+class AsyncConfig(Section):
+    """Generation while the policy trains."""
+
+    max_staleness: Size = Field(
+        default=0,
+        description="Largest number of policy updates between the oldest token of a group and the "
+        "step that trains on it. 0 alternates generation and training.",
+    )
+    on_stale: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="Treatment of a group that would exceed max_staleness: the trainer waits for "
+        "the oldest groups (wait), or the group is dropped and its prompt is sampled once more "
+        "(drop), which favors short responses.",
+    )
+    weight_update: Literal["in_flight", "drain"] = Field(
+        default="in_flight",
+        description="Time at which an engine loads new weights: between two steps (in_flight), or "
+        "when all its running responses are finished (drain).",
+    )
+    recompute_kv: Bool = Field(
+        default=True,
+        description="Recompute the keys and values of unfinished responses after an update. "
+        "false is faster, but later tokens then belong to no policy version exactly.",
+    )
+    partial: Bool = Field(
+        default=False,
+        description="Stop generation while the policy trains, and continue unfinished responses "
+        "in the next step.",
+    )
+    max_running_groups: Count | None = Field(
+        default=None,
+        description="Maximum number of groups that generate at the same time. "
+        "Default: as many as max_staleness allows.",
+    )
+    allow_uncorrected: Bool = Field(
+        default=False,
+        description="Allow max_staleness above 0 without an off-policy correction. Such runs often "
+        "collapse.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if generation and training do not simply alternate."""
+        return self.max_staleness > 0
+
+
+_ASYNC = Field(default=AsyncConfig(), description="Generation while the policy trains.")
+# `async` is a Python keyword, so a class body cannot declare this field.
+_KEYWORD: dict[str, Any] = {"async": (AsyncConfig, _ASYNC)}
+_WithAsync: type[Section] = create_model("_WithAsync", __base__=Section, **_KEYWORD)
+
+
+class RolloutConfig(_WithAsync):
     """Generation of the responses of one train-grpo step."""
 
     prompts_per_step: Count = Field(default=32, description="Number of prompts per step.")
@@ -159,3 +211,8 @@ class RolloutConfig(Section):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+
+    @property
+    def asynchronous(self) -> AsyncConfig:
+        """Value of the key `async`."""
+        return getattr(self, "async")

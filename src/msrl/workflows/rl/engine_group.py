@@ -25,6 +25,11 @@ class EngineGroup:
     def __init__(self, workers: RayWorkers, *, shares_devices: bool = True) -> None:
         self._workers, self._shares_devices = workers, shares_devices
 
+    @property
+    def workers(self) -> RayWorkers:
+        """Actors of the engines."""
+        return self._workers
+
     def begin_start(self) -> Calls:
         """Begin to start all engines, which takes seconds; return the calls for `finish_start`."""
         return self._workers.begin("start")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msrl.platforms import get
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.training.weight_transfer import Bucket, unpack
 
@@ -63,3 +64,32 @@ class RolloutActor:
     def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
         """Load the weights that the ranks of all stages export."""
         self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))
+
+    # Asynchronous rollouts. No other method may be called between `start_loop` and `stop_loop`.
+
+    def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:
+        """Start to run the engine in a thread. Its weights have this version."""
+        self._loop = EngineLoop(
+            self._engine, version, waits_for_requests=waits_for_requests, recompute=recompute
+        )
+        self._loop.start()
+
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Pass a message to the loop and return its report, as `EngineLoop.exchange` does."""
+        return self._loop.exchange(message, timeout_s)
+
+    def update_weights(self, version: int, *stages: tuple[Bucket, ...]) -> None:
+        """Make the loop load the weights that the ranks of all stages export. Does not wait."""
+        self._loop.update(version, lambda: self.load_weights(*stages))
+
+    def pause_loop(self) -> None:
+        """Stop after the current step, and keep the requests."""
+        self._loop.pause()
+
+    def resume_loop(self) -> None:
+        """Continue after `pause_loop`."""
+        self._loop.resume()
+
+    def stop_loop(self) -> None:
+        """End the thread after the current step."""
+        self._loop.close()

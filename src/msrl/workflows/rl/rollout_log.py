@@ -15,7 +15,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
-from msrl.tracking.rollouts import RolloutRecord, run_lengths, write_records
+from msrl.tracking.rollouts import RolloutRecord, write_records
 from msrl.types import Floats, Prompt, ScoredGroup, TrainingSample
 
 RolloutFormat = Literal["jsonl", "parquet"]
@@ -124,7 +124,7 @@ class RolloutLog:
             behavior_logprobs=np.concatenate(
                 (np.zeros(num_prompt, np.float32), completion.logprobs)
             ),
-            versions=run_lengths([completion.policy_version] * num_response),
+            versions=tuple((run.version, run.num_tokens) for run in completion.version_runs),
             trainer_version=step - 1,
             advantages=advantages,
             reward=group.rewards[c].total,
@@ -165,6 +165,7 @@ class RolloutLog:
     def _row(self, group: ScoredGroup, c: int) -> dict[str, object]:
         prompt, completion = group.rollout.prompt, group.rollout.completions[c]
         reward = group.rewards[c]
+        versions = [list(run) for run in completion.versions]
         return {
             "prompt_index": prompt.index,
             "prompt": self._text(prompt),
@@ -178,6 +179,7 @@ class RolloutLog:
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            **({"versions": versions} if versions else {}),
         }
 
     def _text(self, prompt: Prompt) -> str:

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
@@ -53,6 +57,9 @@ CURVES = (
 )
 
 
+_MAX_EMPTY_STEPS = 10  # in succession
+
+
 def run(plan: RunPlan) -> None:
     """Train a model as configured.
 
@@ -82,7 +89,10 @@ def run(plan: RunPlan) -> None:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            _train(job, workers, session)
+            if job.config.rollout.asynchronous.is_on:
+                _train_asynchronously(job, workers, session)
+            else:
+                _train(job, workers, session)
         session.finish()
 
 
@@ -101,10 +111,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
-    log = config.log
-    rollout_log = RolloutLog(
-        session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts
-    )
+    rollout_log = _rollout_log(job, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -122,19 +129,82 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.onload(before_loading=True)
                 engines.load_weights(weights)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            rollout_log.write(
-                step + 1,
-                batch.train_groups,
-                prepared.samples,
-                batch.dropped_groups,
-                sequences=prepared.sequences,
-                times=clock.ended_at,
-            )
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
                 trainers.offload()
                 engines.onload()
+
+
+def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
+    """Run the remaining steps while the engines generate for later ones."""
+    config, trainers = job.config, workers.trainers
+    options = config.rollout.asynchronous
+    if options.allow_uncorrected and not is_corrected(config.algo):
+        session.note(
+            f"rollout.async.max_staleness={options.max_staleness}: the run trains on samples of "
+            "older policies without a correction"
+        )
+    state = job.resume.state()["extra"] if job.resume else {}
+    updater = Updater(config, trainers, job.num_steps, state)
+    rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
+    rollout_log = _rollout_log(job, session)
+    evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
+    empty_steps = 0
+    trainers.onload()
+    with session.training(trainers, evaluator), rollouts:
+        session.evaluate_at_start()
+        for step in session.steps():
+            clock = Clock()
+            batch = rollouts.take(step, clock)
+            if options.partial:
+                rollouts.pause()
+            prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            empty_steps = _count_empty(prepared, empty_steps)
+            trained = updater.update(prepared, step, clock)
+            with clock("weights"):
+                rollouts.publish(trainers, version=step + 1)
+            if options.partial:
+                rollouts.resume()
+            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
+            if session.after_step(report):
+                session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _count_empty(prepared: PreparedStep, num_before: int) -> int:
+    """Return the number of successive steps that have no token to train on.
+
+    Raises:
+        MsrlError: There are too many.
+    """
+    if num_loss_tokens(prepared.sequences):
+        return 0
+    if num_before + 1 == _MAX_EMPTY_STEPS:
+        raise MsrlError(
+            f"rollout.filter: {_MAX_EMPTY_STEPS} successive steps have no group to train on. Check "
+            "the rewards, or relax rollout.filter and algo.mask."
+        )
+    return num_before + 1
+
+
+def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
+    log = job.config.log
+    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
+
+
+def _write_rollouts(
+    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
+) -> None:
+    log.write(
+        step,
+        batch.train_groups,
+        prepared.samples,
+        batch.dropped_groups,
+        sequences=prepared.sequences,
+        times=clock.ended_at,
+    )
 
 
 def _step_report(
@@ -281,4 +351,5 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
     )
     if plan.has_separate_engines:
         settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
+    is_stepped = plan.config.rollout.asynchronous.is_on
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir, is_stepped=is_stepped)

@@ -50,7 +50,7 @@ def step_metrics(
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(truncated_matrix(groups).mean()),
-        "rollout/tokens_per_s": num_response_tokens / max(seconds["rollout"], 1e-9),
+        "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
         **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),
     }
