@@ -8,8 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from msrl.cli.app import app
+from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.report import full
 from msrl.importers.shell import parse_script
 from support import assert_mentions
 
@@ -174,3 +179,64 @@ def test_hostile_scripts_end_soon(text: str) -> None:
         parse_script(text, "run.sh")
     except MsrlError as error:
         assert "run.sh" in str(error)
+
+
+LINE_FEED = r"$'x\nseed: 7\ncluster: {env: {A: b}}\x1b[2J'"
+
+
+def test_a_value_of_a_script_cannot_add_keys_to_the_configuration(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    flags = f"--pretrain m --prompt_data d --mixed_mm_data {LINE_FEED} --n_samples_per_prompt 4"
+    script.write_text(f"torchrun train_colocate.py {flags} --advantage_estimator group_norm\n")
+    translation = translate_arguments("lightrft", [str(script)])
+    tree = plain(parse(native_yaml(translation), "native.yaml"))
+    assert "seed" not in tree and "cluster" not in tree
+    assert not [line for line in full(translation) if "\n" in line]
+
+
+def test_a_key_of_a_file_cannot_add_keys_to_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "megatron_training: {stage: ray_grpo, global_batch_size: 8, train_iters: 2}\n"
+        "actor_config: {lr: 1e-6, micro_batch_size: 1, load: ckpt}\n"
+        "rl_config: {n_samples_per_prompt: 4, mini_batch_size: 8, actor_resource: {num_npus: 8}}\n"
+        'runtime_env: {env_vars: {"A: 1\\nseed": "7"}}\n'
+    )
+    try:
+        translation = translate_arguments("mindspeed-rl", [str(file)])
+    except MsrlError:
+        return
+    assert "seed" not in plain(parse(native_yaml(translation), "native.yaml"))
+
+
+def test_the_report_of_an_import_has_no_escape_sequences(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg "
+        "--load-dir $'a\\e[31mb' --save-dir out\n"
+    )
+    arguments = ["config", "import", "--from", "mindspeed-llm", str(script)]
+    result = CliRunner().invoke(app, arguments, color=True)
+    assert "load_dir" in result.output and "\x1b" not in result.output
+
+
+def test_two_different_trainings_of_a_script_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    command = "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg --load-dir a"
+    script.write_text(f"for TP in 1 2; do\n {command} --save-dir out$TP\ndone\n")
+    with pytest.raises(MsrlError) as caught:
+        translate_arguments("mindspeed-llm", [str(script)])
+    assert_mentions(str(caught.value), "run.sh", "2", "convert")
+
+
+def test_foreign_files_have_the_meaning_of_yaml_1_1() -> None:
+    text = (
+        "base: &base {lr: 1e-6, tp: 010}\n"
+        "actor: {<<: *base, eager: yes, fuse: Off, name: 'no', tp: 4}\n"
+        "critic: {<<: [*base], t: 1:30, n: 1_000}\n"
+    )
+    assert plain(parse(text, "a.yaml", is_old=True)) == {
+        "base": {"lr": 1e-6, "tp": 8},
+        "actor": {"lr": 1e-6, "tp": 4, "eager": True, "fuse": False, "name": "no"},
+        "critic": {"lr": 1e-6, "tp": 8, "t": 90, "n": 1000},
+    }

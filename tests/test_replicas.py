@@ -41,7 +41,7 @@ def settings(
 ) -> RankSettings:
     monkeypatch.chdir(folder)
     plan = check(load(["grpo.yaml"], [*sets]), "train-grpo")
-    return rank_settings(plan, "cpu", **{"resume": None, **arguments})
+    return rank_settings(plan, "cpu", **arguments)
 
 
 def test_a_critic_and_reward_models_have_settings_of_their_role(

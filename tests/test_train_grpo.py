@@ -587,7 +587,10 @@ class Resumed:
 def resumed(inputs) -> Resumed:
     run = inputs / "runs" / "resumed"
     checkpoint = {"every_steps": 1, "keep": 1, "keep_best": True, "resume": "auto"}
-    settings = several_updates(inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint)
+    cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "max_restarts": 0}
+    settings = several_updates(
+        inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint, cluster=cluster
+    )
     file = write_config(inputs / "resumed.yaml", settings)
     first = Command("train-grpo", "-c", str(file), log=inputs / "first.log")
     first.when(lambda: any((run / "checkpoints").glob("iter_*")))

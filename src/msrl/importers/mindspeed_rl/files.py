@@ -350,7 +350,7 @@ class _RlFile:
             if entry:
                 self.translation.add_error(entry, "file not found")
             return
-        tree = read(path)
+        tree = read(path, is_old=True)
         entries = tree.value if isinstance(tree.value, dict) else {}
         put_environment(self.translation, entries.get("env_vars", Node({}, tree.origin)))
         if entry:

@@ -237,6 +237,8 @@ class EngineLoop:
         try:
             while self._wait_for_work():
                 self._cycle()
+            for key in list(self._groups):
+                self._abort(key)
         except BaseException as error:
             with self._condition:
                 self._error = error

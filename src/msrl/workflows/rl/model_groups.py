@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msrl.algorithms.packing import Sequences
 from msrl.cluster.session import PlacedWorkers, Session
 from msrl.plan.roles import SeparateModel
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats, Ints
 from msrl.workflows.training.settings import separate_rank_settings
+from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
@@ -51,6 +54,17 @@ class ModelGroups(TrainerGroup):
         """Load the models that have separate devices."""
         for group in self._separate.values():
             group.ranks.start(None, save_plan(plan))
+
+    def end(self) -> None:
+        super().end()
+        for group in self._separate.values():
+            group.ranks.end()
+
+    def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
+        extra = super().restart(resume, saves)
+        for group in self._separate.values():
+            group.ranks.restart(None, saves)
+        return extra
 
     def has_separate(self, role: str) -> bool:
         """Return True if the model of a role has separate devices."""

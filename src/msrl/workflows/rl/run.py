@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from msrl.checks.asynchronous import is_corrected
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
@@ -38,6 +40,7 @@ from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
+from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
@@ -86,14 +89,16 @@ def run(plan: RunPlan) -> None:
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
-        with _workers(job) as workers:
+        with _workers(job, session.restarts) as workers:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            if job.config.rollout.asynchronous.is_on:
-                _train_asynchronously(job, workers, session)
-            else:
-                _train(job, workers, session)
+            is_async = job.config.rollout.asynchronous.is_on
+            train = _train_asynchronously if is_async else _train
+            session.run(
+                lambda resume: train(replace(job, resume=resume), workers, session),
+                lambda resume: _restart(job, workers, resume),
+            )
         session.finish()
 
 
@@ -207,6 +212,15 @@ def _count_empty(prepared: PreparedStep, num_before: int) -> int:
     return num_before + 1
 
 
+def _restart(job: RLSetup, workers: _Workers, resume: SavedTraining | None) -> None:
+    """Restart the ranks. The engines stay, and load the weights of the checkpoint."""
+    workers.trainers.end()
+    workers.engines.offload(discard_weights=True)
+    workers.trainers.restart(resume, save_plan(job.plan))
+    workers.weights.reconnect()
+    workers.weights.update(resume.step if resume is not None else 0)
+
+
 def _step_report(
     job: RLSetup,
     step: int,
@@ -239,7 +253,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
 
 @contextmanager
-def _workers(job: RLSetup) -> Iterator[_Workers]:
+def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
@@ -252,13 +266,14 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 env=cluster.env,
             )
         )
-        placed = session.create_placement(job.placement)
+        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
         # Ray returns the devices of the engines only before any actor is started.
         collectives = platform.collective_environment(
             "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
         )
         env = {**collectives, **cluster.env}
-        engine_env = engine_environments(placed, platform, env)
+        ports = None if cluster.ports is None else Ports.parse(cluster.ports)
+        engine_env = engine_environments(placed, platform, env, ports)
         trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
@@ -269,10 +284,15 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
+                silence_s=cluster.rpc_timeout_s,
+                wait_for_nodes_s=cluster.wait_for_nodes_s,
+                watched=("actor", "rollout"),
             ),
+            restarts,
             shares_devices=not job.plan.has_separate_engines,
         )
         weights = _start(trainers, engines, job)
+        engines.restore_with(weights.reload)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
         yield _Workers(trainers, engines, weights, scorer)
@@ -287,7 +307,7 @@ def _model_groups(
     reward_models = {
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
-    settings = rank_settings(plan, platform.name, resume=job.resume, reward_models=reward_models)
+    settings = rank_settings(plan, platform.name, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
     trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
     separate = separate_groups(plan, session, placed, platform, reward_models)

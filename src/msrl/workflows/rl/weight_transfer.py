@@ -50,6 +50,7 @@ class WeightTransfer(ABC):
         self._trainers, self._engines, self._senders = trainers, engines, senders
         self._config, self._timeout_s, self._is_staged = config, timeout_s, is_staged
         self._must_verify = config.verify != "never"
+        self._version = 0
         self._unverified: dict[int, Sequence[Digests]] = {}  # digests of published versions
 
     def update(self, version: int) -> None:
@@ -58,14 +59,29 @@ class WeightTransfer(ABC):
         Raises:
             VerificationError: A tensor is missing, of another version or different.
         """
+        self._version = version
+        self._engines.load_with(self._transfer)
+
+    def reload(self) -> None:
+        """Load the ranks' present weights again, after engines were restarted."""
+        self._engines.offload(discard_weights=True)
+        self._trainers.onload()
+        self._transfer()
+
+    def reconnect(self) -> None:
+        """Prepare the transfer again, after ranks were restarted."""
+        self._senders = _senders(self._trainers, self._config, self._timeout_s)
+
+    def _transfer(self) -> None:
+        """Load the present version into all engines and leave the devices to them."""
         if self._is_staged:
-            self.receive(version)
+            self.receive(self._version)
             self._trainers.offload()
             self._engines.onload(before_loading=True)
             self.apply()
         else:
             self._engines.onload(before_loading=True)
-            self._run("load_weights", version)
+            self._run("load_weights", self._version)
             self._trainers.offload()
 
     def publish(self, version: int) -> None:
@@ -103,7 +119,8 @@ class WeightTransfer(ABC):
         sending, stages = self._send(version)
         offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
         receiving = self._engines.workers.begin(method, offer)
-        sent, received = wait_together([(self._ranks, sending), (self._engines.workers, receiving)])
+        # The watch of the engines also sees the deaths of ranks.
+        received, sent = wait_together([(self._engines.workers, receiving), (self._ranks, sending)])
         self._sent_digests = self._digests(sent)
         if method == "load_weights":
             self._verify(self._sent_digests, received)
@@ -175,8 +192,7 @@ def connect(
         MsrlError: `rollout.weights.transfer` is shared_memory, but the workers are on several
             machines.
     """
-    addresses = trainers.workers.call("connect_weights", config.bucket_bytes, timeout_s)
-    senders = {rank: address for rank, address in enumerate(addresses) if address is not None}
+    senders = _senders(trainers, config, timeout_s)
     machines = {sender.channel.machine for sender in senders.values()}
     machines |= set(engines.workers.call("machine"))
     if config.transfer == "shared_memory" and len(machines) > 1:
@@ -187,3 +203,11 @@ def connect(
     uses_memory = config.transfer != "ray" and len(machines) == 1
     way = SharedMemoryTransfer if uses_memory else RayTransfer
     return way(trainers, engines, senders, config, timeout_s, is_staged=is_staged)
+
+
+def _senders(
+    trainers: TrainerGroup, config: WeightsConfig, timeout_s: float
+) -> dict[int, SenderAddress]:
+    """Prepare the ranks that send weights, and return their addresses by rank."""
+    addresses = trainers.workers.call("connect_weights", config.bucket_bytes, timeout_s)
+    return {rank: address for rank, address in enumerate(addresses) if address is not None}

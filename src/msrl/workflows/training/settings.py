@@ -113,21 +113,18 @@ def rank_settings(
     plan: RunPlan,
     platform: str,
     *,
-    resume: SavedTraining | None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks.
+    """Return the settings of the training ranks of a new training.
 
     `reward_models` are those that the ranks hold, by the names of their sources. Models with
-    separate devices are not on these ranks.
+    separate devices are not on these ranks. A rank that resumes replaces the policy's weights by
+    those of the checkpoint.
     """
-    has_adapters = plan.train.lora.rank is not None
     has_reward_models = plan.separate_model("reward") is None
     return replace(
         _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none),
-        policy=_policy_settings(
-            plan, None if has_adapters else resume
-        ),  # a checkpoint of adapters has no other weights
+        policy=_policy_settings(plan),
         reference=_shared_reference(plan),
         critic=_critic_settings(plan),
         reward_models=_reward_settings(plan, reward_models) if has_reward_models else {},
@@ -174,12 +171,11 @@ def _offload(plan: RunPlan, role: str) -> OffloadConfig:
     return plan.train.offload if plan.separate_model(role) is None else OffloadConfig()
 
 
-def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or the configured model."""
+def _policy_settings(plan: RunPlan) -> ReplicaSettings:
+    """Return the settings of the policy, which starts from the configured model."""
     train = plan.train
     return ReplicaSettings(
-        model=weights.root.absolute() if weights else plan.model.weights,
-        iteration=weights.step if weights else None,
+        model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
         freeze=train.freeze,

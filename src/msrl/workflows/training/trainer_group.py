@@ -47,6 +47,15 @@ class TrainerGroup:
         self.dp_size = 1 + max(position.dp_rank for position in self._positions)
         return started[0][1]
 
+    def end(self) -> None:
+        """End all ranks at once, also ones that hang. Only `restart` may follow."""
+        self._workers.end()
+
+    def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
+        """Replace all ranks by new ones and load the models as `start` does."""
+        self._workers.restart()
+        return self.start(resume, saves)
+
     def close(self) -> None:
         """Release the models and leave the process groups on all ranks."""
         self._workers.call("close")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
@@ -89,7 +90,8 @@ class AsyncRollouts:
             self._condition.notify_all()
         for thread in self._threads:
             thread.join(_END_S)
-        if error is None:
+        # After the loss of a worker, the run may be repeated with the engines that remain.
+        with nullcontext() if error is None else suppress(MsrlError, ProcessFailedError):
             self._engines.stop()
 
     def state(self) -> dict[str, Any]:
