@@ -300,8 +300,10 @@ class AsyncRollouts:
 
     def _next_requests(self) -> tuple[list[GroupRequest], list[str]]:
         """Return the requests to send and the keys to abort."""
-        requests, self._direct = self._direct, []
         aborted, self._aborted = self._aborted, []
+        if self._dispatcher.version == NO_WEIGHTS:
+            return [], aborted  # of an engine that was restarted
+        requests, self._direct = self._direct, []
         for ticket in self._buffer.issue(self._dispatcher.version):
             self._tickets[_key(ticket)] = ticket
             requests.append(self._prompts.request(ticket.number, _key(ticket)))
