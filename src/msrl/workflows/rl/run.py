@@ -152,7 +152,9 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
         )
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
-    rollouts = AsyncRollouts(job, LoopingEngines(workers.engines.workers), workers.scorer, state)
+    engines = LoopingEngines(workers.engines.workers, workers.engines.restart_lost)
+    publish = workers.weights.publish
+    rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
     rollout_log = _rollout_log(job, session)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
@@ -168,7 +170,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             empty_steps = _count_empty(prepared, empty_steps)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                workers.weights.publish(step + 1)
+                rollouts.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
