@@ -180,6 +180,10 @@ class VllmEngine:
             finally:
                 channel.close()
 
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of vLLM's workers and return the result of each."""
+        return self._llm.collective_rpc(method, args=arguments)
+
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 
@@ -341,6 +345,10 @@ def _arguments(
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
+    if settings.weight_backend is not None:
+        from vllm.config import WeightTransferConfig
+
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=settings.weight_backend)
     if settings.engine.tp > 1:
         # Inside a Ray actor, vLLM's default is Ray.
         arguments["distributed_executor_backend"] = "mp"

@@ -15,7 +15,6 @@ from msrl.models.shape import Shape
 from msrl.rollout.weights.buckets import Bucket, Chunk
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -53,7 +52,7 @@ class Assembler:
                         f"weights: {chunk.name} is of version {bucket.version}, but version "
                         f"{version} is expected."
                     )
-                yield from self._add(chunk, chunk.rows(bucket.content))
+                yield from self.add(chunk, chunk.rows(bucket.content))
         self._check_complete(version)
 
     def _check_complete(self, version: int) -> None:
@@ -64,8 +63,8 @@ class Assembler:
                 f"first is {incomplete[0]}."
             )
 
-    def _add(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copy rows of a shard into its tensors; yield those that are complete now."""
+    def add(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Copy rows of a shard into its tensors, on their device; yield those that are complete."""
         rule = self._rules.get(chunk.name) or _complete_tensor(chunk)
         self._copy(rule, chunk, rows)
         total = chunk.shape[0] * chunk.count
@@ -78,7 +77,7 @@ class Assembler:
 
     def _copy(self, rule: Rule, chunk: Chunk, rows: Tensor) -> None:
         tensors = [
-            self._tensor(name, shape, rows.dtype)
+            self._tensor(name, shape, rows)
             for name, shape in zip(rule.hf, rule.shapes, strict=True)
         ]
         padded = chunk.shape[0] * chunk.count
@@ -90,16 +89,14 @@ class Assembler:
                 piece[first - begin : last - begin].copy_(source)
             begin += len(piece)
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the memory of a tensor, or of an entry of a stack."""
-        import torch
-
+    def _tensor(self, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+        """Return the memory of a tensor, or of an entry of a stack: on the device of `rows`."""
         file_name, number = split_entry(name) or (name, None)
         if file_name not in self._tensors:
             stack = () if number is None else (self._stacks[file_name],)
             target, used = (*stack, *shape), self._memory.get(file_name)
-            fits = used is not None and (used.shape, used.dtype) == (target, dtype)
-            self._tensors[file_name] = used if fits else torch.empty(target, dtype=dtype)
+            fits = used is not None and (used.shape, used.dtype) == (target, rows.dtype)
+            self._tensors[file_name] = used if fits else rows.new_empty(target)
         tensor = self._tensors[file_name]
         return tensor if number is None else tensor[number]
 

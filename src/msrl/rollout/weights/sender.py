@@ -86,6 +86,14 @@ def restore(stored: StoredBucket) -> Bucket:
     return Bucket(version, chunks, as_tensor(content))
 
 
+def digest_parts(weights: Iterable[tuple[StageTensor, Tensor]]) -> Digests:
+    """Return the parts of the digests that a rank's shards contribute."""
+    digests = dict[str, TensorDigest]()
+    for _ in _shards(weights, digests):
+        pass
+    return digests
+
+
 def _shards(
     weights: Iterable[tuple[StageTensor, Tensor]], digests: dict[str, TensorDigest] | None
 ) -> Iterator[Shard]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
@@ -227,7 +228,8 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> Weight
         engines,
         job.config.rollout.weights,
         job.config.cluster.rpc_timeout_s,
-        is_staged=not shares_main_memory,
+        processes_per_engine=job.config.rollout.engine.tp,
+        shares_main_memory=shares_main_memory,
     )
     weights.update(job.start_step)
     return weights
@@ -275,4 +277,6 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
         max_model_len=plan.max_model_len,
         random_weights=True,
     )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
+    way = plan.config.rollout.weights.transfer
+    weight_backend = way if way in DEVICE_WAYS else None
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir, weight_backend=weight_backend)

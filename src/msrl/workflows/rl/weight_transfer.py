@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msrl.config.sections.rollout import WeightsConfig
+from msrl.config.sections.rollout import COLOCATED_WAYS, DEVICE_WAYS, WeightsConfig
 from msrl.errors import MsrlError
+from msrl.rollout.weights.digest import Digests
 from msrl.rollout.weights.verification import check_digests
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.weight_offer import WeightOffer
-from msrl.workflows.training.train_worker import SenderAddress
+from msrl.workflows.training.train_worker import DeviceGroup, SenderAddress
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers, wait_together
@@ -28,62 +29,22 @@ class WeightTransfer(ABC):
     Args:
         trainers: Ranks that hold the weights.
         engines: Engines that load them.
-        senders: Address of each sender by rank.
         config: Settings of the transfer.
-        timeout_s: Longest time of a call in seconds.
-        is_staged: Hold the weights in main memory until the ranks have released the devices.
     """
 
-    def __init__(
-        self,
-        trainers: TrainerGroup,
-        engines: EngineGroup,
-        senders: Mapping[int, SenderAddress],
-        config: WeightsConfig,
-        timeout_s: float,
-        *,
-        is_staged: bool,
-    ) -> None:
-        self._trainers, self._engines, self._senders = trainers, engines, senders
-        self._config, self._timeout_s, self._is_staged = config, timeout_s, is_staged
+    def __init__(self, trainers: TrainerGroup, engines: EngineGroup, config: WeightsConfig) -> None:
+        self._trainers, self._engines, self._config = trainers, engines, config
         self._must_verify = config.verify != "never"
 
+    @abstractmethod
     def update(self, version: int) -> None:
         """Load the ranks' weights into all engines and leave the devices to the engines.
 
         Raises:
             VerificationError: A tensor is missing, of another version or different.
         """
-        if self._is_staged:
-            self.receive(version)
-            self._trainers.offload()
-            self._engines.onload()
-            self.apply()
-        else:
-            self._engines.onload()
-            self._run("load_weights", version)
-            self._trainers.offload()
 
-    def receive(self, version: int) -> None:
-        """Let all engines receive the ranks' weights and hold them until `apply`."""
-        self._run("receive_weights", version)
-
-    def apply(self) -> None:
-        """Load the weights that the engines hold."""
-        received = self._engines.workers.call("apply_weights")
-        self._verify(self._sent_digests, received)
-
-    def _run(self, method: str, version: int) -> None:
-        """Send a version and call this method of all engines at the same time."""
-        sending, stages = self._send(version)
-        offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
-        receiving = self._engines.workers.begin(method, offer)
-        sent, received = wait_together([(self._ranks, sending), (self._engines.workers, receiving)])
-        self._sent_digests = self._digests(sent)
-        if method == "load_weights":
-            self._verify(self._sent_digests, received)
-
-    def _verify(self, sent: Sequence[Any], received: Sequence[Any]) -> None:
+    def _verify(self, sent: Sequence[Digests], received: Sequence[Sequence[Digests]]) -> None:
         if self._must_verify:
             check_digests(sent, received)
             self._must_verify = self._config.verify == "every"
@@ -94,12 +55,69 @@ class WeightTransfer(ABC):
         assert isinstance(ranks, RayWorkers)
         return ranks
 
+
+class HostTransfer(WeightTransfer):
+    """Way through main memory.
+
+    Args:
+        trainers: Ranks that hold the weights.
+        engines: Engines that load them.
+        config: Settings of the transfer.
+        senders: Address of each sender by rank.
+        timeout_s: Longest time to wait for a sender, in seconds.
+        is_staged: Hold the weights in main memory until the ranks have released the devices.
+    """
+
+    def __init__(
+        self,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        config: WeightsConfig,
+        senders: Mapping[int, SenderAddress],
+        timeout_s: float,
+        *,
+        is_staged: bool,
+    ) -> None:
+        super().__init__(trainers, engines, config)
+        self._senders, self._timeout_s, self._is_staged = senders, timeout_s, is_staged
+        self._sent_digests: list[Digests] = []
+
+    def update(self, version: int) -> None:
+        """Load the ranks' weights into all engines and leave the devices to the engines."""
+        if self._is_staged:
+            self.receive(version)
+            self._trainers.offload()
+            self._engines.onload()
+            self.apply()
+        else:
+            self._engines.onload()
+            received = self._run("load_weights", version)
+            self._verify(self._sent_digests, received)
+            self._trainers.offload()
+
+    def receive(self, version: int) -> None:
+        """Let all engines receive the ranks' weights and hold them until `apply`."""
+        self._run("receive_weights", version)
+
+    def apply(self) -> None:
+        """Load the weights that the engines hold."""
+        self._verify(self._sent_digests, self._engines.workers.call("apply_weights"))
+
+    def _run(self, method: str, version: int) -> list[Any]:
+        """Send a version and call this method of all engines at the same time."""
+        sending, stages = self._send(version)
+        offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
+        receiving = self._engines.workers.begin(method, offer)
+        sent, received = wait_together([(self._ranks, sending), (self._engines.workers, receiving)])
+        self._sent_digests = self._digests(sent)
+        return received
+
     @abstractmethod
     def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
         """Begin to send a version; return the calls and what engines receive it from, by stage."""
 
     @abstractmethod
-    def _digests(self, sent: Sequence[Any]) -> list[Any]:
+    def _digests(self, sent: Sequence[Any]) -> list[Digests]:
         """Return the digests in the results of the calls that sent a version."""
 
     def _by_stage(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], ...]:
@@ -110,7 +128,7 @@ class WeightTransfer(ABC):
         return tuple(tuple(stages[stage]) for stage in sorted(stages))
 
 
-class SharedMemoryTransfer(WeightTransfer):
+class SharedMemoryTransfer(HostTransfer):
     """Through memory that the processes of one machine share: two buckets per sender."""
 
     def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
@@ -119,11 +137,11 @@ class SharedMemoryTransfer(WeightTransfer):
         channels = {rank: sender.channel for rank, sender in self._senders.items()}
         return calls, self._by_stage(channels)
 
-    def _digests(self, sent: Sequence[Any]) -> list[Any]:
+    def _digests(self, sent: Sequence[Any]) -> list[Digests]:
         return list(sent)
 
 
-class RayTransfer(WeightTransfer):
+class RayTransfer(HostTransfer):
     """Through Ray's object store, which holds one copy of the model in buckets."""
 
     def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
@@ -132,8 +150,24 @@ class RayTransfer(WeightTransfer):
         stored = [references for references, _ in self._ranks.wait(calls)]
         return calls, self._by_stage(dict(zip(self._senders, stored, strict=True)))
 
-    def _digests(self, sent: Sequence[Any]) -> list[Any]:
+    def _digests(self, sent: Sequence[Any]) -> list[Digests]:
         return [digests for _, digests in sent]
+
+
+class DeviceTransfer(WeightTransfer):
+    """From device to device with vLLM's weight transfer engines. Not run on a device yet."""
+
+    def update(self, version: int) -> None:
+        """Load the ranks' weights into all engines, while both hold their devices' memory."""
+        engines = self._engines.workers
+        self._engines.onload()
+        if self._must_verify:
+            engines.call("begin_digests")
+        sent = self._ranks.call("send_to_devices", self._must_verify)
+        self._engines.forget_prompts()
+        if self._must_verify:
+            self._verify(sent, engines.call("end_digests"))
+        self._trainers.offload()
 
 
 def connect(
@@ -142,14 +176,55 @@ def connect(
     config: WeightsConfig,
     timeout_s: float,
     *,
-    is_staged: bool,
+    processes_per_engine: int,
+    shares_main_memory: bool,
 ) -> WeightTransfer:
     """Return the configured way from the ranks to the engines, which have started.
 
+    Args:
+        trainers: Ranks that hold the weights.
+        engines: Engines that load them.
+        config: Settings of the transfer.
+        timeout_s: Longest time of a call in seconds.
+        processes_per_engine: Number of processes of an engine.
+        shares_main_memory: Whether the platform's devices have no memory of their own.
+
     Raises:
-        MsrlError: `rollout.weights.transfer` is shared_memory, but the workers are on several
-            machines.
+        MsrlError: The workers are not where the configured way needs them.
     """
+    if config.transfer in DEVICE_WAYS:
+        if shares_main_memory:
+            raise MsrlError(
+                f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
+            )
+        return _connect_devices(trainers, engines, config, processes_per_engine)
+    return _connect_host(trainers, engines, config, timeout_s, is_staged=not shares_main_memory)
+
+
+def _connect_devices(
+    trainers: TrainerGroup, engines: EngineGroup, config: WeightsConfig, processes_per_engine: int
+) -> DeviceTransfer:
+    (address,) = trainers.workers.call_each("free_address", {0: ()})
+    group = DeviceGroup(
+        config.transfer,
+        address,
+        engines.workers.actors,
+        processes_per_engine,
+        config.bucket_bytes,
+        is_colocated=config.transfer in COLOCATED_WAYS,
+    )
+    trainers.workers.call("connect_devices", group)
+    return DeviceTransfer(trainers, engines, config)
+
+
+def _connect_host(
+    trainers: TrainerGroup,
+    engines: EngineGroup,
+    config: WeightsConfig,
+    timeout_s: float,
+    *,
+    is_staged: bool,
+) -> HostTransfer:
     addresses = trainers.workers.call("connect_weights", config.bucket_bytes, timeout_s)
     senders = {rank: address for rank, address in enumerate(addresses) if address is not None}
     machines = {sender.channel.machine for sender in senders.values()}
@@ -161,4 +236,4 @@ def connect(
         )
     uses_memory = config.transfer != "ray" and len(machines) == 1
     way = SharedMemoryTransfer if uses_memory else RayTransfer
-    return way(trainers, engines, senders, config, timeout_s, is_staged=is_staged)
+    return way(trainers, engines, config, senders, timeout_s, is_staged=is_staged)
