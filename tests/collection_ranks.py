@@ -11,7 +11,7 @@ import torch.distributed as dist
 from msrl.checkpoint.source import open_weights
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.stages import distinct_tensors
-from msrl.rollout.weights.collection import RankModel, collect
+from msrl.rollout.weights.collection import ShardedModel, collect
 
 
 def run(rank: int, world_size: int, model: str, layout: ParallelLayout, results: str) -> None:
@@ -27,7 +27,7 @@ def run(rank: int, world_size: int, model: str, layout: ParallelLayout, results:
         (placed, local[placed.name])
         for placed in distinct_tensors(source.shape, layout, stage, stage_rank)
     ]
-    rank_model = RankModel(source.shape, layout, torch.float32, torch.device("cpu"))
+    rank_model = ShardedModel(source.shape, layout, torch.float32, torch.device("cpu"))
     collected: list[dict[str, Any]] = [
         dict(collect(rank_model, own, everywhere=everywhere)) for everywhere in (False, True)
     ]

@@ -12,7 +12,7 @@ from msrl.models.entries import split_entry, stack_sizes
 from msrl.models.families import all_rules
 from msrl.models.rules import Replicated, Rule
 from msrl.models.shape import Shape
-from msrl.rollout.weights.buckets import Bucket, Chunk
+from msrl.rollout.weights.buckets import Bucket, ShardRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class Assembler:
                 f"first is {incomplete[0]}."
             )
 
-    def add(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def add(self, chunk: ShardRows, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Copy rows of a shard into its tensors, on their device; yield those that are complete."""
         rule = self._rules.get(chunk.name) or _complete_tensor(chunk)
         self._copy(rule, chunk, rows)
@@ -75,7 +75,7 @@ class Assembler:
             for name in rule.hf:
                 yield from self._completed(name)
 
-    def _copy(self, rule: Rule, chunk: Chunk, rows: Tensor) -> None:
+    def _copy(self, rule: Rule, chunk: ShardRows, rows: Tensor) -> None:
         tensors = [
             self._tensor(name, shape, rows)
             for name, shape in zip(rule.hf, rule.shapes, strict=True)
@@ -111,6 +111,6 @@ class Assembler:
         yield file_name, self._tensors.pop(file_name)
 
 
-def _complete_tensor(chunk: Chunk) -> Rule:
+def _complete_tensor(chunk: ShardRows) -> Rule:
     """Return the rule of a tensor that is sent under its Hugging Face name."""
     return Rule(chunk.name, (chunk.name,), Replicated(), (chunk.shape,))

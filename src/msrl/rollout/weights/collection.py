@@ -16,7 +16,7 @@ from msrl.models.rules import Replicated
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, distinct_tensors
 from msrl.rollout.weights.assembly import Assembler
-from msrl.rollout.weights.buckets import Chunk
+from msrl.rollout.weights.buckets import ShardRows
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankModel:
+class ShardedModel:
     """Model of a training rank: its shape and layout, and the dtype and device of its weights."""
 
     shape: Shape
@@ -34,7 +34,7 @@ class RankModel:
 
 
 def collect(
-    model: RankModel, weights: Iterable[tuple[StageTensor, Tensor]], *, everywhere: bool
+    model: ShardedModel, weights: Iterable[tuple[StageTensor, Tensor]], *, everywhere: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights under their Hugging Face names on rank 0, or on all ranks.
 
@@ -64,7 +64,7 @@ def collect(
             yield from assembler.add(_chunk(placed, shard), shard)
 
 
-def _order(model: RankModel, world_size: int) -> list[tuple[int, StageTensor]]:
+def _order(model: ShardedModel, world_size: int) -> list[tuple[int, StageTensor]]:
     """Return the owner of each shard, shards of the same tensor after each other."""
     numbers = {rule.mcore: number for number, rule in enumerate(all_rules(model.shape))}
     per_stage = world_size // model.layout.pp
@@ -77,7 +77,7 @@ def _order(model: RankModel, world_size: int) -> list[tuple[int, StageTensor]]:
     return [(rank, placed) for _, _, rank, placed in sorted(owned, key=lambda each: each[:3])]
 
 
-def _empty(model: RankModel, placed: StageTensor) -> Tensor:
+def _empty(model: ShardedModel, placed: StageTensor) -> Tensor:
     """Return memory for the shard of another rank."""
     import torch
 
@@ -90,9 +90,9 @@ def _empty(model: RankModel, placed: StageTensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=model.device)
 
 
-def _chunk(placed: StageTensor, shard: Tensor) -> Chunk:
+def _chunk(placed: StageTensor, shard: Tensor) -> ShardRows:
     """Return the description of all rows of a shard."""
     count = 1 if isinstance(placed.layout, Replicated) else placed.num_shards
     dtype = str(shard.dtype).removeprefix("torch.")
     shape = tuple(shard.shape)
-    return Chunk(placed.rule.mcore, placed.shard, count, dtype, shape, 0, len(shard), 0)
+    return ShardRows(placed.rule.mcore, placed.shard, count, dtype, shape, 0, len(shard), 0)

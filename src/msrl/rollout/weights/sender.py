@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.models.rules import Replicated
 from msrl.models.stages import StageTensor
-from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Chunk, Shard, as_tensor, pack
+from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Shard, ShardRows, as_tensor, pack
 from msrl.rollout.weights.channel import ChannelAddress, WeightChannel
 from msrl.rollout.weights.digest import Digests, TensorDigest, shard_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-StoredBucket = tuple[int, tuple[Chunk, ...], Any]
+StoredBucket = tuple[int, tuple[ShardRows, ...], Any]
 """Version, chunks and bytes of a bucket.
 
 The bytes are a NumPy array, which Ray stores as it is. For a torch tensor, it would serialize the

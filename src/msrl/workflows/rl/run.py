@@ -7,12 +7,14 @@ the policy on packed micro-batches (`update.py`), and sends the new weights to t
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.cluster.placement import Placement
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.plan.run_plan import RunPlan
@@ -230,9 +232,18 @@ def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> Weight
         job.config.cluster.rpc_timeout_s,
         processes_per_engine=job.config.rollout.engine.tp,
         shares_main_memory=shares_main_memory,
+        shares_devices=_shares_devices(job.placement),
     )
     weights.update(job.start_step)
     return weights
+
+
+def _shares_devices(placement: Placement) -> bool:
+    """Return True if an engine uses a device of a training rank."""
+    devices = defaultdict[str, set[tuple[int, int]]](set)
+    for worker in placement.assignments:
+        devices[worker.role] |= {(worker.node, bundle) for bundle in worker.bundle_indices}
+    return bool(devices["actor"] & devices["rollout"])
 
 
 def _rank_scores(

@@ -178,6 +178,7 @@ def connect(
     *,
     processes_per_engine: int,
     shares_main_memory: bool,
+    shares_devices: bool,
 ) -> WeightTransfer:
     """Return the configured way from the ranks to the engines, which have started.
 
@@ -187,7 +188,8 @@ def connect(
         config: Settings of the transfer.
         timeout_s: Longest time of a call in seconds.
         processes_per_engine: Number of processes of an engine.
-        shares_main_memory: Whether the platform's devices have no memory of their own.
+        shares_main_memory: Whether the platform's devices use main memory.
+        shares_devices: Whether engines use devices of the ranks.
 
     Raises:
         MsrlError: The workers are not where the configured way needs them.
@@ -196,6 +198,12 @@ def connect(
         if shares_main_memory:
             raise MsrlError(
                 f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
+            )
+        if shares_devices != (config.transfer in COLOCATED_WAYS):
+            relation = "share devices" if shares_devices else "are on separate devices"
+            raise MsrlError(
+                f"rollout.weights.transfer={config.transfer}: ranks and engines {relation}. Set it "
+                "to auto."
             )
         return _connect_devices(trainers, engines, config, processes_per_engine)
     return _connect_host(trainers, engines, config, timeout_s, is_staged=not shares_main_memory)

@@ -232,12 +232,12 @@ class TrainWorker:
 
     def _collected(self, *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights on rank 0 or everywhere; all ranks must call it."""
-        from msrl.rollout.weights.collection import RankModel, collect
+        from msrl.rollout.weights.collection import ShardedModel, collect
         from msrl.trainer.weights import local_shards
 
         policy = self._training_rank.policy
         position = policy.position
-        model = RankModel(policy.shape, position.layout, position.dtype, position.device)
+        model = ShardedModel(policy.shape, position.layout, position.dtype, position.device)
         return collect(model, local_shards(policy), everywhere=everywhere)
 
     def offload(self) -> None:
