@@ -118,7 +118,7 @@ def test_shards_of_all_ranks_assemble_to_the_weights_and_their_digests(
         assert torch.equal(tensors[name], tensor), name
     digests = digests_of_files(source, files)
     assert add_digests(parts) == digests
-    check_digests(parts, [[digests_of_files(source, tensors)]])
+    check_digests(parts, {0: [digests_of_files(source, tensors)]})
     content_sizes = {len(bucket[2]) for ranks in stages for rank in ranks for bucket in rank}
     assert max(content_sizes) <= BUCKET_BYTES
 
@@ -189,7 +189,7 @@ def test_a_corrupted_tensor_is_named(source: WeightSource) -> None:
     names = differences(add_digests(parts), received)
     assert len(names) == 1
     with pytest.raises(VerificationError, match=mentions(names[0], "engine 1", "differs")):
-        check_digests(parts, [[], [received]])
+        check_digests(parts, {0: [], 1: [received]})
 
 
 def test_a_row_that_is_larger_than_a_bucket_is_refused() -> None:

@@ -81,3 +81,9 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             "rollout.weights.transfer",
             "needs an accelerator, but cluster.platform is cpu. Set it to auto.",
         )
+    if config.rollout.weights.transfer in DEVICE_WAYS and config.rollout.asynchronous.is_on:
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            "cannot send weights to engines that generate, as rollout.async requires. Set it to "
+            "auto.",
+        )

@@ -95,8 +95,9 @@ class Assembler:
         if file_name not in self._tensors:
             stack = () if number is None else (self._stacks[file_name],)
             target, used = (*stack, *shape), self._memory.get(file_name)
-            fits = used is not None and (used.shape, used.dtype) == (target, rows.dtype)
-            self._tensors[file_name] = used if fits else rows.new_empty(target)
+            if used is None or (used.shape, used.dtype) != (target, rows.dtype):
+                used = rows.new_empty(target)
+            self._tensors[file_name] = used
         tensor = self._tensors[file_name]
         return tensor if number is None else tensor[number]
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msrl.errors import VerificationError
 from msrl.rollout.weights.digest import Digests, add_digests, differences
 
 
-def check_digests(sent: Iterable[Digests], received: Sequence[Sequence[Digests]]) -> None:
+def check_digests(sent: Iterable[Digests], received: Mapping[int, Sequence[Digests]]) -> None:
     """Compare digests of a version.
 
     Args:
         sent: The part of each sender.
-        received: The digests of each engine, one of each of its processes.
+        received: The digests by engine, one of each of its processes.
 
     Raises:
         VerificationError: A tensor differs. The message names the first one.
     """
     expected = add_digests(sent)
-    for engine, tables in enumerate(received):
+    for engine, tables in received.items():
         for actual in tables:
             names = differences(expected, actual)
             if names:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.models.families import load_shape
 from msrl.platforms import get
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
 from msrl.rollout.weights.channel import machine_id
 from msrl.rollout.weights.digest import Digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
@@ -29,6 +30,7 @@ class RolloutActor:
         self._is_offloaded = False
         self._received = dict[str, "Tensor"]()
         self._must_verify = False
+        self._digests = dict[int, Sequence[Digests]]()  # of versions that the loop has loaded
 
     def start(self) -> None:
         """Start the engine.
@@ -51,16 +53,16 @@ class RolloutActor:
         """Return a group of completions per prompt."""
         return self._engine.generate(prompts, sampling, policy_version)
 
-    def offload(self) -> None:
+    def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""
         if not self._is_offloaded:
-            self._engine.sleep()
+            self._engine.sleep(discard_weights=discard_weights)
         self._is_offloaded = True
 
-    def onload(self) -> None:
+    def onload(self, before_loading: bool) -> None:
         """Take the device's memory again, if it was released."""
         if self._is_offloaded:
-            self._engine.wake()
+            self._engine.wake(before_loading=before_loading)
         self._is_offloaded = False
 
     def forget_prompts(self) -> None:
@@ -96,3 +98,46 @@ class RolloutActor:
     def end_digests(self) -> Sequence[Digests]:
         """Return the digests since `begin_digests`, one for each process of the engine."""
         return self._engine.call_workers("end_digests")
+
+    # Asynchronous rollouts. No other method may be called between `start_loop` and `stop_loop`.
+
+    def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:
+        """Start to run the engine in a thread. Its weights have this version."""
+        self._loop = EngineLoop(
+            self._engine, version, waits_for_requests=waits_for_requests, recompute=recompute
+        )
+        self._loop.start()
+
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Pass a message to the loop and return its report, as `EngineLoop.exchange` does."""
+        return self._loop.exchange(message, timeout_s)
+
+    def update_weights(self, offer: WeightOffer) -> None:
+        """Receive weights, which the loop loads between two steps. Does not wait for that."""
+        memory, self._received = self._received, {}  # None of the versions that the loop may read
+        tensors = dict(received_tensors(offer, self._shape, memory))
+        self._loop.update(offer.version, lambda: self._load(tensors, offer))
+
+    def loaded_digests(self) -> dict[int, Sequence[Digests]]:
+        """Return the digests of the versions that the loop has loaded since the last call."""
+        digests, self._digests = self._digests, {}
+        return digests
+
+    def _load(self, tensors: dict[str, Tensor], offer: WeightOffer) -> None:
+        """Load the weights in the thread of the loop; the next version may use their memory."""
+        digests = self._engine.load_weights(tensors.items(), verify=offer.verify)
+        if offer.verify:
+            self._digests[offer.version] = digests
+        self._received = tensors
+
+    def pause_loop(self) -> None:
+        """Stop after the current step, and keep the requests."""
+        self._loop.pause()
+
+    def resume_loop(self) -> None:
+        """Continue after `pause_loop`."""
+        self._loop.resume()
+
+    def stop_loop(self) -> None:
+        """End the thread after the current step."""
+        self._loop.close()

@@ -22,6 +22,8 @@ from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers, wait_together
 
+_MAX_UNVERIFIED = 8  # versions whose digests are kept until all engines have loaded them
+
 
 class WeightTransfer(ABC):
     """Way of weights from all training ranks to all engines.
@@ -35,18 +37,42 @@ class WeightTransfer(ABC):
     def __init__(self, trainers: TrainerGroup, engines: EngineGroup, config: WeightsConfig) -> None:
         self._trainers, self._engines, self._config = trainers, engines, config
         self._must_verify = config.verify != "never"
+        self._version = 0
 
-    @abstractmethod
     def update(self, version: int) -> None:
         """Load the ranks' weights into all engines and leave the devices to the engines.
 
         Raises:
             VerificationError: A tensor is missing, of another version or different.
         """
+        self._version = version
+        self._engines.load_with(self._transfer)
+
+    def reload(self) -> None:
+        """Load the ranks' present weights again, after engines were restarted."""
+        self._engines.offload(discard_weights=True)
+        self._trainers.onload()
+        self._transfer()
+
+    @abstractmethod
+    def reconnect(self) -> None:
+        """Prepare the transfer again, after ranks were restarted."""
+
+    @abstractmethod
+    def publish(self, version: int) -> None:
+        """Let all engines receive a version while they generate. Their loops load it between steps.
+
+        Raises:
+            VerificationError: A tensor of an earlier version is missing or different.
+        """
+
+    @abstractmethod
+    def _transfer(self) -> None:
+        """Load the present version into all engines and leave the devices to them."""
 
     def _verify(self, sent: Sequence[Digests], received: Sequence[Sequence[Digests]]) -> None:
         if self._must_verify:
-            check_digests(sent, received)
+            check_digests(sent, dict(enumerate(received)))
             self._must_verify = self._config.verify == "every"
 
     @property
@@ -62,9 +88,9 @@ class HostTransfer(WeightTransfer):
     Args:
         trainers: Ranks that hold the weights.
         engines: Engines that load them.
-        config: Settings of the transfer.
         senders: Address of each sender by rank.
-        timeout_s: Longest time to wait for a sender, in seconds.
+        config: Settings of the transfer.
+        timeout_s: Longest time of a call in seconds.
         is_staged: Hold the weights in main memory until the ranks have released the devices.
     """
 
@@ -72,28 +98,52 @@ class HostTransfer(WeightTransfer):
         self,
         trainers: TrainerGroup,
         engines: EngineGroup,
-        config: WeightsConfig,
         senders: Mapping[int, SenderAddress],
+        config: WeightsConfig,
         timeout_s: float,
         *,
         is_staged: bool,
     ) -> None:
         super().__init__(trainers, engines, config)
         self._senders, self._timeout_s, self._is_staged = senders, timeout_s, is_staged
-        self._sent_digests: list[Digests] = []
+        self._unverified: dict[int, Sequence[Digests]] = {}  # digests of published versions
 
-    def update(self, version: int) -> None:
-        """Load the ranks' weights into all engines and leave the devices to the engines."""
+    def reconnect(self) -> None:
+        """Prepare the transfer again, after ranks were restarted."""
+        self._senders = _senders(self._trainers, self._config, self._timeout_s)
+
+    def _transfer(self) -> None:
+        """Load the present version into all engines and leave the devices to them."""
         if self._is_staged:
-            self.receive(version)
+            self.receive(self._version)
             self._trainers.offload()
-            self._engines.onload()
+            self._engines.onload(before_loading=True)
             self.apply()
         else:
-            self._engines.onload()
-            received = self._run("load_weights", version)
-            self._verify(self._sent_digests, received)
+            self._engines.onload(before_loading=True)
+            self._run("load_weights", self._version)
             self._trainers.offload()
+
+    def publish(self, version: int) -> None:
+        """Let all engines receive a version while they generate. Their loops load it between steps.
+
+        Raises:
+            VerificationError: A tensor of an earlier version is missing or different.
+        """
+        self._verify_published()
+        self._run("update_weights", version)
+        if self._must_verify:
+            self._unverified[version] = self._sent_digests
+
+    def _verify_published(self) -> None:
+        """Compare the digests of published versions that engines have loaded since."""
+        if not self._unverified:
+            return
+        for engine, loaded in enumerate(self._engines.workers.call("loaded_digests")):
+            for version, digests in loaded.items():
+                check_digests(self._unverified[version], {engine: digests})
+        newest = sorted(self._unverified)[-_MAX_UNVERIFIED:]  # a loop may skip versions
+        self._unverified = {version: self._unverified[version] for version in newest}
 
     def receive(self, version: int) -> None:
         """Let all engines receive the ranks' weights and hold them until `apply`."""
@@ -101,16 +151,19 @@ class HostTransfer(WeightTransfer):
 
     def apply(self) -> None:
         """Load the weights that the engines hold."""
-        self._verify(self._sent_digests, self._engines.workers.call("apply_weights"))
+        received = self._engines.workers.call("apply_weights")
+        self._verify(self._sent_digests, received)
 
-    def _run(self, method: str, version: int) -> list[Any]:
+    def _run(self, method: str, version: int) -> None:
         """Send a version and call this method of all engines at the same time."""
         sending, stages = self._send(version)
         offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
         receiving = self._engines.workers.begin(method, offer)
-        sent, received = wait_together([(self._ranks, sending), (self._engines.workers, receiving)])
+        # The watch of the engines also sees the deaths of ranks.
+        received, sent = wait_together([(self._engines.workers, receiving), (self._ranks, sending)])
         self._sent_digests = self._digests(sent)
-        return received
+        if method == "load_weights":
+            self._verify(self._sent_digests, received)
 
     @abstractmethod
     def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
@@ -155,12 +208,56 @@ class RayTransfer(HostTransfer):
 
 
 class DeviceTransfer(WeightTransfer):
-    """From device to device with vLLM's weight transfer engines. Not run on a device yet."""
+    """Way from device to device with vLLM's weight transfer engines. Not run on a device yet.
 
-    def update(self, version: int) -> None:
-        """Load the ranks' weights into all engines, while both hold their devices' memory."""
+    Args:
+        trainers: Ranks that hold the weights.
+        engines: Engines that load them.
+        config: Settings of the transfer.
+        processes_per_engine: Number of processes of an engine.
+    """
+
+    def __init__(
+        self,
+        trainers: TrainerGroup,
+        engines: EngineGroup,
+        config: WeightsConfig,
+        processes_per_engine: int,
+    ) -> None:
+        super().__init__(trainers, engines, config)
+        self._processes_per_engine = processes_per_engine
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Connect the ranks with the engines, which must hold their devices' memory."""
+        (address,) = self._ranks.call_each("free_address", {0: ()})
+        group = DeviceGroup(
+            self._config.transfer,
+            address,
+            self._engines.workers.actors,
+            self._processes_per_engine,
+            self._config.bucket_bytes,
+            is_colocated=self._config.transfer in COLOCATED_WAYS,
+        )
+        self._ranks.call("connect_devices", group)
+
+    def reload(self) -> None:
+        """Load the ranks' present weights again, after engines were restarted."""
+        self._trainers.onload()
+        self.reconnect()
+        self._transfer()
+
+    def publish(self, version: int) -> None:
+        """Refuse: vLLM's engines load weights while they receive them."""
+        raise MsrlError(
+            f"rollout.weights.transfer={self._config.transfer}: cannot send weights to engines "
+            "that generate. Set it to auto."
+        )
+
+    def _transfer(self) -> None:
+        """Load the present weights while ranks and engines hold their devices' memory."""
         engines = self._engines.workers
-        self._engines.onload()
+        self._engines.onload(before_loading=True)
         if self._must_verify:
             engines.call("begin_digests")
         sent = self._ranks.call("send_to_devices", self._must_verify)
@@ -176,6 +273,7 @@ def connect(
     config: WeightsConfig,
     timeout_s: float,
     *,
+    is_staged: bool,
     processes_per_engine: int,
     shares_main_memory: bool,
     shares_devices: bool,
@@ -187,6 +285,7 @@ def connect(
         engines: Engines that load them.
         config: Settings of the transfer.
         timeout_s: Longest time of a call in seconds.
+        is_staged: Hold weights in main memory until the ranks have released the devices.
         processes_per_engine: Number of processes of an engine.
         shares_main_memory: Whether the platform's devices use main memory.
         shares_devices: Whether engines use devices of the ranks.
@@ -194,35 +293,19 @@ def connect(
     Raises:
         MsrlError: The workers are not where the configured way needs them.
     """
-    if config.transfer in DEVICE_WAYS:
-        if shares_main_memory:
-            raise MsrlError(
-                f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
-            )
-        if shares_devices != (config.transfer in COLOCATED_WAYS):
-            relation = "share devices" if shares_devices else "are on separate devices"
-            raise MsrlError(
-                f"rollout.weights.transfer={config.transfer}: ranks and engines {relation}. Set it "
-                "to auto."
-            )
-        return _connect_devices(trainers, engines, config, processes_per_engine)
-    return _connect_host(trainers, engines, config, timeout_s, is_staged=not shares_main_memory)
-
-
-def _connect_devices(
-    trainers: TrainerGroup, engines: EngineGroup, config: WeightsConfig, processes_per_engine: int
-) -> DeviceTransfer:
-    (address,) = trainers.workers.call_each("free_address", {0: ()})
-    group = DeviceGroup(
-        config.transfer,
-        address,
-        engines.workers.actors,
-        processes_per_engine,
-        config.bucket_bytes,
-        is_colocated=config.transfer in COLOCATED_WAYS,
-    )
-    trainers.workers.call("connect_devices", group)
-    return DeviceTransfer(trainers, engines, config)
+    if config.transfer not in DEVICE_WAYS:
+        return _connect_host(trainers, engines, config, timeout_s, is_staged=is_staged)
+    if shares_main_memory:
+        raise MsrlError(
+            f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
+        )
+    if shares_devices != (config.transfer in COLOCATED_WAYS):
+        relation = "share devices" if shares_devices else "are on separate devices"
+        raise MsrlError(
+            f"rollout.weights.transfer={config.transfer}: ranks and engines {relation}. Set it to "
+            "auto."
+        )
+    return DeviceTransfer(trainers, engines, config, processes_per_engine)
 
 
 def _connect_host(
@@ -233,8 +316,7 @@ def _connect_host(
     *,
     is_staged: bool,
 ) -> HostTransfer:
-    addresses = trainers.workers.call("connect_weights", config.bucket_bytes, timeout_s)
-    senders = {rank: address for rank, address in enumerate(addresses) if address is not None}
+    senders = _senders(trainers, config, timeout_s)
     machines = {sender.channel.machine for sender in senders.values()}
     machines |= set(engines.workers.call("machine"))
     if config.transfer == "shared_memory" and len(machines) > 1:
@@ -244,4 +326,12 @@ def _connect_host(
         )
     uses_memory = config.transfer != "ray" and len(machines) == 1
     way = SharedMemoryTransfer if uses_memory else RayTransfer
-    return way(trainers, engines, config, senders, timeout_s, is_staged=is_staged)
+    return way(trainers, engines, senders, config, timeout_s, is_staged=is_staged)
+
+
+def _senders(
+    trainers: TrainerGroup, config: WeightsConfig, timeout_s: float
+) -> dict[int, SenderAddress]:
+    """Prepare the ranks that send weights, and return their addresses by rank."""
+    addresses = trainers.workers.call("connect_weights", config.bucket_bytes, timeout_s)
+    return {rank: address for rank, address in enumerate(addresses) if address is not None}

@@ -19,7 +19,7 @@ from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
-from msrl.trainer.settings import RankSettings
+from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, TokenStatistic
 
 if TYPE_CHECKING:
@@ -104,9 +104,10 @@ class TrainWorker:
         from msrl.trainer.checkpointing.saver import Saver
         from msrl.trainer.rank import TrainingRank
 
-        self._training_rank = TrainingRank(
-            self._settings, self._rank, self._world_size, init_method
-        )
+        settings = self._settings
+        if resume is not None:
+            settings = resumed_settings(settings, resume.root, resume.step)
+        self._training_rank = TrainingRank(settings, self._rank, self._world_size, init_method)
         extra = checkpoints.load_training_state(self._training_rank, resume) if resume else {}
         self._saver = Saver(
             self._training_rank, saves.root, saves.hf_dir, in_background=saves.in_background
@@ -298,14 +299,14 @@ def _call_engines(
 class TrainActor(TrainWorker):
     """Ray actor of one training rank."""
 
-    def rendezvous(self) -> str:
-        """Return the rendezvous address of the ranks.
+    def rendezvous(self, ports: Sequence[int]) -> str:
+        """Return the rendezvous address of the ranks, on one of these ports.
 
         Rank 0 reserves it until all ranks have joined.
         """
         from msrl.cluster.rendezvous import Rendezvous
 
-        self._rendezvous: Rendezvous | None = Rendezvous()
+        self._rendezvous: Rendezvous | None = Rendezvous(ports)
         return self._rendezvous.init_method
 
     def free_address(self) -> str:
