@@ -224,6 +224,11 @@ class VllmEngine:
         """Call a method of vLLM's workers and return the result of each."""
         return self._llm.collective_rpc(method, args=arguments)
 
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that vLLM's weight transfer engine has loaded."""
+        self._memory.finish_loading()
+        self.forget_prompts()
+
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 

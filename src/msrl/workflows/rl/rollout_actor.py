@@ -99,6 +99,10 @@ class RolloutActor:
         """Return the digests since `begin_digests`, one for each process of the engine."""
         return self._engine.call_workers("end_digests")
 
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that were loaded from a device."""
+        self._engine.finish_device_loading()
+
     # Asynchronous rollouts. No other method may be called between `start_loop` and `stop_loop`.
 
     def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:

@@ -261,10 +261,10 @@ class DeviceTransfer(WeightTransfer):
         if self._must_verify:
             engines.call("begin_digests")
         sent = self._ranks.call("send_to_devices", self._must_verify)
-        self._engines.forget_prompts()
         if self._must_verify:
             self._verify(sent, engines.call("end_digests"))
         self._trainers.offload()
+        engines.call("finish_device_loading")
 
 
 def connect(
