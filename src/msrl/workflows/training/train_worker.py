@@ -306,6 +306,7 @@ class TrainActor(TrainWorker):
         """
         from msrl.cluster.rendezvous import Rendezvous
 
+        self._ports = ports
         self._rendezvous: Rendezvous | None = Rendezvous(ports)
         return self._rendezvous.init_method
 
@@ -313,7 +314,7 @@ class TrainActor(TrainWorker):
         """Return host and port for the rendezvous of rank 0 with the engines."""
         from msrl.cluster.rendezvous import Rendezvous
 
-        rendezvous = Rendezvous()
+        rendezvous = Rendezvous(self._ports)
         rendezvous.close()
         return rendezvous.init_method.removeprefix("tcp://")
 
