@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Chunk, Shard, as_tensor, pack
+from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Shard, ShardRows, as_tensor, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ def receive(address: ChannelAddress, version: int, timeout_s: float) -> Iterator
         connection.send({"version": version})
         memory = connection.receive_memory()
         while (message := connection.receive()) != _END:
-            chunks = tuple([Chunk.from_json(chunk) for chunk in message["chunks"]])
+            chunks = tuple([ShardRows.from_json(chunk) for chunk in message["chunks"]])
             yield Bucket(message["version"], chunks, memory[message["begin"] : message["end"]])
             connection.send(_READ)
 

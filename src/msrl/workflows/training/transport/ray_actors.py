@@ -134,6 +134,11 @@ class RayWorkers(Workers):
         (results,) = wait_together([(self, calls)])
         return results
 
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Handles of the workers, for calls between workers."""
+        return tuple(self._actors)
+
     def labels(self, calls: Calls) -> list[str]:
         """Return the names of the workers of these calls in messages."""
         return [self._name(worker) for worker in calls.references]
