@@ -299,7 +299,7 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> None:
     at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
     pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
-    trainers.start_separate(job.plan)
+    trainers.start_separate(job.plan, job.resume)
     engines.finish_start(engines.begin_start() if pending is None else pending)
     weights = trainers.weights()
     trainers.offload()
