@@ -37,15 +37,17 @@ def main() -> int:
         return simulation.main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
+    cases = select_cases(args.names)
     try:
-        make_inputs(bench)
+        if any(case.uses_inputs for case in cases):
+            make_inputs(bench)
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2
     rows: list[str] = []
     details: list[str] = []
     failed = False
-    for case in select_cases(args.names):
+    for case in cases:
         try:
             samples = measure(case, bench, args.rounds)
         except BenchError as error:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from msrl.rollout.runtime.buffer import GroupBuffer, Ticket
 
 _NEVER = math.inf

@@ -106,7 +106,7 @@ class LocalEngines(Workers):
     def exchange(self, n: int, *arguments: Any) -> Any:
         return self.loops[n].exchange(*arguments)
 
-    def update_weights(self, n: int, version: int, *weights: Any) -> None:
+    def update_weights(self, n: int, version: int) -> None:
         def apply() -> None:
             self.engines[n].weights = version
 
@@ -134,11 +134,10 @@ class Scoring:
         return Scores(tuple(scored), {"slow/timeout": len(groups)}, ())
 
 
-class Trainers:
-    """Trainer without weights."""
-
-    def weights(self) -> Calls:
-        return Calls({0: None})
+def publish(rollouts: AsyncRollouts, version: int) -> None:
+    """Send a version to all engines."""
+    workers: Any = rollouts._engines._workers
+    workers.call("update_weights", version)
 
 
 def make_job(options: AsyncConfig, *, start_step: int = 0, timeout_s: float = 60.0) -> Any:
@@ -162,13 +161,12 @@ def train(
 ) -> list[tuple[ScoredGroup, ...]]:
     """Take the batch of each step and publish a version after it; return the batches."""
     batches = list[tuple[ScoredGroup, ...]]()
-    trainers: Any = Trainers()
     for step in steps:
         batch = rollouts.take(step, Clock())
         assert set(batch.metrics) >= {"rollout/staleness_max", "perf/engine_idle"}
         batches.append(batch.train_groups)
         time.sleep(update_s)
-        rollouts.publish(trainers, step + 1)
+        publish(rollouts, step + 1)
     return batches
 
 
@@ -272,12 +270,11 @@ def test_an_evaluation_samples_one_version_and_changes_no_rollout() -> None:
     options = AsyncConfig(max_staleness=1)
     prompts = [Prompt(50 + n, np.arange(5)) for n in range(4)]
     sampling = SamplingParams(max_tokens=5, num_samples=3, seed=9)
-    trainers: Any = Trainers()
     with make_rollouts(options) as rollouts:
         batches = list[tuple[ScoredGroup, ...]]()
         for step in range(STEPS):
             batches.append(rollouts.take(step, Clock()).train_groups)
-            rollouts.publish(trainers, step + 1)
+            publish(rollouts, step + 1)
             groups = rollouts.generate(prompts, sampling, step + 1)
             assert [group.prompt.index for group in groups] == [50, 51, 52, 53]
             completions = [item for group in groups for item in group.completions]
@@ -328,11 +325,11 @@ def test_the_failure_of_an_engine_ends_the_wait() -> None:
 
 def test_failed_rewards_are_counted_once() -> None:
     with make_rollouts(AsyncConfig(max_staleness=1)) as rollouts:
-        counts, trainers = 0, Trainers()
+        counts = 0
         for step in range(STEPS):
             batch = rollouts.take(step, Clock())
             counts += batch.scores.failures.get("slow/timeout", 0)
-            rollouts.publish(trainers, step + 1)  # type: ignore[arg-type]
+            publish(rollouts, step + 1)
     assert counts == STEPS * BATCH
 
 

@@ -182,6 +182,18 @@ def test_a_paused_loop_keeps_its_requests_and_continues_with_new_weights() -> No
     loop.close()
 
 
+def test_a_closed_loop_leaves_no_request_in_the_engine() -> None:
+    engine = ScriptedEngine()
+    loop = EngineLoop(engine, version=0)
+    loop.start()
+    peek(loop, group_request(0), group_request(1))
+    engine.allow(1)
+    wait_until(lambda: sum(peek(loop).progress.values()) == 4)
+    engine.allow(1)  # for the step that is waiting already
+    loop.close()
+    assert not engine.remaining
+
+
 def test_a_failure_of_the_engine_is_raised_by_the_next_call() -> None:
     engine = ScriptedEngine()
     loop = EngineLoop(engine, version=0)

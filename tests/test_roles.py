@@ -203,7 +203,7 @@ def test_a_reference_is_the_initial_policy_or_has_its_own_folder(folder: Path) -
         resolved_plan(KL).reference == resolved_plan(KL).policy
     )
     plan_with_load = resolved_plan(KL, "cluster.roles.reference.load=teacher")
-    settings = rank_settings(plan_with_load, "cpu", resume=None)
+    settings = rank_settings(plan_with_load, "cpu")
     assert settings.reference is not None
     assert settings.reference.model == (folder / "teacher").absolute()
     assert (folder / "teacher").absolute() in loaded_models(plan_with_load, None)
@@ -220,9 +220,9 @@ def test_a_reference_checkpoint_without_a_config_uses_that_of_the_policy(folder:
 
 def test_with_adapters_a_reference_with_its_own_folder_is_a_replica(folder: Path) -> None:
     lora = ("train.lora.rank=4", KL)
-    assert rank_settings(resolved_plan(*lora), "cpu", resume=None).reference is None
+    assert rank_settings(resolved_plan(*lora), "cpu").reference is None
     sets = (*lora, "cluster.roles.reference.load=model")
-    assert rank_settings(resolved_plan(*sets), "cpu", resume=None).reference is not None
+    assert rank_settings(resolved_plan(*sets), "cpu").reference is not None
 
 
 def test_a_model_on_separate_devices_has_its_own_layout_and_is_not_offloaded(folder: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_model_on_separate_devices_has_its_own_layout_and_is_not_offloaded(fol
     )
     run = resolved_plan(*sets)
     models = {"judge": folder / "judge"}
-    shared = rank_settings(run, "cpu", resume=None, reward_models=models)
+    shared = rank_settings(run, "cpu", reward_models=models)
     assert shared.reference is None and shared.reward_models == {}
     reference, reward = run.separate_model("reference"), run.separate_model("reward")
     assert reference is not None and reward is not None and reference.micro_batch == 8
@@ -268,7 +268,7 @@ def test_a_critic_on_separate_devices_has_its_layout_and_is_not_on_the_training_
 ) -> None:
     sets = ("algo.preset=ppo", "cluster.roles.critic.devices=2", "cluster.roles.critic.load=judge")
     run = resolved_plan(*sets, "cluster.roles.critic.parallel.tp=2")
-    assert rank_settings(run, "cpu", resume=None).critic is None
+    assert rank_settings(run, "cpu").critic is None
     model = run.separate_model("critic")
     assert model is not None
     settings = separate_rank_settings(run, "cpu", model, {})

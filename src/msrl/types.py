@@ -180,8 +180,15 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
+    """Completions of one prompt with their rewards.
+
+    `greedy` is a group of one greedy completion of the prompt, if the advantage estimator compares
+    with it.
+    """
+
     rollout: RolloutGroup
     rewards: tuple[Reward, ...]
+    greedy: ScoredGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

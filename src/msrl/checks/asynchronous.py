@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
 from msrl.config.sections.rollout import AsyncConfig
-from msrl.plan.derived import num_separate_devices, updates_per_step
+from msrl.plan.derived import needs_greedy, num_separate_devices, updates_per_step
 from msrl.registry import LOSSES
 from msrl.registry.declarations import declaration
 from msrl.rewards.sources import Source
@@ -95,6 +95,12 @@ def _check_unsupported(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "rollout.filter.refill",
             "is not supported with rollout.async.max_staleness above 0 yet. Set it to false.",
+        )
+    if needs_greedy(config):
+        yield resolved.mistake(
+            "algo.advantage.estimator",
+            "needs greedy completions, which are not supported with "
+            "rollout.async.max_staleness above 0 yet. Choose another estimator.",
         )
     for number, section in enumerate(config.reward.sources):
         source = Source.of(section)

@@ -12,6 +12,7 @@ from msrl.checks.inputs import (
     check_required,
     check_template,
 )
+from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
@@ -189,6 +190,11 @@ def check_devices(resolved: Resolved) -> Iterator[str]:
             "needs a cluster. Start it with `msrl cluster up` and `msrl cluster join`, then set "
             "cluster.address.",
         )
+    if config.cluster.ports is not None:
+        try:
+            Ports.parse(config.cluster.ports)
+        except MsrlError as error:
+            yield str(error)
     if parallel.sp and parallel.tp == 1:
         yield resolved.mistake(
             "train.parallel.sp",

@@ -21,7 +21,7 @@ from msrl.checks.evaluation import (
 from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
-from msrl.checks.rollout import check_rollout_filter
+from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
 from msrl.checks.training import (
     check_devices,
@@ -108,6 +108,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_old_logprobs,
         check_async,
         check_rollout_filter,
+        check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
         check_engine_options,

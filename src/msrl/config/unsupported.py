@@ -36,6 +36,15 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "algo.advantage.estimator": frozenset({"gigpo", "step_reinforce", "agentic_reinforce"}),
 }
 
+_NO_FLOAT16 = (
+    "float16 is not supported for training: its gradients need loss scaling, which msrl does not "
+    "have. Set it to bfloat16, which has the range of float32"
+)
+# Values that are refused with the reason, and are not choices of any version.
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "model.dtype": dict.fromkeys(("float16", "fp16", "half"), _NO_FLOAT16),
+}
+
 
 def not_yet(key: str, value: object = None) -> str | None:
     """Return the error message for an unsupported `key` or `value`, or None if it is supported.
@@ -45,6 +54,8 @@ def not_yet(key: str, value: object = None) -> str | None:
     plain = ".".join(name for name in key.split(".") if not name.isdigit())
     if isinstance(value, str) and value in NOT_YET_VALUES.get(plain, ()):
         return "not in this version yet"
+    if isinstance(value, str) and value in REFUSED_VALUES.get(plain, {}):
+        return REFUSED_VALUES[plain][value]
     if plain in NOT_YET:
         remedy = f"; {NOT_YET[plain]}" if NOT_YET[plain] else ""
         return f"not in this version yet{remedy}"

@@ -104,6 +104,12 @@ def needs_distribution(config: Config) -> bool:
     return bool(estimator.constant("NEEDS_DISTRIBUTION"))
 
 
+def needs_greedy(config: Config) -> bool:
+    """Return True if the advantages need the reward of a greedy response to every prompt."""
+    estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
+    return bool(estimator.constant("NEEDS_GREEDY"))
+
+
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """Return the optimizer settings of the policy with the overrides of the critic."""
     overrides = config.cluster.roles.critic.optimizer

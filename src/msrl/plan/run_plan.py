@@ -388,7 +388,8 @@ def _dataset(prefix: str) -> DatasetPlan:
 
 def _sampling(config: Config, datasets: Mapping[str, DatasetPlan]) -> SamplingParams:
     """Return the sampling of the rollouts. Responses end with the tokens that end the data's."""
-    sampling, prefix = config.rollout.sampling, config.data.train
+    sampling = config.rollout.sampling
+    prefix = next(iter(config.data.blend), config.data.train)  # a blend has one template
     manifest = None if prefix is None else datasets[prefix].manifest
     return SamplingParams(
         max_tokens=config.rollout.max_response_tokens,

@@ -5,8 +5,7 @@ they score:
 
 - `wrong`: as a wrong response.
 - `undecided`: as the mean of the source's other scores in the group (0.0 if there are none), so
-  that
-  the completion contributes no advantage from this source.
+  that the completion contributes no advantage from this source.
 - `fail`: the run ends with an MsrlError.
 
 A source that returns no score at all in a step or an evaluation always ends the run
@@ -162,8 +161,7 @@ class Scorer:
 
         Raises:
             MsrlError: A source cannot use the ground truth of a prompt, no source applies to the
-            tag
-                of a prompt, or a source with `on_failure: fail` failed.
+                tag of a prompt, or a source with `on_failure: fail` failed.
         """
         with self._lock:
             return self._score(groups)

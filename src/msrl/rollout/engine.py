@@ -25,6 +25,8 @@ from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from msrl.rollout.weights.digest import Digests
+
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SEED_BITS = 62
 
@@ -131,8 +133,14 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
+    ) -> Sequence[Digests]:
         """Load new weights under their Hugging Face names, in any order. All weights are required.
+
+        Returns:
+            With `verify`, the digests of the weights in each process of the engine, as they are
+            before the engine packs them.
 
         Raises:
             ValueError: A weight is missing or unknown.

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, inside this process if one device suffices (API of vLLM 0.23 to 0.32).
 
 This is the only file that imports vllm, and it does so after setting the environment. With several
-devices, vLLM starts a process for each. New weights reach them through files in shared memory
+devices, vLLM starts a process for each. New weights reach them through shared memory
 (`vllm_weights.py`), since vLLM's control channel cannot transfer tensors.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -21,7 +23,7 @@ import numpy as np
 
 from msrl import temporary
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape, num_parameters
+from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
@@ -32,21 +34,23 @@ from msrl.rollout.engine import (
     Piece,
     check_platform,
     check_prompt,
-    checked_weights,
-    expected_weights,
     kv_cache_bytes,
     sample_seeds,
     sleep_level,
     stop_conditions,
 )
 from msrl.rollout.sleep import EngineMemory
-from msrl.rollout.vllm_weights import WeightReceiver, shared_memory, write_files
+from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
+from msrl.rollout.weights.channel import WeightChannel
+from msrl.rollout.weights.digest import Digests
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
+_BUCKET_BYTES = 1 << 26  # of weights for the processes of several devices
+_TRANSFER_S = 600.0  # until such a process must have read the next bucket
 _FINISHED = ("stop", "length")
 
 
@@ -181,21 +185,40 @@ class VllmEngine:
             for ids, output in zip(token_ids, outputs, strict=True)
         )
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
+    ) -> tuple[Digests, ...]:
         self._memory.check_loadable()
-        expected = expected_weights(self._shape)
+        model_dir = str(self._settings.model_dir)
         if self._settings.engine.tp == 1:
-            self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
+            arguments = (tensors, model_dir, verify)
+            digests = self._llm.collective_rpc("load_tensors", args=arguments)
         else:
-            with temporary.owned_folder(
-                "msrl-weights-", shared_memory(4 * num_parameters(self._shape))
-            ) as folder:
-                write_files(tensors, folder)
-                self._llm.collective_rpc(
-                    "receive_weight_files", args=(str(folder), sorted(expected))
-                )
+            digests = self._load_in_workers(tensors, model_dir, verify)
         self._memory.finish_loading()
         self.forget_prompts()
+        return tuple(digests) if verify else ()
+
+    def _load_in_workers(
+        self, tensors: Iterable[tuple[str, Tensor]], model_dir: str, verify: bool
+    ) -> list[Digests]:
+        """Load weights in the processes of all devices, and return their digests."""
+        num_workers = self._settings.engine.tp
+        channel = WeightChannel(_BUCKET_BYTES, _TRANSFER_S)
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            sending = executor.submit(send_to_workers, channel, tensors, num_workers)
+            # If the tensors cannot be read, closing the connections ends the workers' calls.
+            sending.add_done_callback(lambda _: channel.close())
+            address = (channel.address.machine, channel.address.name)
+            arguments = (address, model_dir, _TRANSFER_S, verify)
+            try:
+                return self._llm.collective_rpc("load_channel", args=arguments)
+            except Exception:
+                if sending.done():
+                    sending.result()
+                raise
+            finally:
+                channel.close()
 
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
@@ -338,6 +361,10 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     }
     for name, value in {**common, **platform.engine_environment(settings.engine.tp)}.items():
         os.environ.setdefault(name, value)
+    for override in platform.engine_overrides(os.environ):
+        change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
+        print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
+        os.environ[override.name] = override.value
 
 
 def _arguments(
@@ -379,7 +406,8 @@ def _arguments(
         arguments["kv_cache_memory_bytes"] = kv_bytes
     if settings.engine.ep > 1:
         arguments["enable_expert_parallel"] = True
-    arguments |= {**settings.engine.options, **platform.engine_arguments()}
+    arguments |= settings.engine.options
+    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
     if not sleep_level(settings.engine, platform):
         arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
     return arguments

@@ -6,7 +6,7 @@ Light to import: the process that starts the ranks makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msrl.config.sections.train import (
@@ -121,3 +121,14 @@ class RankSettings:
     deterministic: bool = False  # refuse operations whose results may differ between runs
     # Chat format of the training data, stored next to the checkpoints.
     chat: ChatFormat | None = None
+
+
+def resumed_settings(settings: RankSettings, model: Path, step: int) -> RankSettings:
+    """Return the settings with the policy's weights of a training's checkpoint after `step` steps.
+
+    A checkpoint of adapters has no other weights, and ranks without a policy have none.
+    """
+    if settings.policy is None or settings.policy.lora.rank is not None:
+        return settings
+    policy = replace(settings.policy, model=model.absolute(), iteration=step)
+    return replace(settings, policy=policy)

@@ -12,12 +12,14 @@ from msrl.config.sections.base import (
     Bool,
     Count,
     Dtype,
+    NonNegative,
     OneOf,
     Platform,
     Positive,
     Seconds,
     Section,
     Seed,
+    Size,
     Text,
 )
 from msrl.config.sections.roles import RolesConfig
@@ -136,6 +138,21 @@ class ClusterConfig(Section):
         default=600.0,
         description="Maximum time in seconds to wait for a worker or a collective before the run "
         "ends with an error.",
+    )
+    ports: Text | None = Field(
+        default=None,
+        description="Range FIRST-LAST of the ports of each machine for Ray, rendezvous and "
+        "engines (docs/clusters.md). Default: free ports.",
+    )
+    max_restarts: Size = Field(
+        default=3,
+        description="Number of times that lost training ranks or engines are restarted before the "
+        "next step. 0 ends the run when a worker is lost.",
+    )
+    wait_for_nodes_s: NonNegative = Field(
+        default=60.0,
+        description="Maximum time in seconds to wait for the devices of a cluster, at the start "
+        "and after a machine was lost.",
     )
     env: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="Environment variables of all workers."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, Strict, create_model
 
 from msrl.config.sections.base import (
     Bool,
@@ -103,6 +103,25 @@ class EngineConfig(Section):
         default_factory=dict[str, Any],
         description="Further engine arguments of vLLM by their names, as in "
         "{block_size: 32}. Unknown names are refused.",
+    )
+
+
+class WeightsConfig(Section):
+    """Transfer of new weights from the training ranks to the engines."""
+
+    transfer: Literal["auto", "shared_memory", "ray"] = Field(
+        default="auto",
+        description="Way of the weights: memory that processes of one machine share, or Ray "
+        "objects. auto: shared_memory on one machine, ray on several.",
+    )
+    bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
+        default=1 << 26,
+        description="Size of a bucket in bytes. Larger tensors travel in several buckets.",
+    )
+    verify: Literal["first", "every", "never"] = Field(
+        default="first",
+        description="Versions whose weights in the engines are compared with those of the training "
+        "ranks by digests.",
     )
 
 
@@ -211,6 +230,9 @@ class RolloutConfig(_WithAsync):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="Transfer of new weights to the engines."
+    )
 
     @property
     def asynchronous(self) -> AsyncConfig:

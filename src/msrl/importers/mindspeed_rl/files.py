@@ -300,7 +300,7 @@ class _RlFile:
         total = (prompt or 0) + (response or 0)
         if limit is None or limit >= total or self.sampling.get("max_tokens") is None:
             return self.generate.assign("max_model_len", [native], limit)
-        text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+        text = f"the original truncates at {limit} tokens, fewer than prompt plus response"
         self.translation.approximate(entry, native, total, text)
         budget = node_at(self.translation.tree, ["train", "max_tokens_per_micro_batch"])
         if budget is not None and isinstance(budget.value, int) and budget.value < total:
@@ -355,7 +355,7 @@ class _RlFile:
             if entry:
                 self.translation.add_error(entry, "file not found")
             return
-        tree = read(path)
+        tree = read(path, is_old=True)
         entries = tree.value if isinstance(tree.value, dict) else {}
         put_environment(self.translation, entries.get("env_vars", Node({}, tree.origin)))
         if entry:

@@ -189,7 +189,7 @@ class _RollFile:
         response = node_at(self.translation.tree, ["rollout", "max_response_tokens"])
         total = prompt + (response.value if response and isinstance(response.value, int) else 0)
         if entry is not None and limit is not None and limit < total:
-            text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+            text = f"the original truncates at {limit} tokens, fewer than prompt plus response"
             key = "rollout.engine.max_model_len"
             self.translation.approximate(entry, key, total, text)
 

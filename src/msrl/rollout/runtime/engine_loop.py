@@ -228,11 +228,14 @@ class EngineLoop:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End the thread after the current step."""
+        """End the thread after the current step, and remove all requests from the engine."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
         self._thread.join()
+        if self._error is None:
+            for key in list(self._groups):
+                self._abort(key)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -242,6 +245,8 @@ class EngineLoop:
         try:
             while self._wait_for_work():
                 self._cycle()
+            for key in list(self._groups):
+                self._abort(key)
         except BaseException as error:
             with self._condition:
                 self._error = error

@@ -201,7 +201,8 @@ class PolicyLoss:
                 values = values * bounded.exp()
             terms["kl"] = (self.rl_coef * self.kl_coef, values)
         if self.sft_coef:
-            terms["sft_loss"] = (self.sft_coef, -outputs.logprobs * (fields["advantages"] > 0))
+            is_good = fields["advantages"] > 0
+            terms["sft_loss"] = (self.sft_coef, -outputs.logprobs.masked_fill(~is_good, 0.0))
         if outputs.entropy is not None:  # a reported entropy is cheap, a differentiated one is not
             terms["entropy"] = (-self.entropy_coef, outputs.entropy)
         return terms

@@ -19,11 +19,7 @@ from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats, Ints
-from msrl.workflows.training.settings import (
-    CRITIC_FOLDER,
-    separate_critic,
-    separate_rank_settings,
-)
+from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
@@ -34,10 +30,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SeparateGroup:
-    """Ranks of a model on separate devices. A micro-batch has `micro_batch` sequences, if set."""
+    """Ranks of a model on separate devices.
+
+    A micro-batch has `micro_batch` sequences, if set. The checkpoints of a critic are in the folder
+    of `saves`; the other models have none.
+    """
 
     ranks: TrainerGroup
     micro_batch: int | None
+    saves: SavePlan
+    is_critic: bool
+
+    def own_resume(self, resume: SavedTraining | None) -> SavedTraining | None:
+        """Return the checkpoint of this model that belongs to a checkpoint of the run."""
+        if resume is None or not self.is_critic:
+            return None
+        return SavedTraining(resume.root / CRITIC_FOLDER, resume.step)
 
     def limits(self, limits: BatchLimits) -> BatchLimits:
         """Return the limits of a micro-batch of this model, by default those of the policy."""
@@ -57,14 +65,21 @@ class ModelGroups(TrainerGroup):
         super().__init__(trainers.workers)
         self._separate, self._shares_devices = separate, shares_devices
 
-    def start_separate(self, plan: RunPlan, resume: SavedTraining | None) -> None:
+    def start_separate(self, resume: SavedTraining | None) -> None:
         """Load the models that have separate devices."""
-        for role, group in self._separate.items():
-            saves, own_resume = save_plan(plan), None
-            if role == "critic":
-                saves = _critic_saves(plan)
-                own_resume = None if resume is None else separate_critic(plan, resume)
-            group.ranks.start(own_resume, saves)
+        for group in self._separate.values():
+            group.ranks.start(group.own_resume(resume), group.saves)
+
+    def end(self) -> None:
+        super().end()
+        for group in self._separate.values():
+            group.ranks.end()
+
+    def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
+        extra = super().restart(resume, saves)
+        for group in self._separate.values():
+            group.ranks.restart(group.own_resume(resume), group.saves)
+        return extra
 
     def has_separate(self, role: str) -> bool:
         """Return True if the model of a role has separate devices."""
@@ -128,9 +143,10 @@ class ModelGroups(TrainerGroup):
         return super().save(step, extra, retention)
 
 
-def _critic_saves(plan: RunPlan) -> SavePlan:
-    """Return the settings for checkpoints of a separate critic, which are never in background."""
-    assert plan.critic is not None
+def _saves(plan: RunPlan, role: str) -> SavePlan:
+    """Return the settings for checkpoints of a model. Those of a critic are never in background."""
+    if role != "critic" or plan.critic is None:
+        return save_plan(plan)
     return SavePlan(plan.checkpoint_dir / CRITIC_FOLDER, plan.critic.hf_dir, in_background=False)
 
 
@@ -149,6 +165,7 @@ def separate_groups(
         ranks = ray_ranks(
             session, placed, plan.config, settings, platform, role=model.role, timeout_s=timeout_s
         )
-        return SeparateGroup(ranks, model.micro_batch)
+        saves, is_critic = _saves(plan, model.role), model.role == "critic"
+        return SeparateGroup(ranks, model.micro_batch, saves, is_critic)
 
     return {model.role: create(model) for model in plan.separate_models}

@@ -166,6 +166,7 @@ class RolloutLog:
         prompt, completion = group.rollout.prompt, group.rollout.completions[c]
         reward = group.rewards[c]
         versions = [list(run) for run in completion.versions]
+        greedy = {} if group.greedy is None else {"greedy_reward": group.greedy.rewards[0].total}
         return {
             "prompt_index": prompt.index,
             "prompt": self._text(prompt),
@@ -176,6 +177,7 @@ class RolloutLog:
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),
+            **greedy,
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,

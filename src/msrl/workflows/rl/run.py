@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from msrl.checks.asynchronous import is_corrected
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
@@ -33,10 +35,12 @@ from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
+from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
@@ -85,14 +89,16 @@ def run(plan: RunPlan) -> None:
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
-        with _workers(job) as workers:
+        with _workers(job, session.restarts) as workers:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            if job.config.rollout.asynchronous.is_on:
-                _train_asynchronously(job, workers, session)
-            else:
-                _train(job, workers, session)
+            is_async = job.config.rollout.asynchronous.is_on
+            train = _train_asynchronously if is_async else _train
+            session.run(
+                lambda resume: train(replace(job, resume=resume), workers, session),
+                lambda resume: _restart(job, workers, resume),
+            )
         session.finish()
 
 
@@ -102,6 +108,7 @@ class _Workers:
 
     trainers: ModelGroups
     engines: EngineGroup
+    weights: WeightTransfer
     scorer: Scorer
 
 
@@ -124,10 +131,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                weights = trainers.weights()
-                trainers.offload()
-                engines.onload(before_loading=True)
-                engines.load_weights(weights)
+                workers.weights.update(step + 1)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
@@ -164,13 +168,32 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             empty_steps = _count_empty(prepared, empty_steps)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                rollouts.publish(trainers, version=step + 1)
+                workers.weights.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
             _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
+    log = job.config.log
+    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
+
+
+def _write_rollouts(
+    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
+) -> None:
+    """Write the rollouts of a step with the values that the trainer computed for them."""
+    log.write(
+        step,
+        batch.train_groups,
+        prepared.samples,
+        batch.dropped_groups,
+        sequences=prepared.sequences,
+        times=clock.ended_at,
+    )
 
 
 def _count_empty(prepared: PreparedStep, num_before: int) -> int:
@@ -189,22 +212,13 @@ def _count_empty(prepared: PreparedStep, num_before: int) -> int:
     return num_before + 1
 
 
-def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
-    log = job.config.log
-    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
-
-
-def _write_rollouts(
-    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
-) -> None:
-    log.write(
-        step,
-        batch.train_groups,
-        prepared.samples,
-        batch.dropped_groups,
-        sequences=prepared.sequences,
-        times=clock.ended_at,
-    )
+def _restart(job: RLSetup, workers: _Workers, resume: SavedTraining | None) -> None:
+    """Restart the ranks. The engines stay, and load the weights of the checkpoint."""
+    workers.trainers.end()
+    workers.engines.offload(discard_weights=True)
+    workers.trainers.restart(resume, save_plan(job.plan))
+    workers.weights.reconnect()
+    workers.weights.update(resume.step if resume is not None else 0)
 
 
 def _step_report(
@@ -239,7 +253,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
 
 @contextmanager
-def _workers(job: RLSetup) -> Iterator[_Workers]:
+def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
@@ -252,9 +266,14 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 env=cluster.env,
             )
         )
-        placed = session.create_placement(job.placement)
+        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
         # Ray returns the devices of the engines only before any actor is started.
-        engine_env = engine_environments(placed, platform, cluster.env)
+        collectives = platform.collective_environment(
+            "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        )
+        env = {**collectives, **cluster.env}
+        ports = None if cluster.ports is None else Ports.parse(cluster.ports)
+        engine_env = engine_environments(placed, platform, env, ports)
         trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
@@ -265,13 +284,18 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
+                silence_s=cluster.rpc_timeout_s,
+                wait_for_nodes_s=cluster.wait_for_nodes_s,
+                watched=("actor", "rollout"),
             ),
+            restarts,
             shares_devices=not job.plan.has_separate_engines,
         )
-        _start(trainers, engines, job)
+        weights = _start(trainers, engines, job)
+        engines.restore_with(weights.reload)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield _Workers(trainers, engines, scorer)
+        yield _Workers(trainers, engines, weights, scorer)
         engines.release()
 
 
@@ -283,15 +307,15 @@ def _model_groups(
     reward_models = {
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
-    settings = rank_settings(plan, platform.name, resume=job.resume, reward_models=reward_models)
+    settings = rank_settings(plan, platform.name, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
     trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
     separate = separate_groups(plan, session, placed, platform, reward_models)
     return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 
 
-def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> None:
-    """Load the models of ranks and engines.
+def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+    """Load the models of ranks and engines; return the transfer between them.
 
     They load at the same time only in main memory or on separate devices: on a shared device,
     engines measure the free memory, so they start after the ranks.
@@ -299,11 +323,17 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> None:
     at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
     pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
-    trainers.start_separate(job.plan, job.resume)
+    trainers.start_separate(job.resume)
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    weights = trainers.weights()
-    trainers.offload()
-    engines.load_weights(weights)
+    weights = connect(
+        trainers,
+        engines,
+        job.config.rollout.weights,
+        job.config.cluster.rpc_timeout_s,
+        is_staged=not at_once,
+    )
+    weights.update(job.start_step)
+    return weights
 
 
 def _rank_scores(

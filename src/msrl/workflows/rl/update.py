@@ -26,6 +26,7 @@ from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
     needs_distribution,
+    needs_greedy,
     updates_per_step,
 )
 from msrl.rewards.process import RewardSteps
@@ -117,7 +118,11 @@ class Updater:
             metrics["reward_kl"] = float(divergence.mean())
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
         distribution = _distribution(plain, logprobs)
-        advantages = estimate_advantages(algo, rewards, values, distribution)
+        greedy_rewards = None
+        if needs_greedy(self._config):
+            greedy_rewards = self._rewards.greedy_rewards(groups)
+            metrics["greedy_reward"] = float(greedy_rewards.mean())
+        advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if algo.old_logprobs == "log-linear":
@@ -327,6 +332,7 @@ def estimate_advantages(
     rewards: TokenRewards,
     values: Reals | None = None,  # [N], if the estimator needs a critic
     distribution: Mapping[str, Reals] | None = None,  # [N] each, if the estimator needs it
+    greedy_rewards: Reals | None = None,  # [P], if the estimator needs them
 ) -> Reals:  # [N]
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
@@ -346,6 +352,7 @@ def estimate_advantages(
         "lam": advantage.lam,
         "values": values,
         "turns": None,
+        "greedy_rewards": greedy_rewards,
         **(distribution or {}),
     }
     return estimate(rewards, **required_arguments(estimate, arguments), **options)

@@ -85,11 +85,15 @@ def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
     """Return the environment variables of training ranks besides the platform's.
 
-    They come from `cluster.env` and `run.deterministic`.
+    They come from `cluster.env`, `cluster.rpc_timeout_s` and `run.deterministic`.
     """
+    cluster = config.cluster
     return {
+        **platform.collective_environment(
+            "trainer", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        ),
         **(platform.deterministic_environment if config.run.deterministic else {}),
-        **config.cluster.env,
+        **cluster.env,
     }
 
 
@@ -111,21 +115,18 @@ def rank_settings(
     plan: RunPlan,
     platform: str,
     *,
-    resume: SavedTraining | None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks.
+    """Return the settings of the training ranks of a new training.
 
     `reward_models` are those that the ranks hold, by the names of their sources. Models with
-    separate devices are not on these ranks.
+    separate devices are not on these ranks. A rank that resumes replaces the policy's weights by
+    those of the checkpoint.
     """
-    has_adapters = plan.train.lora.rank is not None
     has_reward_models = plan.separate_model("reward") is None
     return replace(
         _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none),
-        policy=_policy_settings(
-            plan, None if has_adapters else resume
-        ),  # a checkpoint of adapters has no other weights
+        policy=_policy_settings(plan),
         reference=_shared_reference(plan),
         critic=_critic_settings(plan) if plan.separate_model("critic") is None else None,
         reward_models=_reward_settings(plan, reward_models) if has_reward_models else {},
@@ -184,12 +185,11 @@ def _offload(plan: RunPlan, role: str) -> OffloadConfig:
     return plan.train.offload if plan.separate_model(role) is None else OffloadConfig()
 
 
-def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or the configured model."""
+def _policy_settings(plan: RunPlan) -> ReplicaSettings:
+    """Return the settings of the policy, which starts from the configured model."""
     train = plan.train
     return ReplicaSettings(
-        model=weights.root.absolute() if weights else plan.model.weights,
-        iteration=weights.step if weights else None,
+        model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
         freeze=train.freeze,

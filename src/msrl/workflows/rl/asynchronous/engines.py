@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msrl.config.sections.rollout import AsyncConfig
 from msrl.rollout.runtime.engine_loop import LoopMessage, LoopReport
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Workers
 
 
 class LoopingEngines:
@@ -29,14 +29,6 @@ class LoopingEngines:
         """Send a message to each engine; return their reports."""
         arguments = {engine: (message, timeout_s) for engine, message in enumerate(messages)}
         return self._workers.call_each("exchange", arguments)
-
-    def begin_update(self, version: int, weights: Calls) -> Calls:
-        """Begin to send the weights that all training ranks export."""
-        return self._workers.begin("update_weights", version, *weights.references.values())
-
-    def finish_update(self, pending: Calls) -> None:
-        """Wait until all engines have received the weights. They apply them between two steps."""
-        self._workers.wait(pending)
 
     def pause(self) -> None:
         """Stop all engines after their current step. They keep their requests."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
@@ -27,8 +28,6 @@ from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
 from msrl.workflows.rl.rollouts import StepRollouts
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.transport.base import Calls
 
 _END_S = 10.0  # longest wait for a thread at the end; a reward may take longer
 _NO_SCORES = Scores((), {}, ())
@@ -67,7 +66,6 @@ class AsyncRollouts:
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
         self._is_closing = False
-        self._update: Calls | None = None
         self._statistics = StepStatistics()
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
@@ -92,7 +90,8 @@ class AsyncRollouts:
             self._condition.notify_all()
         for thread in self._threads:
             thread.join(_END_S)
-        if error is None:
+        # After the loss of a worker, the run may be repeated with the engines that remain.
+        with nullcontext() if error is None else suppress(MsrlError, ProcessFailedError):
             self._engines.stop()
 
     def state(self) -> dict[str, Any]:
@@ -119,12 +118,6 @@ class AsyncRollouts:
         scores.require_scores(f"step {step + 1}")
         metrics = self._statistics.step(step, groups, totals, clock.seconds["wait"], depth)
         return StepRollouts(replace(scores, groups=groups), groups, (), metrics)
-
-    def publish(self, trainers: TrainerGroup, version: int) -> None:
-        """Send the weights of a new version to the engines. They apply them between two steps."""
-        if self._update is not None:
-            self._engines.finish_update(self._update)
-        self._update = self._engines.begin_update(version, trainers.weights())
 
     def pause(self) -> None:
         """Stop generation after the current step of each engine."""
