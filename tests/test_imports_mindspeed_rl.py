@@ -611,6 +611,10 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
         {"generate_config.infer_tensor_parallel_size": 2}, 2,
     ),
     "rl_config.reference_resource": (SEPARATE, {"num_npus": 8}),
+    "rl_config.critic_resource": (
+        {**SEPARATE, "megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"},
+        {"num_npus": 8},
+    ),
     "rl_config.reward_resource": (
         {**SEPARATE, "rl_config.rule_reward": False, "reward_config.load": "rm"},
         {"num_npus": 8},

@@ -55,7 +55,7 @@ def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
 
     On CPU, a device is a process. More processes than cores are slow, but not wrong.
     """
-    needed = plan.world_size // plan.config.cluster.nodes
+    needed = plan.num_local_devices
     available = platform.device_count()
     if needed <= available:
         yield "ok", "devices", f"the run uses {needed} of {available}"
@@ -64,7 +64,7 @@ def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
     else:
         text = (
             f"the run needs {needed} on this machine, which has {available}. Change "
-            "cluster.devices_per_node and cluster.nodes."
+            "cluster.devices_per_node, cluster.nodes and cluster.roles."
         )
         yield "wrong", "devices", text
 

@@ -108,7 +108,7 @@ class _RollFile:
         self._additional_prompts()
         devices.put_reference(self.reference)
         self._worker_args()
-        self._critic()
+        self._critic(devices)
         self._validation()
         self._environments()
         self.top.apply_remaining()
@@ -364,7 +364,7 @@ class _RollFile:
         self.reference.record_all(KeyStatus.SAME, "the reference has the settings of actor_train")
         train.record_all(KeyStatus.SAME, "implementation detail of training in the original")
 
-    def _critic(self) -> None:
+    def _critic(self, devices: Devices) -> None:
         """Translate the initial weights and the learning rate of the critic, which only gae has.
 
         The critic has all other settings of the actor.
@@ -373,6 +373,7 @@ class _RollFile:
         if entry is None or self.translation.algorithm != "gae":
             return
         critic = self._worker("critic")
+        devices.put_model("critic", critic)
         weights = critic.sections["model_args"].get("model_name_or_path")
         if weights is not None:
             self.translation.assign(weights, ["cluster.roles.critic.load"], weights.value)

@@ -326,7 +326,7 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
     at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
     pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
-    trainers.start_separate(job.plan)
+    trainers.start_separate(job.resume)
     engines.finish_start(engines.begin_start() if pending is None else pending)
     weights = connect(
         trainers,

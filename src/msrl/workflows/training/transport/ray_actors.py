@@ -18,6 +18,7 @@ NAMES = {
     "actor": "training rank",
     "rollout": "rollout engine",
     "reference": "reference rank",
+    "critic": "critic rank",
     "reward": "reward model rank",
 }
 
