@@ -111,6 +111,23 @@ def _is_configuration(word: str) -> bool:
     )
 
 
+_NUMBERS = {"valid integer": "a whole number", "valid number": "a number"}
+
+
+def explain_value(error: Exception, words: Sequence[str]) -> None:
+    """Name the value in an error about an option whose value is not a number."""
+    names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    text = str(getattr(error, "message", ""))
+    kind = next((kind for phrase, kind in _NUMBERS.items() if phrase in text), None)
+    if kind is None:
+        return
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in names:
+            value = value if equals else words[index + 1]
+            error.message = f"{value!r} must be {kind}."  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def explain_option(error: Exception, command: str, options: Collection[str]) -> None:
     """Add a suggestion to an error about an unknown option.
 
