@@ -588,6 +588,8 @@ def test_tp_of_generate_and_chat_is_the_engines(
         (["train"], "`msrl train-sft` or `msrl train-grpo`"),
         (["config", "sho"], "`msrl config show`"),
         (["nonsense"], "`msrl --help`"),
+        (["train-dpo"], "Preference training"),
+        (["train-grpo", "--set", "rollout.multi_turn=true"], "one turn"),
         (["train-grpo", "base.yaml"], "-c base.yaml"),
         (["train-grpo", "grpo"], "-c grpo"),
         (["train-sft", "train.steps=3"], "--set train.steps=3"),

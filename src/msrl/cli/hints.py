@@ -40,9 +40,13 @@ _OTHER_WORDS = {
     "check": ("config validate", "doctor"),
 }
 
+_PREFERENCES = ("dpo", "kto", "orpo", "simpo", "ipo")
+
 
 def unknown_command(word: str, root: Any) -> str:
     """Return the error message about an unknown command, with similar commands."""
+    if word.lower().replace("_", "-").rpartition("-")[2] in _PREFERENCES:
+        return f"No such command {word!r}. Preference training is not supported yet."
     commands = tuple(_commands(root))
     similar = _similar(word.lower().replace("_", "-"), commands)
     suggestion = (

@@ -23,6 +23,8 @@ NOT_YET: dict[str, str] = {
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
+    "rollout.multi_turn": "a response is one turn",
+    "rollout.max_turns": "a response is one turn",
     "rollout.engine.ep": "",
     "rollout.engine.sleep": "",
     "rollout.async": "rollout and training alternate",
