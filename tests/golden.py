@@ -33,6 +33,7 @@ ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
     # Four equal norms at the first token: mean 0.5. The second token of one response has no
     # baseline.
     "optimal_token_baseline": np.array([0.5, -0.5, 0.0, -0.5, 0.5]),
+    "remax": np.array([0.75, -0.25, -0.25, -0.25, 0.75]),  # the greedy response has 0.25
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
     # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
     # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.

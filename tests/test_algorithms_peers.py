@@ -175,6 +175,23 @@ def test_estimators_equal_those_of_verl(
         np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
 
 
+def test_remax_equals_that_of_verl():
+    core = peer_module(CORE)
+    for seed in range(5):
+        batch, random = make_batch(seed), np.random.default_rng(seed)
+        token_rewards = torch.from_numpy(random.normal(size=batch.old.shape)) * batch.mask
+        greedy = random.normal(size=2)
+        expected, _ = core.get_adv_estimator_fn("remax")(
+            token_level_rewards=token_rewards,
+            reward_baselines=torch.from_numpy(np.repeat(greedy, 4)),
+            response_mask=batch.mask.double(),
+        )
+        lengths = np.array(LENGTHS).reshape(2, 4)
+        rewards = TokenRewards(np.zeros((2, 4)), lengths, batch.flat(token_rewards).numpy())
+        got = estimate("remax", rewards, greedy_rewards=greedy)
+        np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
+
+
 def test_the_optimal_token_baseline_equals_that_of_verl():
     core = peer_module(CORE)
     for seed in range(5):

@@ -34,6 +34,7 @@ def up(
     dashboard_host: o.DashboardHost = "127.0.0.1",
     dashboard_port: o.DashboardPort = 8260,
     new_token: o.NewToken = False,
+    wait: o.Machines = None,
     devices: o.Devices = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -50,6 +51,7 @@ def up(
         dashboard_host=dashboard_host,
         dashboard_port=dashboard_port,
         new_token=new_token,
+        wait=wait,
     )
 
 
@@ -110,7 +112,11 @@ def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
     workflow = importlib.import_module("msrl.workflows.cluster")
     if ctx.params.get("dry_run"):
         workflow.check(resolved.config, action, **arguments)
-        options = (f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
+        options = (
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in arguments.items()
+            if value is not None
+        )
         show_plan(resolved, " ".join(["cluster", action, *options]))
         return
     getattr(workflow, action)(resolved.config, **arguments)

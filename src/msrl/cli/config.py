@@ -144,13 +144,13 @@ def import_(
     from msrl.workflows.import_config import validate
 
     translation = translate_arguments(system.value, arguments, approximate=approximate)
-    typer.echo(report(translation), err=True)
+    typer.echo(printable(report(translation)), err=True)
     if output is None:
         typer.echo(native_yaml(translation), nl=False)
     else:
         write_text(Path(output), native_yaml(translation))
     validation = validate(translation)
     for line in validation.inputs:
-        typer.echo(f"before a run: {line}", err=True)
+        typer.echo(printable(f"before a run: {line}"), err=True)
     if validation.errors:
         raise ManyErrors(validation.errors)

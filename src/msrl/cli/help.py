@@ -40,7 +40,7 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line after the command's name."""
-        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        arguments: list[Any] = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
         return ["[OPTIONS]", *(_usage_word(p) for p in arguments if not p.hidden)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

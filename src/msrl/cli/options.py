@@ -557,6 +557,17 @@ NewToken = Annotated[
         help="Replace the token of earlier clusters. Copy it to the other machines again.",
     ),
 ]
+Machines = Annotated[
+    int | None,
+    _option(
+        "--wait",
+        metavar="N",
+        min=1,
+        panel=NETWORK,
+        help="Wait until N machines, this one included, have joined, for at most "
+        "cluster.wait_for_nodes_s seconds. Default: do not wait.",
+    ),
+]
 Force = Annotated[
     bool,
     _option("--force", help="Do not ask, even if a run uses the devices."),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msrl.config.messages import written
 from msrl.importers.status import HEADINGS, KeyStatus
 from msrl.importers.translation import KeyResult, Translation
+from msrl.limits import one_line
 
 
 def full(translation: Translation) -> list[str]:
@@ -24,7 +25,7 @@ def full(translation: Translation) -> list[str]:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())
         lines += [f"  {key}: {written(value)}" for key, value in defaults]
-    return lines
+    return [one_line(line) for line in lines]
 
 
 def _result_line(key_result: KeyResult) -> str:
