@@ -49,7 +49,7 @@ def _train_grpo(plan: RunPlan) -> str:
     check_start(plan, job.platform, job.resume)
     return (
         f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
-        f"{job.placement.num_devices} devices placed"
+        f"devices used: {job.placement.num_devices}"
     )
 
 
