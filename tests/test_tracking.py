@@ -258,6 +258,47 @@ def test_wandb_without_the_package_or_a_login_is_refused_with_a_remedy(
         open_trackers(("wandb",), tmp_path)
 
 
+def test_tensorboard_writes_to_the_folder_of_its_option(tmp_path: Path) -> None:
+    options = {"tensorboard": {"dir": str(tmp_path / "boards" / "one")}}
+    (tracker,) = open_trackers(("tensorboard",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    assert list((tmp_path / "boards" / "one").glob("events.*"))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_wandb_has_the_project_the_names_and_the_folder_of_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    values = {"project": "math", "entity": "team", "group": "all", "name": "first", "tags": ["a"]}
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    options = {"wandb": {**values, "notes": "a note", "dir": str(folder), "mode": "offline"}}
+    (tracker,) = open_trackers(("wandb",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    runs = [Record.FromString(data).run for data in wandb_records(file)]
+    (run,) = [run for run in runs if run.project]
+    assert (run.project, run.entity, run.run_group, run.display_name) == (
+        "math",
+        "team",
+        "all",
+        "first",
+    )
+    assert (list(run.tags), run.notes) == (["a"], "a note")
+
+
+def test_an_unknown_option_of_a_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("log.options.tensorboard.folder", "dir")):
+        open_trackers(("tensorboard",), tmp_path, options={"tensorboard": {"folder": "x"}})
+
+
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions("log.trackers=tensorbord", "'tensorboard'")):
         open_trackers(("tensorbord",), tmp_path)

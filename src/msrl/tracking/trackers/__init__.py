@@ -1,1 +1,1 @@
-"""Tracker plugins: modules with `open_tracker(run_dir, *, resumed_step=None)` and `check()`."""
+"""Tracker plugins with `open_tracker(run_dir, *, resumed_step, ...)` and `check(options)`."""

@@ -112,7 +112,9 @@ class RunLog:
             [
                 metrics,
                 StepConsole(num_steps, every_steps=config.log.every_steps),
-                *open_trackers(names, self.path, resumed_step=resumed_step),
+                *open_trackers(
+                    names, self.path, resumed_step=resumed_step, options=config.log.options
+                ),
             ]
         )
         self._num_steps, self._last_step = num_steps, start_step
