@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from msrl.checks.algorithm import check_algorithm
+from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.evaluation import (
@@ -20,6 +21,7 @@ from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.rewards import check_rewards
 from msrl.checks.rollout import check_rollout_filter
 from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.trackers import check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_engines,
@@ -89,6 +91,8 @@ _TRAINING: tuple[Check, ...] = (
     check_training_length,
     check_evaluation,
     check_devices,
+    check_tls_of_run,
+    check_tracker_options,
 )
 
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -111,7 +115,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "preprocess": (check_preprocess,),
     "generate": (check_generate,),
     "chat": (check_chat,),
-    "cluster": (),
+    "cluster": (check_tls,),
 }
 
 _MODEL: tuple[PlanCheck, ...] = (

@@ -21,7 +21,7 @@ from pathlib import Path
 from msrl import temporary
 from msrl.cluster import probe, processes, state
 from msrl.cluster.probe import Address
-from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 
 START_TIMEOUT_S = 90.0
@@ -51,6 +51,7 @@ class _Start:
     resource: str
     dashboard: Address | None
     token: Path | str
+    tls: TlsFiles | None
 
 
 def up(
@@ -62,11 +63,13 @@ def up(
     devices: int,
     platform_resource: str,
     new_token: bool = False,
+    tls: TlsFiles | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token; `new_token` replaces that of earlier clusters. The dashboard is started too
+    It requires a token; `new_token` replaces that of earlier clusters. With `tls`, all connections
+    of Ray are encrypted and need a certificate of the same authority. The dashboard is started too
     if `ray[default]` is installed.
 
     Raises:
@@ -89,6 +92,7 @@ def up(
             platform_resource,
             dashboard,
             state.make_token(is_new=new_token),
+            tls,
         )
         return _start_node(start, timeout_s)
 
@@ -117,6 +121,7 @@ def join(
     host: str | None = None,
     devices: int,
     platform_resource: str,
+    tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
@@ -131,16 +136,20 @@ def join(
     """
     with state.locked():
         head, own = check_join(
-            address, host=host, devices=devices, answer_timeout_s=answer_timeout_s
+            address, host=host, devices=devices, tls=tls, answer_timeout_s=answer_timeout_s
         )
-        return _start_node(
-            _Start("worker", head, own, devices, platform_resource, None, state.find_token()),
-            timeout_s,
-        )
+        token = state.find_token()
+        start = _Start("worker", head, own, devices, platform_resource, None, token, tls)
+        return _start_node(start, timeout_s)
 
 
 def check_join(
-    address: str, *, host: str | None, devices: int, answer_timeout_s: float = 20.0
+    address: str,
+    *,
+    host: str | None,
+    devices: int,
+    tls: TlsFiles | None = None,
+    answer_timeout_s: float = 20.0,
 ) -> tuple[Address, str]:
     """Check that this machine can join, and return the address of the head and its own host.
 
@@ -154,7 +163,8 @@ def check_join(
             "cluster up --host ADDRESS`,"
             " with an ADDRESS that this machine can reach."
         )
-    probe.check_answers(head, state.read_token(state.find_token()), timeout_s=answer_timeout_s)
+    token = state.read_token(state.find_token())
+    probe.check_answers(head, token, timeout_s=answer_timeout_s, tls=tls)
     own = probe.resolve(host) if host else probe.local_host_towards(head)
     _check_not_joined(own)
     _check_devices(devices)
@@ -281,6 +291,7 @@ def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, 
         machine=socket.gethostname(),
         boot_id=state.boot_id(),
         processes=(supervisor,),
+        tls=start.tls,
     )
     return record, state.state_dir() / f"node-{record.machine}-{record.kind}-{pid}.json"
 
@@ -351,7 +362,7 @@ def _environment(start: _Start) -> dict[str, str]:
         # Otherwise Ray replaces loopback by the machine's external address and listens on all
         # interfaces.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return environment | state.token_environment(start.token)
+    return environment | state.token_environment(start.token) | state.tls_environment(start.tls)
 
 
 def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

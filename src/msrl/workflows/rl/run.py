@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.cluster.state import tls_files
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
@@ -170,6 +171,7 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 num_devices=job.placement.num_devices,
                 resource_name=platform.ray_resource,
                 env=cluster.env,
+                tls=tls_files(cluster.tls),
             )
         )
         placed = session.create_placement(job.placement)
