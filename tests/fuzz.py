@@ -43,6 +43,7 @@ from msrl.checkpoint.integrity import weight_checks
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
 from msrl.config.sources import parse
+from msrl.data.columns import DroppedRow
 from msrl.data.handlers import make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.native import native_examples, native_prompts
@@ -412,7 +413,10 @@ def rows_with_tool_calls(folder: Path, change: Any) -> None:
     """Read a row with turns and calls in any form, and render it."""
     name, row = change
     handler = make_handler(name, kind=None, map_keys={}, options={})
-    conversation = handler.converter()(row)
+    try:
+        conversation = handler.converter()(row)
+    except DroppedRow:
+        return
     with suppress(MsrlError):
         RENDERER.prompts([conversation])
     RENDERER.examples([conversation])

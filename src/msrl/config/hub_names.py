@@ -18,7 +18,10 @@ from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
 from msrl.hub import Content, HubName, Snapshot, download, parse_name
 
-_TRAINING = (("model.path", "weights"), ("model.tokenizer", "metadata"))
+_TRAINING: tuple[tuple[str, Content], ...] = (
+    ("model.path", "weights"),
+    ("model.tokenizer", "metadata"),
+)
 _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
     "train-sft": _TRAINING,
     "train-grpo": (*_TRAINING, ("cluster.roles.critic.load", "weights")),
@@ -105,10 +108,10 @@ def download_weights(resolved: Resolved, values: tuple[HubValue, ...]) -> None:
 
 
 def _hub_values(config: Config, command: str) -> Iterator[HubValue]:
-    keys = [*_KEYS.get(command, ())]
+    keys: list[tuple[str, Content]] = [*_KEYS.get(command, ())]
     if command == "train-grpo":
-        count = len(config.reward.sources)
-        keys += [(f"reward.sources.{number}.model", "weights") for number in range(count)]
+        for number in range(len(config.reward.sources)):
+            keys.append((f"reward.sources.{number}.model", "weights"))
     for key, content in keys:
         text = _value(config, key.split("."))
         name = parse_name(text) if isinstance(text, str) else None
@@ -147,7 +150,10 @@ def _downloaded(value: HubValue) -> tuple[Snapshot, str]:
 
 def _value(section: Any, names: list[str]) -> Any:
     for name in names:
-        section = section[int(name)] if isinstance(section, tuple) else getattr(section, name)
+        if isinstance(section, tuple):
+            section = cast("tuple[Any, ...]", section)[int(name)]
+        else:
+            section = getattr(section, name)
     return section
 
 
