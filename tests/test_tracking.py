@@ -100,6 +100,25 @@ def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
     assert "2/2" in shown
 
 
+def test_standard_output_stays_where_it_is_while_a_bar_is_shown() -> None:
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2) as bar:\n"
+        "    print('verified'); bar.advance(2)\nprint('table')"
+    )
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stderr=follower,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+        check=True,
+    )
+    os.close(follower)
+    shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert done.stdout == b"verified\ntable\n" and "verified" not in shown
+
+
 @pytest.mark.parametrize(
     ("amount", "unit", "text"),
     [
