@@ -1,4 +1,4 @@
-"""Certificates for tests of `cluster.tls`, signed by an authority of their own."""
+"""Certificates for tests of `cluster.tls`, and the authority that signs them."""
 
 from __future__ import annotations
 
