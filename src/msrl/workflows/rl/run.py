@@ -16,6 +16,7 @@ from pathlib import Path
 from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.cluster.state import tls_files
 from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
@@ -267,6 +268,7 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
                 num_devices=job.placement.num_devices,
                 resource_name=platform.ray_resource,
                 env=cluster.env,
+                tls=tls_files(cluster.tls),
             )
         )
         placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
