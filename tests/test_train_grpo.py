@@ -186,14 +186,17 @@ def several_updates(
         name,
         "untied",
         train=train,
-        algo=ADAPTIVE,
         reward={
             "sources": [
                 *SOURCES,
                 {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
             ]
         },
-        **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
+        **{
+            "algo": ADAPTIVE,
+            "checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume},
+            **sections,
+        },
     )
 
 
