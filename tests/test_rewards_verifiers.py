@@ -11,6 +11,8 @@ import pytest
 from msrl import registry
 from msrl.rewards.math.equality import equal
 from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
+from msrl.rewards.math.notation import intervals, unified
+from msrl.rewards.math.numbers import amount, is_qualified
 from support import assert_mentions, shared_data
 
 PACKAGE = "msrl.rewards.verifiers"
@@ -212,6 +214,20 @@ CASES = {
         (r"\boxed{B \lor C}", "B", 0.0),
         (r"\boxed{\textbf{(B)}\ 7}", "B", 1.0),
         ("The answer is B, not C", "B", 1.0),
+        ("The correct answer is option C", "C", 1.0),
+        ("so\nC) Paris", "C", 1.0),
+        (r"The answer is \(B\)", "B", 1.0),
+        ("**Answer**: B", "B", 1.0),
+        ("答案是 B", "B", 1.0),
+        ("The answer is B. A is a distractor.", "B", 1.0),
+        ("The answer is A, I think", "A", 1.0),
+        ("Answer: A (or B)", "A", 0.0),
+        ("Answer: A. Or maybe B.", "A", 0.0),
+        ("Answer: A-D", "A", 0.0),
+        ("Answer: A to D", "A", 0.0),
+        ("Answer: (A)(B)(C)(D)", "A", 0.0),
+        ("Answer: A, no wait B", "A", 0.0),
+        ("Answer: A、B、C", "A", 0.0),
         ("The answer is a dog", "A", 0.0),
         ("The answer is Bob", "B", 0.0),
         (r"The answer is B, so \boxed{A}", "B", 0.0),
@@ -815,6 +831,19 @@ def test_hostile_repetition_takes_linear_time(response):
         verifier(name).score(response, "1", **OPTIONS.get(name, {}))
         verifier(name).score("<think>" + response, "1", **OPTIONS.get(name, {}))
     assert time.process_time() - start < 10  # quadratic time would be minutes
+
+
+@pytest.mark.parametrize(
+    "piece", [" ", "x<", "1,", "[", "{", "\\text{a}", "5 or ", "²", "\\%", "E9"]
+)
+def test_hostile_answers_are_compared_in_milliseconds(piece):
+    start = time.process_time()
+    for text in (piece * (4000 // len(piece)), "1" + piece * 1000 + "y", "x<" + piece * 100 + "<2"):
+        unified(text[:4096])
+        intervals(text[:4096])
+        amount(text[:4096])
+        is_qualified(text[:4096])
+    assert time.process_time() - start < 2
 
 
 def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong():

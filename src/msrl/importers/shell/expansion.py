@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from msrl.importers.conditions import evaluated
-from msrl.importers.shell_values import EMPTY, Scope, Variable, Word, literal, unquoted
+from msrl.importers.shell.conditions import evaluated
+from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, literal, unquoted
 
 _HOLDS_FLAGS = re.compile(r"(ARGS?|OPTS?|OPTIONS|FLAGS)\}?$", re.IGNORECASE)
 _NAME = re.compile(r"\w+|[@*#?$!-]")
