@@ -130,13 +130,13 @@ def torch_file() -> bytes:
     return file.getvalue()
 
 
-def pickle_of(data: bytes) -> bytes:
+def read_pickle(data: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as contents:
         return contents.read(next(n for n in contents.namelist() if n.endswith("data.pkl")))
 
 
 WHOLE = torch_file()
-PICKLE = pickle_of(WHOLE)
+PICKLE = read_pickle(WHOLE)
 NAMES = st.sampled_from([
     "argparse Namespace", "torch._utils _rebuild_tensor_v2", "collections OrderedDict",
     "collections defaultdict", "builtins getattr", "builtins dict", "builtins set", "os system",
@@ -216,8 +216,8 @@ def safetensors_bytes(folder: Path, edits: Any) -> None:
 
 
 @target(st.tuples(JSON, st.lists(SIZES, max_size=4), st.lists(SIZES, max_size=3)))
-def safetensors_headers(folder: Path, parts: Any) -> None:
-    extra, shape, offsets = parts
+def safetensors_headers(folder: Path, fields: Any) -> None:
+    extra, shape, offsets = fields
     header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}, "b": extra}
     text = json.dumps(header).encode()
     _safetensors(folder, len(text).to_bytes(8, "little") + text + b"\0" * 64)
@@ -419,8 +419,8 @@ def fuzz(name: str, seconds: float) -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder, suppress(MsrlError):
             function(Path(folder), value)
-        taken = time.monotonic() - start
-        assert taken < MAX_SECONDS, f"{name}: one input took {taken:.1f} s"
+        seconds = time.monotonic() - start
+        assert seconds < MAX_SECONDS, f"{name}: one input took {seconds:.1f} s"
 
     options = settings(
         max_examples=200,

@@ -144,11 +144,8 @@ def _check_blend(resolved: Resolved) -> Iterator[str]:
 
 
 def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    for key, is_set in (
-        ("data.handler", resolved.config.data.handler is not None),
-        ("data.blend", bool(resolved.config.data.blend)),
-    ):
-        if is_set:
-            yield resolved.mistake(key, "is a key of train-sft only. Remove it.")
+    if resolved.config.data.handler is not None:
+        yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
+    yield from _check_blend(resolved)
     remedy = "with a handler of prompts such as r1, or --kind prompts"
     yield from _check_kind(resolved, plan, "prompts", remedy)

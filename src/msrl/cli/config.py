@@ -16,6 +16,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Show, validate, describe and import configurations.",
+    epilog=examples(
+        "msrl config show -c grpo.yaml",
+        "msrl config validate -c grpo.yaml",
+        "msrl config schema > msrl.schema.json",
+    ),
 )
 
 

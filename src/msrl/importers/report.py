@@ -31,7 +31,7 @@ def full(translation: Translation) -> list[str]:
 def _result_line(key_result: KeyResult) -> str:
     qualified = (KeyStatus.OFF, KeyStatus.DEAD, KeyStatus.UNSUPPORTED)
     reason = key_result.status.value if key_result.status in qualified else ""
-    return ": ".join(part for part in (f"  {key_result.entry}", reason, key_result.text) if part)
+    return ": ".join(text for text in (f"  {key_result.entry}", reason, key_result.text) if text)
 
 
 def summary(translation: Translation) -> str:
