@@ -98,8 +98,9 @@ class _Interpreter:
         handlers: dict[type, Callable[..., bool | None]] = {
             syntax.Simple: self._simple, syntax.Arithmetic: self._arithmetic,
             syntax.Pipeline: self._pipeline, syntax.AndOr: self._and_or,
-            syntax.Group: self._group, syntax.If: self._if, syntax.For: self._for,
-            syntax.While: self._while, syntax.Case: self._case, syntax.Function: self._define,
+            syntax.CommandGroup: self._group, syntax.If: self._if, syntax.For: self._for,
+            syntax.While: self._while, syntax.CaseCommand: self._case,
+            syntax.FunctionDefinition: self._define,
         }  # fmt: skip
         return handlers[type(node)](node)
 
@@ -120,7 +121,7 @@ class _Interpreter:
                 status = self.run_node(part)
         return status
 
-    def _group(self, node: syntax.Group) -> bool | None:
+    def _group(self, node: syntax.CommandGroup) -> bool | None:
         if not node.is_subshell:
             return self.run(node.body)
         variables = dict(self.scope.variables)
@@ -144,7 +145,7 @@ class _Interpreter:
                 return self._either(node.line, *bodies, is_complete=True)
         return self._either(node.line, *bodies) if bodies else True
 
-    def _case(self, node: syntax.Case) -> bool | None:
+    def _case(self, node: syntax.CaseCommand) -> bool | None:
         word = _joined(expand(node.word, node.line, self.scope))
         if word.problem:
             bodies = [partial(self.run, body) for _, body in node.branches]
@@ -210,7 +211,7 @@ class _Interpreter:
             return stop.kind == "break"
         return False
 
-    def _define(self, node: syntax.Function) -> bool | None:
+    def _define(self, node: syntax.FunctionDefinition) -> bool | None:
         self.functions[node.name] = node.body
         return True
 
