@@ -139,13 +139,13 @@ def torch_file() -> bytes:
     return file.getvalue()
 
 
-def pickle_of(data: bytes) -> bytes:
+def read_pickle(data: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as contents:
         return contents.read(next(n for n in contents.namelist() if n.endswith("data.pkl")))
 
 
 WHOLE = torch_file()
-PICKLE = pickle_of(WHOLE)
+PICKLE = read_pickle(WHOLE)
 NAMES = st.sampled_from([
     "argparse Namespace", "torch._utils _rebuild_tensor_v2", "collections OrderedDict",
     "collections defaultdict", "builtins getattr", "builtins dict", "builtins set", "os system",
@@ -225,8 +225,8 @@ def safetensors_bytes(folder: Path, edits: Any) -> None:
 
 
 @target(st.tuples(JSON, st.lists(SIZES, max_size=4), st.lists(SIZES, max_size=3)))
-def safetensors_headers(folder: Path, parts: Any) -> None:
-    extra, shape, offsets = parts
+def safetensors_headers(folder: Path, fields: Any) -> None:
+    extra, shape, offsets = fields
     header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}, "b": extra}
     text = json.dumps(header).encode()
     _safetensors(folder, len(text).to_bytes(8, "little") + text + b"\0" * 64)
@@ -512,9 +512,9 @@ def fuzz(name: str, seconds: float) -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder, suppress(MsrlError):
             function(Path(folder), value)
-        taken = time.monotonic() - start
+        taken_s = time.monotonic() - start
         limit = LIMITS.get(name, MAX_SECONDS)
-        assert taken < limit, f"{name}: one input took {taken:.1f} s"
+        assert taken_s < limit, f"{name}: one input took {taken_s:.1f} s"
 
     options = settings(
         max_examples=200,

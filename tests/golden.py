@@ -136,8 +136,7 @@ LOSSES: dict[str, LossRow] = {
 # --- prompt templates: templates/ ---
 
 # Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the
-# end-of-text token <|im_end|>. Trained text is in double brackets; … stands for the rest of a long
-# text.
+# end-of-text token <|im_end|>. Trained text is in double brackets; … is the rest of a long text.
 _R1_QUESTION = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves "
     "it. The assistant first thinks about the reasoning process in the mind and then provides the "

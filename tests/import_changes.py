@@ -295,6 +295,8 @@ RAY_CASES: dict[str, Case] = {
     "algorithm.advantage_whiten": ({}, False),
     "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"),
     "reward.verifier": ({"reward.load": "rm"}, GONE),
+    "actor_rollout.num_gpus_for_infer": ({}, 4), "resource_pool.ref": ({}, [2]),
+    "resource_pool.reward": ({"reward.verifier": GONE, "reward.load": "rm"}, [2]),
     "ref.load": ({}, "elsewhere"), "algorithm.lam": (RAY_PPO, 0.9),
     "critic.cliprange_value": (RAY_PPO, 0.3),
     "critic.load": (RAY_PPO, "elsewhere"),

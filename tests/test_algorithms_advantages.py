@@ -122,8 +122,8 @@ class Group:
         return self.each([total - self.mean for total in self.totals])
 
     def leave_one_out(self) -> list[float]:
-        others = len(self.totals) - 1
-        return self.each([t - (sum(self.totals) - t) / others for t in self.totals])
+        num_others = len(self.totals) - 1
+        return self.each([t - (sum(self.totals) - t) / num_others for t in self.totals])
 
     def optimal_baseline(self) -> list[float]:
         """Return the distances from the mean weighted by length."""

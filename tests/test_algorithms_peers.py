@@ -105,10 +105,12 @@ def of_verl(batch: Batch, name: str, mode: str, **policy_loss: Any) -> tuple[flo
     return value.item(), batch.flat(leaf.grad)
 
 
-def assert_equal(one: tuple[float, Tensor], two: tuple[float, Tensor], rtol: float = 1e-6) -> None:
-    assert one[0] == pytest.approx(two[0], rel=rtol)
-    scale = two[1].abs().max().item()
-    torch.testing.assert_close(one[1], two[1], rtol=rtol, atol=rtol * scale)
+def assert_equal(
+    actual: tuple[float, Tensor], expected: tuple[float, Tensor], rtol: float = 1e-6
+) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=rtol)
+    scale = expected[1].abs().max().item()
+    torch.testing.assert_close(actual[1], expected[1], rtol=rtol, atol=rtol * scale)
 
 
 LOSSES = [

@@ -95,6 +95,7 @@ def test_the_configurations_are_valid(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_device_benchmark_agrees_with_itself_on_cpu(tmp_path: Path) -> None:
     written = tmp_path / "device.json"
     options = ["--platform", "cpu", "--shapes", "tiny", "--write", str(written)]

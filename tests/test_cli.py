@@ -320,6 +320,7 @@ def test_cluster_commands_pass_their_arguments(folder: Path, monkeypatch: pytest
         "dashboard_host": "127.0.0.1",
         "dashboard_port": 8260,
         "new_token": False,
+        "wait": None,
     }
     assert msrl("cluster", "join", "10.0.0.1:7000") == 0
     assert calls.pop()[1] == {"address": "10.0.0.1:7000", "host": None}

@@ -79,8 +79,9 @@ def test_other_averages_are_refused_or_approximated(file: str, key: str, tmp_pat
 
 def original_mean(losses: torch.Tensor, mask: torch.Tensor, micro: int) -> torch.Tensor:
     """Return the mean over micro-batches of their token means, as in the original."""
-    parts = zip(losses.split(micro), mask.split(micro), strict=True)
-    return torch.stack([(part * kept).sum() / kept.sum() for part, kept in parts]).mean()
+    micro_batches = zip(losses.split(micro), mask.split(micro), strict=True)
+    means = [(loss * is_loss).sum() / is_loss.sum() for loss, is_loss in micro_batches]
+    return torch.stack(means).mean()
 
 
 def test_the_two_modes_equal_the_averages_of_the_original() -> None:

@@ -26,7 +26,7 @@ from msrl.tracking.console import COLUMNS, StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
-from msrl.tracking.report import summarize, write_report
+from msrl.tracking.report import lines, summarize, write_report
 from msrl.tracking.run import RunFolder, resume_command, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
@@ -609,3 +609,15 @@ def test_an_evaluation_of_the_initial_model_is_not_a_step(tmp_path: Path) -> Non
 def test_a_run_without_steps_has_no_report() -> None:
     with pytest.raises(MsrlError, match=mentions("step")):
         summarize([])
+
+
+def test_the_report_of_an_asynchronous_run_has_a_timeline_of_its_steps() -> None:
+    reports = [
+        StepReport(step, {"perf/engine_idle": 0.25 * step}, {"wait": 0.5, "update": 1.0 * step})
+        for step in (1, 2)
+    ]
+    text = lines(summarize(reports), title="run", results={})
+    assert "| step | wait (s) | update (s) | engines idle |" in text
+    assert text[-2:] == ["| 1 | 0.50 | 1.00 | 25% |", "| 2 | 0.50 | 2.00 | 50% |"]
+    synchronous = [StepReport(1, {"reward/mean": 0.0}, {"update": 1.0})]
+    assert not summarize(synchronous).timeline

@@ -24,6 +24,7 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
 from msrl.models.parallel_layout import ParallelLayout
+from support import assert_mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
     Command,
@@ -187,14 +188,17 @@ def several_updates(
         name,
         "untied",
         train=train,
-        algo=ADAPTIVE,
         reward={
             "sources": [
                 *SOURCES,
                 {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
             ]
         },
-        **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
+        **{
+            "algo": ADAPTIVE,
+            "checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume},
+            **sections,
+        },
     )
 
 
@@ -544,6 +548,7 @@ def test_an_interrupt_saves_after_the_current_step_and_leaves_no_processes(inter
     assert not still_running(started)
 
 
+@pytest.mark.full
 def test_a_closed_terminal_saves_too_and_the_resumed_run_starts_after_the_saved_step(
     interrupted, hung_up
 ):
@@ -553,14 +558,18 @@ def test_a_closed_terminal_saves_too_and_the_resumed_run_starts_after_the_saved_
     assert hung_up.reported[:first] == interrupted.reported
     assert [row["step"] for row in hung_up.reported] == list(range(1, last + 1))
     assert (hung_up.run / "checkpoints" / f"iter_{last:07d}").is_dir()
+    assert_nothing_is_left(hung_up)
 
 
-def test_a_run_leaves_no_temporary_files_and_no_shared_memory(whole, interrupted, hung_up, inputs):
+def test_a_run_leaves_no_temporary_files_and_no_shared_memory(whole, interrupted, inputs):
     assert (inputs / "whole.left").read_text() == ""
-    for run in (interrupted, hung_up):
-        assert run.left == []
-        assert len(run.shared_memory) >= 4, "of the engine's two processes"
-        assert not [path for path in run.shared_memory if path.exists()]
+    assert_nothing_is_left(interrupted)
+
+
+def assert_nothing_is_left(run: Interrupted) -> None:
+    assert run.left == []
+    assert len(run.shared_memory) >= 4, "of the engine's two processes"
+    assert not [path for path in run.shared_memory if path.exists()]
 
 
 @dataclass(frozen=True)
@@ -578,7 +587,10 @@ class Resumed:
 def resumed(inputs) -> Resumed:
     run = inputs / "runs" / "resumed"
     checkpoint = {"every_steps": 1, "keep": 1, "keep_best": True, "resume": "auto"}
-    settings = several_updates(inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint)
+    cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "max_restarts": 0}
+    settings = several_updates(
+        inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint, cluster=cluster
+    )
     file = write_config(inputs / "resumed.yaml", settings)
     first = Command("train-grpo", "-c", str(file), log=inputs / "first.log")
     first.when(lambda: any((run / "checkpoints").glob("iter_*")))
@@ -899,7 +911,7 @@ STATISTICS: dict[str, Any] = {
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs, chunk):
-    """A baseline is a weighted mean of the group's rewards, or 0 where one response goes on."""
+    """A baseline is a weighted mean of the group's rewards, or 0 where one response continues."""
     name = f"statistics-{chunk}"
     base = several_updates(inputs, name, algo=STATISTICS)
     base["train"] |= {"steps": 2, "chunk": chunk}
@@ -1111,3 +1123,36 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
     assert metrics(inputs / "runs" / "ppo2") == metrics(critic_run)[1:]
     for step in (2, 3):
         assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)
+
+
+def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
+    """Overwrite bytes in the shared memory of a training rank while it sends weights."""
+    config = settings(inputs, "corrupted", "untied")
+    config["train"]["steps"] = 1000
+    config["rollout"]["weights"] = {"transfer": "shared_memory", "verify": "every"}
+    file, tmp = write_config(inputs / "corrupted.yaml", config), make_tmp()
+    command = Command("train-grpo", "-c", str(file), log=inputs / "corrupted.log", tmp=tmp)
+    command.when(lambda: bool(weight_memory(command.process.pid)))
+    (memory,) = weight_memory(command.process.pid)
+    with memory.open("r+b", buffering=0) as buckets:
+        while command.process.poll() is None:
+            for _ in range(1000):
+                buckets.seek(4096)
+                buckets.write(b"\x5a" * 16)
+    assert command.wait() == 1
+    assert_mentions(command.output(), "embed_tokens", "engine 0", "differs")
+    assert "Traceback" not in command.output()
+    assert not files_in(tmp)
+
+
+def weight_memory(pid: int) -> list[Path]:
+    """Return the memory of the buckets among the open files of a run's processes."""
+    files = [path for child in children(pid) for path in Path(f"/proc/{child}/fd").glob("*")]
+    return [path for path in files if "memfd:msrl-weights" in link_target(path)]
+
+
+def link_target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # closed, or the process has ended
+        return ""

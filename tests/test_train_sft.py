@@ -344,6 +344,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_message_that_names_it(complete_run
         "model": {"path": str(inputs / "hf"), "dtype": "bfloat16"},
         "train": {"steps": 10000},
         "data": {"eval": None},
+        "cluster": {"max_restarts": 0},
     }
     settings = named(
         config, "dead", **changes, eval={"every_steps": None}, checkpoint={"every_steps": None}

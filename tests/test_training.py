@@ -16,19 +16,22 @@ from product_ranks import Step, combinations
 from support import python_path
 from training_cases import (
     BFLOAT16_CASES,
+    CHANGING_BATCHES,
     CRITICS,
     DROPOUT_LAYOUTS,
+    FULL_CASES,
     LAYOUTS,
     LORAS,
     POISONED,
     POLICIES,
+    POLICY_UPDATES,
     SIZES,
     SPREAD,
     TABLE,
     TRANSFORMERS_STEPS,
-    all_cases,
     models,
     randomize,
+    selected_cases,
 )
 from training_ranks import NUM_SEQUENCES, VALUE_CLIP, VALUE_LR, Result, sequences, value_sequences
 
@@ -50,10 +53,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def results(folders, tmp_path_factory) -> dict[str, Any]:
+def results(request, folders, tmp_path_factory) -> dict[str, Any]:
+    """Results of all cases that the selected tests may need, by name."""
     from msrl.platforms import get
 
-    cases = all_cases(folders, tmp_path_factory.mktemp("saves"))
+    is_full = any(item.get_closest_marker("full") is not None for item in request.session.items)
+    cases = selected_cases(folders, tmp_path_factory.mktemp("saves"), is_full=is_full)
     actual = run_ranks(
         "training_ranks:main",
         cases,
@@ -62,6 +67,14 @@ def results(folders, tmp_path_factory) -> dict[str, Any]:
         env={"PYTHONPATH": python_path()},
     )
     return {result.name: result for result in actual}
+
+
+def _full_except(names, core) -> list[Any]:
+    """Return parameters of a table; those outside of `core` run only in the full tables."""
+    return [
+        pytest.param(name, marks=() if name in core else pytest.mark.full, id=name)
+        for name in names
+    ]
 
 
 def _losses(result: Result) -> list[float]:
@@ -148,7 +161,7 @@ def test_bfloat16_with_its_padding_has_the_loss_and_the_gradients_of_float32(res
     assert max(distances.values()) < 0.05, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", _full_except(LAYOUTS, CHANGING_BATCHES))
 def test_losses_on_changing_batches_do_not_depend_on_the_layout_or_the_micro_batch(results, layout):
     single, split = results["single qwen2 tied"].reports, results[f"{layout} qwen2 tied"].reports
     for actual, expected in zip(split, single[: len(split)], strict=True):
@@ -164,7 +177,7 @@ def test_post_norms_and_fused_weights_train_equally_when_sharded(results, family
         _assert_trained_alike(name, value, single.weights[name])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", _full_except(LAYOUTS, POLICY_UPDATES))
 def test_a_policy_update_does_not_depend_on_the_layout_or_the_micro_batch(results, layout):
     for split, single in zip(
         results[f"policy {layout}"].reports, results["policy single"].reports, strict=True
@@ -184,7 +197,10 @@ def test_policy_losses_do_not_depend_on_the_parallelism_or_the_micro_batch(resul
             assert split[metric] == pytest.approx(single[metric], rel=5e-5, abs=5e-7), metric
 
 
-@pytest.mark.parametrize("spread", [name for name in SPREAD if name != "product single"])
+@pytest.mark.parametrize(
+    "spread",
+    _full_except([name for name in SPREAD if name != "product single"], SPREAD.keys() - FULL_CASES),
+)
 @pytest.mark.parametrize("name", combinations(), ids=" ".join)
 def test_losses_do_not_depend_on_ranks_micro_batches_and_the_order_of_samples(
     results, name, spread

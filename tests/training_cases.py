@@ -52,6 +52,18 @@ LAYOUTS = {
     "micro-batches of 8": Case("", Path(), micro_batch=8),
     "micro-batches by tokens": Case("", Path(), max_tokens=64),
 }
+# Layouts of the policy loss and of changing batches outside of the full tables. Every layout runs
+# the ten steps of `TABLE`.
+CHANGING_BATCHES = (
+    "pp2",
+    "tp2 sp cp2",
+    "vpp with empty",
+    "tp2 dp2",
+    "offload",
+    "micro-batches of 1",
+    "micro-batches by tokens",
+)
+POLICY_UPDATES = ("tp2 pp2", "cp2", "vpp dp2", "chunked logits", "micro-batches by tokens")
 TABLE = {
     **LAYOUTS,
     "pp2 vpp": Case("", Path(), Layout(pp=2, vpp=1)),
@@ -252,10 +264,25 @@ SPREAD: dict[str, dict[str, Any]] = {
 }
 
 
+FULL_CASES = frozenset(
+    {
+        *(f"{layout} qwen2 tied" for layout in LAYOUTS if layout not in CHANGING_BATCHES),
+        *(f"policy {layout}" for layout in LAYOUTS if layout not in POLICY_UPDATES),
+        "product dp2 split",
+    }
+)
+
+
 def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
     return [
         Poisoned(name, folders["qwen3"], layout, more) for name, (layout, more) in POISONED.items()
     ]
+
+
+def selected_cases(folders: dict[str, Path], saves: Path, *, is_full: bool) -> list[Any]:
+    """Return all cases; unless `is_full`, without those that only the full tables need."""
+    cases = all_cases(folders, saves)
+    return cases if is_full else [case for case in cases if case.name not in FULL_CASES]
 
 
 def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:

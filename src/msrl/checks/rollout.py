@@ -64,3 +64,14 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
     if section.low >= section.high:
         message = f"must be below rollout.filter.high={section.high}"
         yield resolved.mistake("rollout.filter.low", message)
+
+
+def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if the ranks cannot reach the engines in the configured way."""
+    config = resolved.config
+    if config.rollout.weights.transfer == "shared_memory" and config.cluster.nodes > 1:
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            f"needs all workers on one machine, but cluster.nodes is {config.cluster.nodes}. Set "
+            "it to ray or auto.",
+        )

@@ -67,7 +67,7 @@ def execute(
 
         summary = preflight.check(run_plan)
         show_plan(resolved, command, run_plan)
-        typer.echo(f"inputs: {summary}")
+        typer.echo(printable(f"inputs: {summary}"))
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
@@ -187,7 +187,7 @@ def show_translations(resolved: Resolved, *, every_key: bool) -> None:
         lines = full(translation)
         if not every_key:
             lines = [f"{summary(translation)}. --dry-run lists every key."]
-        typer.echo("\n".join(lines), err=True)
+        typer.echo(printable("\n".join(lines)), err=True)
 
 
 def show_plan(resolved: Resolved, command: str, plan: RunPlan | None = None) -> None:
@@ -213,7 +213,8 @@ def _show_derived(plan: RunPlan) -> None:
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():
-        typer.echo(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}")
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        typer.echo(printable(f"  {name}: {text}"))
     memory = memory_rows(plan)
     if memory:
         has_lengths = "activations" in memory

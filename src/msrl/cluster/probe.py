@@ -71,7 +71,7 @@ def is_own_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Return True if the address stands for all interfaces."""
+    """Return True for the addresses that listen on all interfaces, `0.0.0.0` and `::`."""
     return ipaddress.ip_address(host).is_unspecified
 
 

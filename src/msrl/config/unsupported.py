@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_SHARED = "all roles share the devices, parallel layout and micro-batches of training"
-
 NOT_YET: dict[str, str] = {
     "model.trust_remote_code": "",
     "model.override": "",
@@ -11,21 +9,17 @@ NOT_YET: dict[str, str] = {
     "data.num_workers": "",
     "data.split": "set data.eval to the prefix of the held-out data",
     "data.mixed_modalities": "only text is supported",
+    "cluster.roles.actor": "set cluster.devices_per_node, train.parallel and train.micro_batch",
     **dict.fromkeys(
-        (f"cluster.roles.{role}" for role in ("actor", "rollout", "reference", "reward")), _SHARED
+        (f"cluster.roles.critic.{key}" for key in ("devices", "parallel", "micro_batch")),
+        "the critic shares the devices, parallel layout and micro-batches of the policy",
     ),
     **dict.fromkeys(
-        (
-            f"cluster.roles.critic.{key}"
-            for key in ("devices", "colocate", "parallel", "micro_batch")
-        ),
-        _SHARED,
+        (f"cluster.roles.{role}.colocate" for role in ("rollout", "reference", "critic", "reward")),
+        "a role without devices shares those of training",
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
-    "rollout.engine.ep": "",
-    "rollout.engine.sleep": "",
-    "rollout.async": "rollout and training alternate",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",
@@ -46,6 +40,15 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "algo.advantage.estimator": frozenset({"gigpo", "step_reinforce", "agentic_reinforce"}),
 }
 
+_NO_FLOAT16 = (
+    "float16 is not supported for training: its gradients need loss scaling, which msrl does not "
+    "have. Set it to bfloat16, which has the range of float32"
+)
+# Values that are refused with the reason, and are not choices of any version.
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "model.dtype": dict.fromkeys(("float16", "fp16", "half"), _NO_FLOAT16),
+}
+
 
 def not_yet(key: str, value: object = None) -> str | None:
     """Return the error message for an unsupported `key` or `value`, or None if it is supported.
@@ -55,6 +58,8 @@ def not_yet(key: str, value: object = None) -> str | None:
     plain = ".".join(name for name in key.split(".") if not name.isdigit())
     if isinstance(value, str) and value in NOT_YET_VALUES.get(plain, ()):
         return "not in this version yet"
+    if isinstance(value, str) and value in REFUSED_VALUES.get(plain, {}):
+        return REFUSED_VALUES[plain][value]
     if plain in NOT_YET:
         remedy = f"; {NOT_YET[plain]}" if NOT_YET[plain] else ""
         return f"not in this version yet{remedy}"

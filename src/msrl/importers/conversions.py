@@ -23,6 +23,16 @@ def negated(value: Any) -> bool:
     return not value
 
 
+def sleep_level(value: Any) -> int:
+    """Return the sleep level of an engine that sleeps or not."""
+    return int(not negated(value))
+
+
+def no_sleep_level(value: Any) -> int:
+    """Return the sleep level for a switch that disables sleep."""
+    return int(negated(value))
+
+
 def zero_is_off(value: Any) -> Any:
     """Return None for 0, where 0 switches a feature off."""
     return None if value in (0, 0.0) else value
@@ -96,11 +106,6 @@ def one_path(value: Any) -> str:
     """Return the only data prefix. `Translation.apply` reads mixtures (`0.3 a 0.7 b`)."""
     (prefix,) = weights_by_prefix(value)
     return prefix
-
-
-def above_one(value: Any) -> bool:
-    """Return True if a count is above 1, which switches the feature on."""
-    return isinstance(value, int) and value > 1
 
 
 def bf16(value: Any) -> str:
@@ -214,6 +219,8 @@ def _look_up(names: Mapping[Any, str], value: Any) -> str:
 
 _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     negated,
+    sleep_level,
+    no_sleep_level,
     zero_is_off,
     fraction,
     top_k,
@@ -221,7 +228,6 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     text_list,
     int_list,
     one_path,
-    above_one,
     bf16,
     dtype,
     convert_dtype,

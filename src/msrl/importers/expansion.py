@@ -13,66 +13,28 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 
-from msrl.importers.placeholders import is_placeholder
+from msrl.importers.conditions import evaluated
+from msrl.importers.shell_values import EMPTY, Scope, Variable, Word, literal, unquoted
 
 _HOLDS_FLAGS = re.compile(r"(ARGS?|OPTS?|OPTIONS|FLAGS)\}?$", re.IGNORECASE)
 _NAME = re.compile(r"\w+|[@*#?$!-]")
-_BODY = re.compile(r"(#?)(\w+|[@*])(\[[^\]]*\])?(?:(:?[-=+?]|##?|%%?|//?)(.*))?", re.S)
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One word of a command and its line number; `problem` says why its text is not known."""
-
-    text: str
-    line: int | None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """Value of a variable: its text, and the words of an unquoted expansion."""
-
-    text: str
-    words: tuple[Word, ...]
-    problem: str = ""
-
-
-@dataclass(slots=True)
-class Scope:
-    """Variables of a script, its path, and the empty variables that its commands use."""
-
-    path: str
-    variables: dict[str, Variable] = field(default_factory=dict[str, Variable])
-    empty: dict[str, int] = field(default_factory=dict[str, int])
-
-    def look_up(self, name: str) -> Variable | None:
-        """Return the value that the script, else the environment, gives a variable."""
-        if name in self.variables:
-            return self.variables[name]
-        if name in ("0", "BASH_SOURCE"):
-            return _literal(self.path)
-        if name in os.environ:
-            return _literal(os.environ[name])
-        return None
-
-
-def _literal(text: str, problem: str = "") -> Variable:
-    """Return a value whose words are separated by spaces; an unknown text is one word."""
-    if problem:
-        return Variable(text, (Word(text, None, problem),), problem)
-    return Variable(text, tuple(Word(word, None, problem) for word in text.split()), problem)
-
-
-_EMPTY = Variable("", ())
+_BODY = re.compile(
+    r"([#!]?)(\w+|[@*#?])(\[[^\]]*\])?(?:(:?[-=+?]|##?|%%?|//?|:|\^\^?|,,?)(.*))?", re.S
+)
+_BRACES = re.compile(r"(?<!\S)([^\s{}'\"$`\\]*)\{([^\s{}'\"$`\\]*)\}([^\s{}'\"$`\\]*)(?!\S)")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+# A quoted list that is a word by itself: its items stay words.
+_LIST = re.compile(r'"(?:\$@|\$\{@(?::[^{}"]*)?\}|\$\{\w+\[@\](?::[^{}"]*)?\})"(?=\s|$)')
+MAX_RANGE = 1000
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", "0": "\0"}
 
 
 def expand(text: str, line: int, scope: Scope) -> list[Word]:
     """Return the words of a command whose first line has the number `line`."""
-    return _Expander(text, line, scope).words()
+    return _Expander(_expand_braces(text), line, scope).words()
 
 
 def expand_text(text: str, line: int, scope: Scope) -> Variable:
@@ -103,6 +65,15 @@ class _Expander:
             if char.isspace():
                 self._end_word()
                 self._step()
+            elif (
+                char == "~"
+                and self.pieces is None
+                and re.match(r"~(?=[/\s]|$)", source[self.pos :])
+            ):
+                self._add(os.environ.get("HOME", "~"))
+                self._step()
+            elif source.startswith("$'", self.pos):
+                self._ansi_quote()
             elif char == "#" and self.pieces is None:
                 self._skip_comment()
             elif char in "'\"\\":
@@ -155,6 +126,13 @@ class _Expander:
 
     def _quote(self, char: str) -> None:
         if char == '"':
+            listed = _LIST.match(self.source, self.pos)
+            if listed is not None and self.pieces is None:
+                self._step()
+                self.result += [
+                    replace(w, line=w.line or self.line) for w in self._expansion().words
+                ]
+                return self._step()
             self._step()
             return self.quoted_until('"')
         if char == "\\":
@@ -168,6 +146,14 @@ class _Expander:
         end = len(self.source) if end < 0 else end
         self._add(self.source[self.pos + 1 : end])
         return self._step(end + 1 - self.pos)
+
+    def _ansi_quote(self) -> None:
+        """Add a text in `$'...'`, in which backslashes have the meaning that C gives them."""
+        match = re.match(r"\$'((?:\\.|[^'\\])*)'?", self.source[self.pos :], re.S)
+        assert match is not None
+        escape = re.compile(r"\\(.)", re.S)
+        self._add(escape.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1]))
+        self._step(match.end())
 
     def _add_unquoted(self) -> None:
         """Add an unquoted expansion. One that is a word by itself becomes its own words."""
@@ -209,7 +195,7 @@ class _Expander:
         match = _NAME.match(source, self.pos + 1)
         if match is None:
             self._step()
-            return _literal("$")
+            return literal("$")
         self._step(match.end() - self.pos)
         return self._value(match[0])
 
@@ -236,29 +222,88 @@ class _Expander:
         if value is not None:
             return value
         if name.isdigit() or not name.replace("_", "a").isalnum():
-            return _EMPTY
+            return EMPTY
+        if self.scope.unset_is_empty:
+            self.scope.empty.setdefault(name, self.line)
+            return EMPTY
         return Variable("", (), f"${name} is not set. Set it in the script or export it.")
 
     def _parameter(self, body: str) -> Variable:
         """Return the value of `${...}`."""
         match = _BODY.fullmatch(body)
-        if match is None or match[1]:
-            return _literal(f"${{{body}}}", f"${{{body}}} is not supported. Replace it.")
+        if match is None:
+            return literal(f"${{{body}}}", f"${{{body}}} is not supported. Replace it.")
         name, index, action, argument = match[2], match[3], match[4] or "", match[5] or ""
         value = self._value(name)
+        if match[1] == "!" and not value.problem:
+            value = self._value(value.text)
         if index not in (None, "[@]", "[*]"):
-            value = _item(value, index[1:-1])
+            value = self._item(value, index[1:-1])
+        if match[1] == "#":
+            return literal(str(len(value.words if index else value.text)), value.problem)
+        return self._changed(name, value, action, argument, is_list=bool(index) or name in "@*")
+
+    def _item(self, value: Variable, index: str) -> Variable:
+        """Return `${NAME[index]}`, which is empty for an index that does not exist."""
+        if value.problem:
+            return value
+        number = calculate(expand_text(index, self.line, self.scope), self.scope)
+        if number is None or not -len(value.words) <= number < len(value.words):
+            return EMPTY
+        word = value.words[number]
+        return Variable(word.text, (word,), word.problem)
+
+    def _changed(
+        self, name: str, value: Variable, action: str, argument: str, *, is_list: bool
+    ) -> Variable:
+        """Return a value after the action of `${NAME<action>argument}`."""
         if action[-1:] in ("-", "=", "+"):
-            return self._default(value, action, argument)
-        if action in ("#", "##", "%", "%%", "/", "//"):
-            return _trimmed(value, action, expand_text(argument, self.line, self.scope).text)
-        return value
+            changed = self._default(value, action, argument)
+            if action[-1] == "=":
+                self.scope.variables[name] = changed
+            return changed
+        if value.problem or action[-1:] in ("", "?"):
+            return value
+        if action == ":":
+            return self._slice(value, argument, is_list=is_list)
+        if action[0] in "^,":
+            return literal(_with_case(value.text, action))
+        if action[0] == "/":
+            return self._replaced(value, action, argument)
+        return _trimmed(value, action, expand_text(argument, self.line, self.scope).text)
+
+    def _slice(self, value: Variable, argument: str, *, is_list: bool) -> Variable:
+        """Return `${NAME:offset:length}` of a text or of the words of a list."""
+        texts = expand_text(argument, self.line, self.scope).text.split(":")
+        bounds = [calculate(Variable(text, ()), self.scope) for text in texts]
+        if None in bounds or len(bounds) > 2:
+            problem = f"${{...:{argument}}} is not supported. Replace it."
+            return literal(f"${{...:{argument}}}", problem)
+        start = (bounds[0] or 0) - (1 if is_list and value.words == self.scope.arguments else 0)
+        end = None if len(bounds) < 2 else start + (bounds[1] or 0)
+        if is_list:
+            words = value.words[max(start, 0) : end]
+            return Variable(" ".join(word.text for word in words), words)
+        return literal(value.text[start:end])
+
+    def _replaced(self, value: Variable, action: str, argument: str) -> Variable:
+        """Return `${NAME/pattern/text}`. The pattern is a glob; `#` and `%` anchor it."""
+        match = re.match(r"((?:\\.|[^/\\])*)(?:/(.*))?$", argument, re.S)
+        assert match is not None
+        pattern = expand_text(match[1].replace("\\/", "/"), self.line, self.scope).text
+        new = expand_text(unquoted(match[2] or ""), self.line, self.scope).text
+        anchors = {"#": (r"\A", "", pattern[1:]), "%": ("", r"\Z", pattern[1:])}
+        before, after, glob = anchors.get(pattern[:1], ("", "", pattern))
+        expression = fnmatch.translate(unquoted(glob)).removeprefix("(?s:").removesuffix(r")\Z")
+        count = 0 if action == "//" else 1
+        changed = re.sub(f"(?s){before}{expression}{after}", lambda _: new, value.text, count=count)
+        return literal(changed) if glob else value
 
     def _default(self, value: Variable, action: str, argument: str) -> Variable:
         """Return the value of `${NAME:-word}`, `${NAME:=word}` or `${NAME:+word}`."""
         is_set = not value.problem and (value.text != "" or not action.startswith(":"))
         if is_set != action.endswith("+"):
-            return value if is_set else _EMPTY
+            return value if is_set else EMPTY
         words = tuple(expand(argument, self.line, self.scope))
         problem = next((word.problem for word in words if word.problem), "")
         return Variable(" ".join(word.text for word in words), words, problem)
@@ -270,24 +315,14 @@ class _Expander:
             None if problem or "|" in body else _output([_texts(command) for command in commands])
         )
         if text is not None:
-            return _literal(text)
+            return literal(text)
         message = f"$({body.strip()}) is the output of a command, which msrl does not run."
-        return _literal(f"$({body.strip()})", f"{message} Replace it with its value.")
-
-
-def _item(value: Variable, index: str) -> Variable:
-    if not index.isdigit() or int(index) >= len(value.words):
-        return _EMPTY
-    word = value.words[int(index)]
-    return Variable(word.text, (word,), word.problem)
+        return literal(f"$({body.strip()})", f"{message} Replace it with its value.")
 
 
 def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
-    """Return a value without the prefix (#) or suffix (%) that matches, or with a replacement."""
+    """Return a value without the prefix (#) or suffix (%) that matches."""
     text = value.text
-    if action[0] == "/":
-        old, _, new = pattern.partition("/")
-        return _literal(text.replace(old, new, -1 if action == "//" else 1), value.problem)
     positions = range(len(text) + 1)
     if (action == "##") == (action[0] == "#"):
         positions = reversed(positions)
@@ -297,44 +332,149 @@ def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
         head, tail = text[:position], text[position:]
         removed, remaining = (head, tail) if action[0] == "#" else (tail, head)
         if fnmatch.fnmatchcase(removed, pattern):
-            return _literal(remaining, value.problem)
+            return literal(remaining, value.problem)
     return value
 
 
+def _with_case(text: str, action: str) -> str:
+    change = str.upper if action[0] == "^" else str.lower
+    return change(text) if len(action) > 1 else change(text[:1]) + text[1:]
+
+
+def _expand_braces(text: str) -> str:
+    """Return a text with `{a,b}` and `{1..3}` written out, outside of quotes."""
+
+    def write_out(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        is_quoted = any(before.count(quote) % 2 for quote in "'\"")
+        numbers = _RANGE.fullmatch(match[2])
+        items = match[2].split(",")
+        if numbers is not None:
+            first, last = int(numbers[1]), int(numbers[2])
+            step = 1 if last >= first else -1
+            items = [str(n) for n in range(first, last + step, step)[:MAX_RANGE]]
+        if is_quoted or (len(items) < 2 and numbers is None):
+            return match[0]
+        return " ".join(f"{match[1]}{item}{match[3]}" for item in items)
+
+    return _BRACES.sub(write_out, text)
+
+
+def _quotient(left: int, right: int) -> int:
+    """Return the quotient, rounded toward zero as in C."""
+    quotient = abs(left) // abs(right)
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
+def _power(left: int, right: int) -> int:
+    if not 0 <= right <= MAX_POWER:
+        raise ValueError
+    return left**right
+
+
+MAX_POWER = 64
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda left, right: left + right,
     ast.Sub: lambda left, right: left - right,
     ast.Mult: lambda left, right: left * right,
-    ast.Div: lambda left, right: left // right,
-    ast.Mod: lambda left, right: left % right,
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Pow: _power,
 }
+_RELATIONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: lambda left, right: left == right,
+    ast.NotEq: lambda left, right: left != right,
+    ast.Lt: lambda left, right: left < right,
+    ast.LtE: lambda left, right: left <= right,
+    ast.Gt: lambda left, right: left > right,
+    ast.GtE: lambda left, right: left >= right,
+}
+_ASSIGNED = re.compile(
+    r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)|\s*([A-Za-z_]\w*)(\+\+|--)\s*", re.S
+)
+_TERNARY = re.compile(r"(.+?)\?(.+?):(.+)", re.S)
 
 
 def _arithmetic(expression: Variable, scope: Scope) -> Variable:
     """Return the value of integer arithmetic; names are variables."""
     if expression.problem:
-        return _literal(f"$(({expression.text}))", expression.problem)
+        return literal(f"$(({expression.text}))", expression.problem)
+    number = calculate(expression, scope)
+    if number is not None:
+        return literal(str(number))
+    text = f"$(({expression.text}))"
+    return literal(text, f"{text} is not a calculation with integers. Replace it.")
+
+
+def calculate(expression: Variable, scope: Scope) -> int | None:
+    """Return the value of an arithmetic expression, or None. Assignments change the scope."""
+    if expression.problem or len(expression.text) > MAX_EXPRESSION:
+        return None
+    if match := _ASSIGNED.fullmatch(expression.text):
+        return _assign(match, scope)
+    if match := _TERNARY.fullmatch(expression.text):
+        condition = calculate(Variable(match[1], ()), scope)
+        return (
+            None
+            if condition is None
+            else calculate(Variable(match[2 if condition else 3], ()), scope)
+        )
+    text = expression.text.replace("&&", " and ").replace("||", " or ")
+    text = re.sub(r"!(?!=)", " not ", text).strip()
     try:
-        number = _number(ast.parse(expression.text.strip(), mode="eval").body, scope, 0)
-        return _literal(str(number))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        text = f"$(({expression.text}))"
-        return _literal(text, f"{text} is not a calculation with integers. Replace it.")
+        return _number(ast.parse(text, mode="eval").body, scope, 0)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+MAX_EXPRESSION = 1000
+
+
+def _assign(match: re.Match[str], scope: Scope) -> int | None:
+    """Perform `NAME = expression`, `NAME += expression` or `NAME++`."""
+    name = match[1] or match[4]
+    operator, text = (match[5][0], "1") if match[5] else (match[2], match[3])
+    right = calculate(Variable(text, ()), scope)
+    whole = f"{name} {operator} ({right})" if operator else str(right)
+    value = None if right is None else calculate(Variable(whole, ()), scope)
+    if value is None:
+        problem = f"${name} is not a calculation with integers. Replace it with its value."
+        scope.variables[name] = Variable(f"${name}", (Word(f"${name}", None, problem),), problem)
+        return None
+    before = scope.look_up(name)
+    scope.variables[name] = literal(str(value))
+    is_postfix = bool(match[5]) and before is not None and before.text.isdigit()
+    return int(before.text) if is_postfix and before is not None else value
 
 
 def _number(node: ast.expr, scope: Scope, depth: int) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
+        return int(node.value)
     if isinstance(node, ast.Name) and depth < 8:
-        value = scope.look_up(node.id)
-        text = value.text if value is not None and not value.problem else ""
-        return _number(ast.parse(text.strip(), mode="eval").body, scope, depth + 1)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, scope, depth)
+        return _named_number(node.id, scope, depth)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd | ast.Not):
+        operand = _number(node.operand, scope, depth)
+        signs = {ast.USub: -operand, ast.UAdd: operand, ast.Not: int(not operand)}
+        return signs[type(node.op)]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _number(node.left, scope, depth), _number(node.right, scope, depth)
         return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _RELATIONS:
+        left, right = (_number(side, scope, depth) for side in (node.left, node.comparators[0]))
+        return int(_RELATIONS[type(node.ops[0])](left, right))
+    if isinstance(node, ast.BoolOp):
+        values = [_number(value, scope, depth) != 0 for value in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
     raise ValueError
+
+
+def _named_number(name: str, scope: Scope, depth: int) -> int:
+    """Return the number in a variable; an unset or empty variable is 0."""
+    value = scope.look_up(name)
+    if value is not None and value.problem:
+        raise ValueError
+    text = value.text.strip() if value is not None else ""
+    return _number(ast.parse(text, mode="eval").body, scope, depth + 1) if text else 0
 
 
 def _texts(command: Sequence[Word]) -> list[str]:
@@ -344,7 +484,8 @@ def _texts(command: Sequence[Word]) -> list[str]:
 def _output(commands: Sequence[Sequence[str]]) -> str | None:
     """Return the output of commands that only name a folder, a file or the time; else None."""
     if len(commands) == 2 and commands[0][:1] == ["["]:
-        holds = condition(commands[0])
+        words = [Word(text, None) for text in commands[0][1:] if text != "]"]
+        holds = evaluated([(word, "") for word in words])
         return "" if holds is False else _output(commands[1:] if holds else [])
     folder = "."
     for command in commands[:-1]:
@@ -353,23 +494,17 @@ def _output(commands: Sequence[Sequence[str]]) -> str | None:
         folder = _joined(folder, command[1])
     last = commands[-1] if commands else ()
     program, arguments = (last[0], last[1:]) if last else ("", ())
-    texts = {"pwd": folder, "echo": " ".join(arguments)}
+    texts = {"pwd": folder, "echo": " ".join(word for word in arguments if word != "-n")}
+    if program == "expr":
+        value = calculate(Variable(" ".join(arguments), ()), Scope(""))
+        return None if value is None else str(value)
+    if program == "seq" and len(arguments) <= 2 and all(map(str.isdigit, arguments)):
+        numbers = [int(text) for text in ("1", *arguments)[-2:]]
+        return " ".join(map(str, range(numbers[0], numbers[1] + 1)[:MAX_RANGE]))
     if program == "date" and len(arguments) <= 1:
         texts["date"] = time.strftime(arguments[0].removeprefix("+") if arguments else "%c")
     names = [word for word in arguments if not word.startswith("-")]
     return texts.get(program) or _path_output(program, names)
-
-
-def condition(words: Sequence[str]) -> bool | None:
-    """Return the value of `[ -z A ]` or `[ A = B ]`; None if it is not known."""
-    texts = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
-    if any(is_placeholder(text) for text in texts):
-        return None
-    if texts[:1] in (["-z"], ["-n"]) and len(texts) < 3:
-        return (len(texts) == 1 or not texts[1]) == (texts[0] == "-z")
-    if len(texts) == 3 and texts[1] in ("=", "==", "!=", "-eq", "-ne"):
-        return (texts[0] == texts[2]) == (texts[1] in ("=", "==", "-eq"))
-    return None
 
 
 def _path_output(program: str, names: Sequence[str]) -> str | None:

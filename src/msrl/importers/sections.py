@@ -96,7 +96,7 @@ def hydra_layers(defaults: Node | None, file: Path, translation: Translation) ->
         if path is None:
             continue
         try:
-            tree = read(path)
+            tree = read(path, is_old=True)
         except MsrlError as error:
             translation.errors.append(str(error))
             continue

@@ -137,6 +137,8 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
 def reward_model_bytes(plan: RunPlan, stage: int) -> int:
     """Return the bytes of the reward models' weights on a rank of a pipeline stage."""
+    if plan.separate_model("reward") is not None:
+        return 0
     shapes = [model.require_shape() for model in plan.rank_models]
     num_elements = sum(_stage_elements(shape, plan.layout, stage) for shape in shapes)
     return element_bytes(plan) * num_elements
@@ -153,9 +155,24 @@ def bytes_per_device(plan: RunPlan) -> dict[str, int]:
 
 
 def reference_bytes(plan: RunPlan) -> int:
-    """Return the bytes of the reference's weights on a device.
+    """Return the bytes of the reference's weights on a training device.
 
-    0 without a reference, or with LoRA, where the reference is the policy without its adapters.
+    0 without a reference or with separate devices, and with LoRA, where the reference is the policy
+    without its adapters unless it has its own weights.
     """
-    is_held = plan.needs_reference and plan.train.lora.rank is None
-    return bytes_per_device(plan)["weights"] if is_held else 0
+    if plan.reference is None or plan.separate_model("reference") is not None:
+        return 0
+    if not plan.has_own_reference:
+        return bytes_per_device(plan)["weights"] if plan.train.lora.rank is None else 0
+    return element_bytes(plan) * parameters_per_rank(plan.reference.require_shape(), plan.layout)
+
+
+def separate_bytes(plan: RunPlan) -> dict[str, int]:
+    """Return the bytes of the weights on a device of each model with separate devices, by role."""
+    sizes: dict[str, int] = {}
+    for model in plan.separate_models:
+        own = (plan.reference,) if model.role == "reference" else plan.rank_models
+        shapes = [item.require_shape() for item in own if item is not None]
+        counts = [parameters_per_rank(shape, model.layout) for shape in shapes]
+        sizes[model.role] = element_bytes(plan) * sum(counts)
+    return sizes

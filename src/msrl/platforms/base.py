@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,19 @@ COMMON_STACK = {
     "math-verify": ">=0.8,<0.10",
     "safetensors": ">=0.4.5",
 }
+
+
+# Processes of a run that use collectives on the same device.
+Role = Literal["trainer", "engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class VariableOverride:
+    """Environment variable whose inherited value an engine must not use, and its replacement."""
+
+    name: str
+    value: str
+    reason: str
 
 
 class VarlenAttention(Protocol):
@@ -129,8 +143,28 @@ class Platform(ABC):
         """
         return {}
 
-    def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments that `vllm.LLM` needs on this platform."""
+    def collective_environment(
+        self, role: Role, *, timeout_s: float, variables: Mapping[str, str]
+    ) -> Mapping[str, str]:
+        """Return the environment variables of a role's collectives: time limits and ports.
+
+        Args:
+            role: trainers and engines use the same devices, and must not use the same ports.
+            timeout_s: time limit of a collective in seconds.
+            variables: variables that the user has set, which may determine others.
+        """
+        return {}
+
+    def engine_overrides(self, environment: Mapping[str, str]) -> tuple[VariableOverride, ...]:
+        """Return the variables of `environment` that an engine must not inherit as they are."""
+        return ()
+
+    def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
+        """Return the arguments that `vllm.LLM` needs on this platform.
+
+        Args:
+            weights_change: the weights of the engine are updated during the run.
+        """
         return {}
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:

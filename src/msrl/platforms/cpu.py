@@ -138,7 +138,7 @@ class CpuPlatform(Platform):
             "GLIBC_TUNABLES": _ALLOCATOR,
         }
 
-    def engine_arguments(self) -> Mapping[str, Any]:
+    def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
         # With chunked prefill, vLLM rewinds the generator of a seeded request, which the generators
         # of the CPU do not support.
         return {"enforce_eager": True, "enable_chunked_prefill": False}

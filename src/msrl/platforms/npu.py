@@ -10,13 +10,20 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
+from msrl.platforms.base import (
+    COMMON_STACK,
+    Platform,
+    Role,
+    VariableOverride,
+    VarlenAttention,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +43,35 @@ _PEAKS = {"Ascend910B": 354e12, "Ascend910_93": 354e12}
 def peak_flops(name: str) -> float | None:
     """Return the peak FLOP/s of the device `name`, or None if it is not in the table."""
     return next((peak for model, peak in _PEAKS.items() if name.startswith(model)), None)
+
+
+# Port ranges of HCCL (CANN's documentation of HCCL_IF_BASE_PORT and HCCL_HOST_SOCKET_PORT_RANGE).
+_BASE_PORT = "HCCL_IF_BASE_PORT"
+_DEFAULT_BASE_PORT = 60000
+_PORTS_PER_ROLE = 64  # more than processes on one machine
+_DEVICE_PORT_OFFSET = 2 * _PORTS_PER_ROLE
+_FIRST_PORT, _LAST_PORT = 1024, 65535
+_MIN_CONNECT_S, _MAX_CONNECT_S = 120, 7200  # limits of HCCL_CONNECT_TIMEOUT
+
+_ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
+_SEGMENTS = "expandable_segments"
+_NZ = "VLLM_ASCEND_ENABLE_NZ"
+_TASK_QUEUE = "TASK_QUEUE_ENABLE"
+_SLEEP = "the memory pool of an engine that sleeps does not support expandable segments"
+_PLAIN_LAYOUT = "weights can only be updated in the plain layout"
+_CAPTURE = "torch_npu captures no graphs with 2"
+
+
+def _base_port(variables: Mapping[str, str]) -> int:
+    """Return the first host port of the trainers."""
+    text = variables.get(_BASE_PORT, str(_DEFAULT_BASE_PORT))
+    last = _LAST_PORT - 2 * _DEVICE_PORT_OFFSET + 1
+    if not text.isdecimal() or not _FIRST_PORT <= int(text) <= last:
+        raise MsrlError(
+            f"cluster.env.{_BASE_PORT}={text}: not a port from {_FIRST_PORT} to {last}. The "
+            f"{2 * _DEVICE_PORT_OFFSET} ports from it are used."
+        )
+    return int(text)
 
 
 _MASK_SIZE = 2048  # of the compressed causal mask that the sparse modes use
@@ -98,7 +134,14 @@ class NpuPlatform(Platform):
     }
     libraries = ("torch_npu", "transformers", "ray", "megatron.core", "vllm")
     collective_backend = "hccl"
-    deterministic_environment: ClassVar[Mapping[str, str]] = {"HCCL_DETERMINISTIC": "true"}
+    # They fix the order of additions in collectives (HCCL and LCCL) and in matrix products (verl,
+    # docs/ascend_tutorial, precision alignment).
+    deterministic_environment: ClassVar[Mapping[str, str]] = {
+        "HCCL_DETERMINISTIC": "true",
+        "LCCL_DETERMINISTIC": "1",
+        "CLOSE_MATMUL_K_SHIFT": "1",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    }
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     overlap_communication = True
@@ -166,18 +209,45 @@ class NpuPlatform(Platform):
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False
     ) -> Mapping[str, str]:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TASK_QUEUE_ENABLE": "2"}
+
+    def collective_environment(
+        self, role: Role, *, timeout_s: float, variables: Mapping[str, str]
+    ) -> Mapping[str, str]:
+        # Two processes on one device need port ranges of their own. The ranges take precedence over
+        # HCCL_IF_BASE_PORT (CANN 8.5, HCCL_HOST_SOCKET_PORT_RANGE), so they start there.
+        host = _base_port(variables) + (_PORTS_PER_ROLE if role == "engine" else 0)
+        device = host + _DEVICE_PORT_OFFSET
+        connect_s = min(max(timeout_s, _MIN_CONNECT_S), _MAX_CONNECT_S)
         return {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "HCCL_CONNECT_TIMEOUT": "1800",
-            "TASK_QUEUE_ENABLE": "2",
+            "HCCL_HOST_SOCKET_PORT_RANGE": f"{host}-{host + _PORTS_PER_ROLE - 1}",
+            "HCCL_NPU_SOCKET_PORT_RANGE": f"{device}-{device + _PORTS_PER_ROLE - 1}",
+            "HCCL_CONNECT_TIMEOUT": str(math.ceil(connect_s)),
+            "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout_s)),
         }
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
         # Weights can only be loaded again in the plain layout (vllm-ascend issues 4960 and 10014).
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 
-    def engine_arguments(self) -> Mapping[str, Any]:
-        return {"enable_sleep_mode": True}
+    def engine_overrides(self, environment: Mapping[str, str]) -> tuple[VariableOverride, ...]:
+        overrides: list[VariableOverride] = []
+        allocator = environment.get(_ALLOCATOR, "")
+        settings = [text for text in allocator.split(",") if text.strip()]
+        kept = [text for text in settings if text.partition(":")[0].strip() != _SEGMENTS]
+        if kept != settings:
+            overrides.append(VariableOverride(_ALLOCATOR, ",".join(kept), _SLEEP))
+        if environment.get(_NZ, "0") != "0":
+            overrides.append(VariableOverride(_NZ, "0", _PLAIN_LAYOUT))
+        if environment.get(_TASK_QUEUE) == "2":
+            overrides.append(VariableOverride(_TASK_QUEUE, "1", _CAPTURE))
+        return tuple(overrides)
+
+    def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
+        # Captured graphs of vllm-ascend 0.23 keep the addresses of weights, which a reload can
+        # replace (vllm-ascend issue 16322). No release recaptures them.
+        eager = {"enforce_eager": True} if weights_change else {}
+        return {"enable_sleep_mode": True, **eager}
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
         if head_dim % 16 or head_dim > 512:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json as json_format
 import shlex
 import sys
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from msrl import platforms
 from msrl.cluster import launch, probe, state
 from msrl.cluster.launch import EndedNode
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import NodeStatus, ray_session
 from msrl.cluster.state import NodeRecord
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.types import JsonObject
+
+_NOTE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,13 @@ def check(config: Config, action: str, **arguments: Any) -> None:
     """
     if action == "up":
         num_devices, _ = _devices(config, None, None)
-        arguments.pop("new_token", None)
-        launch.check_up(devices=num_devices, **arguments)
+        for name in ("new_token", "wait"):
+            arguments.pop(name, None)
+        launch.check_up(devices=num_devices, ports=_ports(config), **arguments)
     elif action == "join":
         num_devices, _ = _devices(config, None, None)
         tls = state.tls_files(config.cluster.tls)
-        launch.check_join(devices=num_devices, tls=tls, **arguments)
+        launch.check_join(devices=num_devices, tls=tls, ports=_ports(config), **arguments)
 
 
 def up(
@@ -56,12 +61,18 @@ def up(
     dashboard_host: str = probe.LOOPBACK,
     dashboard_port: int = 8260,
     new_token: bool = False,
+    wait: int | None = None,
     devices: int | None = None,
     platform: str | None = None,
 ) -> NodeRecord:
     """Start the head on this machine and print the command that joins another machine.
 
     `devices` None means all devices that the platform finds here. `new_token` replaces the token.
+    `wait` is the number of machines, this one included, to wait for.
+
+    Raises:
+        MsrlError: A check failed, or the machines have not joined within
+            `cluster.wait_for_nodes_s` seconds. The cluster runs in the latter case.
     """
     config = config or Config()
     num_devices, resource = _devices(config, devices, platform)
@@ -74,9 +85,35 @@ def up(
         platform_resource=resource,
         new_token=new_token,
         tls=state.tls_files(config.cluster.tls),
+        ports=_ports(config),
     )
-    print(_head_text(record))
+    print(_head_text(record), flush=True)
+    if wait is not None:
+        _wait_for_machines(record, wait, config.cluster.wait_for_nodes_s)
     return record
+
+
+def _wait_for_machines(record: NodeRecord, count: int, timeout_s: float) -> None:
+    """Wait until the cluster has `count` nodes."""
+    deadline = time.monotonic() + timeout_s
+    with ray_session(
+        record.address, num_devices=0, resource_name=record.resource, tls=record.tls
+    ) as session:
+        while (joined := sum(node.alive for node in session.nodes())) < count:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise MsrlError(
+                    f"--wait {count}: {_count(joined, 'machine')} joined within {timeout_s:g} s "
+                    "(cluster.wait_for_nodes_s). The cluster is up; join the others, or end it "
+                    "with msrl cluster down."
+                )
+            print(
+                f"{joined} of {count} machines have joined, waiting for {remaining_s:.0f} s more",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(min(_NOTE_EVERY_S, remaining_s))
+    print(f"All {count} machines have joined")
 
 
 def join(
@@ -90,9 +127,13 @@ def join(
     """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result."""
     config = config or Config()
     num_devices, resource = _devices(config, devices, platform)
-    tls = state.tls_files(config.cluster.tls)
     record = launch.join(
-        address, host=host, devices=num_devices, platform_resource=resource, tls=tls
+        address,
+        host=host,
+        devices=num_devices,
+        platform_resource=resource,
+        tls=state.tls_files(config.cluster.tls),
+        ports=_ports(config),
     )
     print(
         f"{record.host} joined the cluster at {record.address} with "
@@ -196,6 +237,11 @@ def _devices(config: Config, devices: int | None, platform: str | None) -> tuple
     selected = platforms.resolve(platform or config.cluster.platform)
     num_devices = devices if devices is not None else config.cluster.devices_per_node
     return selected.device_count() if num_devices is None else num_devices, selected.ray_resource
+
+
+def _ports(config: Config) -> Ports | None:
+    """Return the range of `cluster.ports`."""
+    return None if config.cluster.ports is None else Ports.parse(config.cluster.ports)
 
 
 def _head_text(record: NodeRecord) -> str:

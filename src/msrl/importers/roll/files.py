@@ -1,8 +1,9 @@
 """Import of ROLL files, RLVR and agentic: the keys of the pipeline, and one section per worker.
 
-All roles share the devices of actor_train. An update has per_device_train_batch_size *
-gradient_accumulation_steps * data parallel size samples. rollout_batch_size counts prompts, or
-trajectories in agentic runs. Source: ROLL 8eb27cc2, roll/configs and roll/pipeline.
+Engines and reference share the devices of actor_train unless all of theirs are others. An update
+has per_device_train_batch_size * gradient_accumulation_steps * data parallel size samples.
+rollout_batch_size counts prompts, or trajectories in agentic runs. Source: ROLL 8eb27cc2,
+roll/configs and roll/pipeline.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class _RollFile:
         put_rewards(self.translation, self.top)
         put_filter(self.translation, self.top)
         self._additional_prompts()
+        devices.put_reference(self.reference)
         self._worker_args()
         self._critic()
         self._validation()
@@ -192,7 +194,7 @@ class _RollFile:
         response = node_at(self.translation.tree, ["rollout", "max_response_tokens"])
         total = prompt + (response.value if response and isinstance(response.value, int) else 0)
         if entry is not None and limit is not None and limit < total:
-            text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+            text = f"the original truncates at {limit} tokens, fewer than prompt plus response"
             key = "rollout.engine.max_model_len"
             self.translation.approximate(entry, key, total, text)
 
@@ -387,9 +389,7 @@ class _RollFile:
             if not self.translation.is_recorded(entry):
                 self.translation.apply(entry)
         infer.record_all(KeyStatus.SAME, "read from the training settings, or chosen by the engine")
-        self.reference.record_all(
-            KeyStatus.SAME, "the reference has the parallel layout and dtype of the actor"
-        )
+        self.reference.record_all(KeyStatus.SAME, "the reference has the settings of actor_train")
         train.record_all(KeyStatus.SAME, "implementation detail of training in the original")
 
     def _critic(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from msrl.algorithms.samples import score_matrix
 from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
+from msrl.errors import MsrlError
 from msrl.plan.derived import needs_greedy
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
@@ -47,6 +48,11 @@ class Rollouts:
         self._job, self._engines, self._scorer = job, engines, scorer
         self._num_groups = job.config.rollout.prompts_per_step
         self._filter = job.config.rollout.filter
+        if "rollouts" in state:
+            raise MsrlError(
+                "rollout.async.max_staleness=0: the checkpoint is of an asynchronous run and has "
+                "unfinished groups. Resume with the max_staleness of that run."
+            )
         self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
         num_used = state.get("prompts_taken", job.start_step * self._num_groups)
         self._num_used_prompts = int(num_used)

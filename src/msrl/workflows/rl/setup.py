@@ -83,6 +83,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     """
     config = plan.config
     platform = platform or resolve(config.cluster.platform)
+    _check_async_platform(plan, platform)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
     prompts = _training_prompts(plan, tokenizer)
@@ -106,6 +107,17 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
     )
+
+
+def _check_async_platform(plan: RunPlan, platform: Platform) -> None:
+    """Raise MsrlError if engines cannot generate while the ranks on their devices train."""
+    staleness = plan.rollout.asynchronous.max_staleness
+    if staleness and not (platform.shares_main_memory or plan.has_separate_engines):
+        raise MsrlError(
+            f"rollout.async.max_staleness={staleness}: engines share the devices of the training "
+            f"ranks on {platform.name}, so they cannot generate while these train. Set "
+            "cluster.roles.rollout.devices, or set it to 0."
+        )
 
 
 def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:

@@ -10,6 +10,7 @@ from msrl.platforms import get, resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import check_functions
 from msrl.rewards.sources import Source
+from msrl.rollout.engine import check_platform
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import check_trackers
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -40,6 +41,7 @@ def check_start(
         check_memory(plan, platform, longest=longest)
     check_trackers(plan.config.log.trackers, plan.config.log.options)
     if plan.is_grpo:
+        check_platform(plan.rollout.engine, platform)
         check_functions([Source.of(section) for section in plan.config.reward.sources])
     folders = [path for path in loaded_models(plan, resume) if not is_without_weights(path)]
     verify_models(folders)

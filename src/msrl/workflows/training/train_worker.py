@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.platforms import get
+from msrl.rollout.weights.channel import ChannelAddress
+from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
-from msrl.trainer.settings import RankSettings
+from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, TokenStatistic
-from msrl.workflows.training.weight_transfer import Bucket, pack
 
 if TYPE_CHECKING:
     from msrl.cluster.rendezvous import Rendezvous
+    from msrl.rollout.weights.sender import WeightSender
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
 
@@ -48,8 +50,18 @@ class SavePlan:
     in_background: bool  # write checkpoints while training continues
 
 
+@dataclass(frozen=True, slots=True)
+class SenderAddress:
+    """Pipeline stage of a rank that sends weights, and the address of its channel."""
+
+    stage: int
+    channel: ChannelAddress
+
+
 class TrainWorker:
     """Worker of one training rank."""
+
+    _sender: WeightSender
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
@@ -66,9 +78,10 @@ class TrainWorker:
         from msrl.trainer.checkpointing.saver import Saver
         from msrl.trainer.rank import TrainingRank
 
-        self._training_rank = TrainingRank(
-            self._settings, self._rank, self._world_size, init_method
-        )
+        settings = self._settings
+        if resume is not None:
+            settings = resumed_settings(settings, resume.root, resume.step)
+        self._training_rank = TrainingRank(settings, self._rank, self._world_size, init_method)
         extra = checkpoints.load_training_state(self._training_rank, resume) if resume else {}
         self._saver = Saver(
             self._training_rank, saves.root, saves.hf_dir, in_background=saves.in_background
@@ -126,14 +139,42 @@ class TrainWorker:
 
     # Weights and memory
 
-    def weights(self) -> tuple[Bucket, ...]:
-        """Return the policy's weights of this stage by Hugging Face name.
+    def connect_weights(self, bucket_bytes: int, timeout_s: float) -> SenderAddress | None:
+        """Prepare the transfer of weights to the engines; return the address of this sender.
 
-        Only the first rank of a stage returns weights; all ranks must call it.
+        None if another rank sends all weights of this rank.
         """
-        from msrl.trainer.weights import export
+        from msrl.rollout.weights.sender import WeightSender
+        from msrl.trainer.weights import sends_weights
 
-        return pack(export(self._training_rank.policy))
+        if not sends_weights(self._training_rank.policy):
+            return None
+        self._sender = WeightSender(bucket_bytes, timeout_s)
+        return SenderAddress(self._training_rank.position.pp_rank, self._sender.address)
+
+    def send_weights(self, version: int, num_receivers: int, verify: bool) -> Digests:
+        """Send the weights of this rank through shared memory.
+
+        Returns:
+            The parts of the weights' digests that they contribute, if requested.
+        """
+        from msrl.trainer.weights import local_shards
+
+        shards = local_shards(self._training_rank.policy)
+        return self._sender.send(shards, version, num_receivers, verify=verify)
+
+    def store_weights(self, version: int, verify: bool) -> tuple[list[Any], Digests]:
+        """Copy the weights of this rank to Ray's object store.
+
+        Returns:
+            References to the buckets, and the parts of the weights' digests.
+        """
+        import ray
+
+        from msrl.trainer.weights import local_shards
+
+        shards = local_shards(self._training_rank.policy)
+        return self._sender.store(shards, version, ray.put, verify=verify)
 
     def offload(self) -> None:
         """Release the device's memory of what `train.offload` names."""
@@ -179,14 +220,14 @@ class TrainWorker:
 class TrainActor(TrainWorker):
     """Ray actor of one training rank."""
 
-    def rendezvous(self) -> str:
-        """Return the rendezvous address of the ranks.
+    def rendezvous(self, ports: Sequence[int]) -> str:
+        """Return the rendezvous address of the ranks, on one of these ports.
 
         Rank 0 reserves it until all ranks have joined.
         """
         from msrl.cluster.rendezvous import Rendezvous
 
-        self._rendezvous: Rendezvous | None = Rendezvous()
+        self._rendezvous: Rendezvous | None = Rendezvous(ports)
         return self._rendezvous.init_method
 
     def start(
