@@ -24,7 +24,11 @@ _TRAINING: tuple[tuple[str, Content], ...] = (
 )
 _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
     "train-sft": _TRAINING,
-    "train-grpo": (*_TRAINING, ("cluster.roles.critic.load", "weights")),
+    "train-grpo": (
+        *_TRAINING,
+        ("cluster.roles.critic.load", "weights"),
+        ("cluster.roles.reference.load", "weights"),
+    ),
     "convert-ckpt": (
         ("convert.load", "weights"),
         ("convert.lora", "weights"),

@@ -50,7 +50,7 @@ def check(config: Config, action: str, **arguments: Any) -> None:
     elif action == "join":
         num_devices, _ = _devices(config, None, None)
         tls = state.tls_files(config.cluster.tls)
-        launch.check_join(devices=num_devices, ports=_ports(config), tls=tls, **arguments)
+        launch.check_join(devices=num_devices, tls=tls, ports=_ports(config), **arguments)
 
 
 def up(
@@ -84,8 +84,8 @@ def up(
         devices=num_devices,
         platform_resource=resource,
         new_token=new_token,
-        ports=_ports(config),
         tls=state.tls_files(config.cluster.tls),
+        ports=_ports(config),
     )
     print(_head_text(record), flush=True)
     if wait is not None:
@@ -96,7 +96,9 @@ def up(
 def _wait_for_machines(record: NodeRecord, count: int, timeout_s: float) -> None:
     """Wait until the cluster has `count` nodes."""
     deadline = time.monotonic() + timeout_s
-    with ray_session(record.address, num_devices=0, resource_name=record.resource) as session:
+    with ray_session(
+        record.address, num_devices=0, resource_name=record.resource, tls=record.tls
+    ) as session:
         while (joined := sum(node.alive for node in session.nodes())) < count:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
@@ -125,14 +127,13 @@ def join(
     """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result."""
     config = config or Config()
     num_devices, resource = _devices(config, devices, platform)
-    tls = state.tls_files(config.cluster.tls)
     record = launch.join(
         address,
         host=host,
         devices=num_devices,
         platform_resource=resource,
+        tls=state.tls_files(config.cluster.tls),
         ports=_ports(config),
-        tls=tls,
     )
     print(
         f"{record.host} joined the cluster at {record.address} with "
