@@ -16,6 +16,8 @@ NOT_YET: dict[str, str] = {
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
+    "rollout.multi_turn": "a response is one turn",
+    "rollout.max_turns": "a response is one turn",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",

@@ -20,7 +20,7 @@ from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
-from msrl.importers.sections import Keys, hydra_layers, same_path
+from msrl.importers.sections import Keys, hydra_layers, put_tracker_options, same_path
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -334,6 +334,12 @@ class _RlFile:
             self.translation.set_default("log.trackers", [])
         for name in on:
             self.rl.record(f"use_{name}", KeyStatus.OFF, "")
+        put_tracker_options(
+            self.rl,
+            "wandb",
+            {"wandb_project": "project", "wandb_save_dir": "dir"},
+            is_on=on["wandb"],
+        )
         experiment = self.rl.get("wandb_exp_name")
         if experiment is not None and experiment.value:
             return self.translation.assign(experiment, ["run.name"], experiment.value)
