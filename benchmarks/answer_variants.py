@@ -436,10 +436,10 @@ def signs(truth: str) -> Iterator[str]:
     if is_number and re.search("[1-9]", truth):
         yield truth[1:].strip() if truth.startswith("-") else f"-{truth}"
         yield rf"\pm {truth.lstrip('-')}"
-    for part in _parts(truth):
-        if re.fullmatch(r"-?\d+", part.strip()) and int(part) != 0:
-            other = str(-int(part))
-            yield truth.replace(part, f" {other}", 1)
+    for component in _components(truth):
+        if re.fullmatch(r"-?\d+", component.strip()) and int(component) != 0:
+            other = str(-int(component))
+            yield truth.replace(component, f" {other}", 1)
 
 
 def swapped_parts(truth: str) -> Iterator[str]:
@@ -448,11 +448,12 @@ def swapped_parts(truth: str) -> Iterator[str]:
     if match and int(match.group(2)) != int(match.group(3)) and int(match.group(2)) != 0:
         yield rf"{match.group(1)}\frac{{{match.group(3)}}}{{{match.group(2)}}}"
         yield rf"{match.group(1)}{match.group(3)}/{match.group(2)}"
-    parts = _parts(truth)
-    if len(parts) > 1 and parts[0].strip() != parts[1].strip():
+    components = _components(truth)
+    if len(components) > 1 and components[0].strip() != components[1].strip():
         outer = _PAIR.fullmatch(truth)
         assert outer
-        yield outer.group(1) + ",".join([parts[1], parts[0], *parts[2:]]) + outer.group(3)
+        first, second, *remaining = components
+        yield outer.group(1) + ",".join([second, first, *remaining]) + outer.group(3)
     if (match := _RATIO.fullmatch(truth)) and match.group(1) != match.group(2):
         yield f"{match.group(2)}:{match.group(1)}"
     if (match := _MATRIX.fullmatch(truth)) and "&" not in truth:
@@ -470,13 +471,10 @@ def truncated(truth: str) -> Iterator[str]:
         start = truth[:end]
         if start.count("{") != start.count("}"):
             yield start
-    parts = _parts(truth)
-    if len(parts) > 1:
-        yield (
-            truth[0] + ",".join(parts[:-1]) + truth[-1]
-            if truth[0] in "(["
-            else ",".join(parts[:-1])
-        )
+    components = _components(truth)
+    if len(components) > 1:
+        start = ",".join(components[:-1])
+        yield truth[0] + start + truth[-1] if truth[0] in "([" else start
     if (match := _SUM.fullmatch(truth)) and not _PROSE.search(truth) and "{" not in truth:
         yield from (match.group(1), match.group(3))
     if match := _WORD.fullmatch(truth):
@@ -575,7 +573,7 @@ def _has_alternatives(truth: str) -> bool:
     return bool(re.search(r"\bOR\b|\bor\b", truth)) or truth.count("=") > 1
 
 
-def _parts(truth: str) -> list[str]:
+def _components(truth: str) -> list[str]:
     """Return the components of a plain tuple or interval; empty for other answers."""
     match = _PAIR.fullmatch(truth)
     if match is None or re.search(r"[()\[\]]|\\pm", match.group(2)):

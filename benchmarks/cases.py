@@ -59,7 +59,10 @@ Measurement = Callable[[Bench], Sample]
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark. `goals` limit the ratio ours / peer from above, or from below for rates."""
+    """A benchmark. `goals` limit the ratio ours / peer from above, or from below for rates.
+
+    A benchmark that does not use the inputs needs no peers' scripts.
+    """
 
     name: str
     work: str
@@ -69,6 +72,7 @@ class Case:
     goals: Mapping[str, float]
     prepare: Callable[[Bench], None]
     higher_is_better: bool = False
+    uses_inputs: bool = True
 
 
 def convert(source: str) -> Measurement:
@@ -256,6 +260,22 @@ def peer_step(script: str, *args: str) -> Measurement:
     return lambda bench: Sample(bench.peer(script, *args)[1]["step_s"])
 
 
+def weight_figures(bench: Bench, mode: str) -> dict[str, float]:
+    """Run a mode of `benchmarks.weights`."""
+    command = [sys.executable, "-m", "benchmarks.weights", mode]
+    done = timed(command, environment=quiet_environment(), cwd=ROOT)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def weights_ours(bench: Bench) -> Sample:
+    figures = weight_figures(bench, "transfer")
+    return Sample(figures.pop("GB/s"), {**figures, **weight_figures(bench, "engine")})
+
+
+def weights_memcpy(bench: Bench) -> Sample:
+    return Sample(weight_figures(bench, "memcpy")["GB/s"])
+
+
 CASES = (
     Case(
         "convert",
@@ -340,5 +360,16 @@ CASES = (
         {"trl_grpo": peer_step("trl_grpo.py")},
         {"trl_grpo": 0.5},
         prepare_grpo,
+    ),
+    Case(
+        "weights",
+        "weights of Qwen2.5 0.5B in bf16 through shared memory to an engine",
+        "GB/s",
+        weights_ours,
+        {"memcpy": weights_memcpy},
+        {"memcpy": 0.4},
+        lambda bench: None,
+        higher_is_better=True,
+        uses_inputs=False,
     ),
 )

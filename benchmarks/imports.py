@@ -85,7 +85,7 @@ def _attempt(system: str, file: Path, *, approximate: bool) -> tuple[str, tuple[
         return REFUSED, error.messages
     except MsrlError as error:
         return REFUSED, (str(error),)
-    except Exception as error:  # the count goes on, and the exit code reports it
+    except Exception as error:  # count the remaining files; the exit code reports the failure
         return REFUSED, ("unexpected", f"{type(error).__name__}: {error}")
     return (REFUSED, validation.errors) if validation.errors else (IMPORTED, ())
 

@@ -17,7 +17,7 @@ from msrl.config.schema import Config, Section
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "msrl"
 # Modules of config/ that compute with values. Checks and importers name every key.
-OF_CONFIG = {"plugins.py", "general.py", "algo.py"}
+OF_CONFIG = {"plugins.py", "general.py", "algo.py", "rollout.py"}
 NOT_READERS = {"config", "checks", "importers"}
 Types = frozenset[type[BaseModel]]
 NONE: Types = frozenset()
@@ -188,7 +188,8 @@ def reads() -> set[tuple[type[BaseModel], str]]:
     files = [
         file
         for file in SOURCE.rglob("*.py")
-        if NOT_READERS.isdisjoint(file.relative_to(SOURCE).parts) or file.name in OF_CONFIG
+        if NOT_READERS.isdisjoint(file.relative_to(SOURCE).parts)
+        or (file.is_relative_to(SOURCE / "config") and file.name in OF_CONFIG)
     ]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     walker = Reads()

@@ -33,6 +33,7 @@ ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
     # Four equal norms at the first token: mean 0.5. The second token of one response has no
     # baseline.
     "optimal_token_baseline": np.array([0.5, -0.5, 0.0, -0.5, 0.5]),
+    "remax": np.array([0.75, -0.25, -0.25, -0.25, 0.75]),  # the greedy response has 0.25
     "reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
     # minus the group mean: 0.5 -0.5 -0.5 -0.5 0.5. Over five tokens: mean -0.1, variance
     # (2 * 0.36 + 3 * 0.16) / 4 = 0.3.
@@ -135,8 +136,7 @@ LOSSES: dict[str, LossRow] = {
 # --- prompt templates: templates/ ---
 
 # Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the
-# end-of-text token <|im_end|>. Trained text is in double brackets; … stands for the rest of a long
-# text.
+# end-of-text token <|im_end|>. Trained text is in double brackets; … is the rest of a long text.
 _R1_QUESTION = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves "
     "it. The assistant first thinks about the reasoning process in the mind and then provides the "

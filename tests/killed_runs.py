@@ -156,23 +156,23 @@ def train(
     while run.kills < num_kills:
         attempt = Attempt.begin(settings)
         for _ in range(choose.randint(1, 3)):
-            found = attempt.next_step()
-            assert found is not None, f"the training ended after {run.kills} kills"
-            run.note(*found)
+            report = attempt.next_step()
+            assert report is not None, f"the training ended after {run.kills} kills"
+            run.note(*report)
         time.sleep(random.random() * 1.2 * seconds_per_step)
         run.kills_in_a_save += any(saves.glob(".iter_*.partial")) or any(
             saves.glob("training/.iter_*.partial")
         )
         attempt.kill()
         while (
-            found := attempt.next_step()
+            report := attempt.next_step()
         ) is not None:  # reported before the kill, and not read yet
-            run.note(*found)
+            run.note(*report)
         assert attempt.end() == -signal.SIGKILL
         run.kills += 1
     attempt, times = Attempt.begin(settings), list[float]()
-    while (found := attempt.next_step()) is not None:
-        run.note(*found)
+    while (report := attempt.next_step()) is not None:
+        run.note(*report)
         times.append(time.monotonic())
     assert attempt.end() == 0
     return run, (times[-1] - times[0]) / max(1, len(times) - 1)

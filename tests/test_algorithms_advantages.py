@@ -41,7 +41,8 @@ LENGTHS = [[1, 2, 1, 1]]
 def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
     """Return the advantages of an estimator.
 
-    By default, values are 0.1, 0.2 and so on, and every response is one turn.
+    By default, values are 0.1, 0.2 and so on, every response is one turn, and greedy
+    responses have 0.25.
     """
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
     sizes = rewards.lengths
@@ -56,6 +57,7 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
         "turns": turns,
         "logprobs": np.full(sizes.sum(), math.log(0.5)),
         "squared_probabilities": np.full(sizes.sum(), 0.5),
+        "greedy_rewards": np.full(len(sizes), 0.25),
         **options,
     }
     return function(
@@ -120,8 +122,8 @@ class Group:
         return self.each([total - self.mean for total in self.totals])
 
     def leave_one_out(self) -> list[float]:
-        others = len(self.totals) - 1
-        return self.each([t - (sum(self.totals) - t) / others for t in self.totals])
+        num_others = len(self.totals) - 1
+        return self.each([t - (sum(self.totals) - t) / num_others for t in self.totals])
 
     def optimal_baseline(self) -> list[float]:
         """Return the distances from the mean weighted by length."""
@@ -145,6 +147,10 @@ class Group:
     def mean_return(self, t: int) -> float:
         returns = [sum(response[t:]) for response in self.tokens if len(response) > t]
         return sum(returns) / len(returns) if len(returns) > 1 else 0.0
+
+    def from_greedy(self) -> list[float]:
+        """Return the distances of the undiscounted returns from a greedy reward of 0.25."""
+        return [sum(tokens[t:]) - 0.25 for tokens in self.tokens for t in range(len(tokens))]
 
     def gae(self) -> list[float]:
         """Return the advantages for lambda 0.5 and values 0.1, 0.2 and so on."""
@@ -181,6 +187,7 @@ BY_LOOPS: dict[str, tuple[Callable[[Group], list[float]], bool]] = {
     "cpgd": (Group.distances, False),
     "gpg": (Group.distances, False),
     "opo": (Group.optimal_baseline, False),
+    "remax": (Group.from_greedy, False),
     "pass_at_k": (Group.lead, False),
     "optimal_token_baseline": (Group.token_baseline, False),
 }
@@ -291,6 +298,15 @@ def test_the_optimal_token_baseline_weighs_returns_by_cumulated_norms():
     )
     first, second = (0.5 * 1 + 0.25 * 3) / 0.75, (0.6 * 1 + 0.75 * 3) / 1.35
     assert got.tolist() == pytest.approx([1 - first, 1 - second, 3 - first, 3 - second], abs=1e-6)
+
+
+def test_remax_compares_each_prompt_with_its_own_greedy_response():
+    got = estimate(
+        "remax",
+        rewards([[1.0, 0.0], [3.0, 2.0]], [[2, 1], [1, 1]]),
+        greedy_rewards=np.array([1.0, 2.5]),
+    )
+    assert got.tolist() == [0.0, 0.0, -1.0, 0.5, -0.5]
 
 
 def test_gpg_scales_for_groups_without_gradient_or_for_rewards_of_zero():

@@ -343,6 +343,15 @@ def test_dppo_masks_by_probabilities_in_the_direction_of_the_advantage():
         aggregated_loss("dppo", two_tokens([0.0], 1.0), np.ones(1), divergence="js")
 
 
+def test_dppo_masks_tokens_that_the_old_policy_excluded():
+    """A token of probability 0 has a divergence of log(1 / (1 - p)), not NaN."""
+    batch = two_tokens([0.0], 1.0)
+    batch.new, batch.old = np.log([0.6]), np.array([-np.inf])
+    options = {"clip_low": 0.1, "clip_high": 0.1, "divergence": "kl"}
+    value, gradient, stats = aggregated_loss("dppo", batch, np.ones(1), **options)
+    assert value == 0.0 and gradient.tolist() == [0.0] and stats["clip_fraction"] == 1
+
+
 def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():
     batch = two_tokens([-0.3, -0.4], -1.0)
     _, gradient, stats = aggregated_loss("topr", batch, np.ones(2))

@@ -105,10 +105,12 @@ def of_verl(batch: Batch, name: str, mode: str, **policy_loss: Any) -> tuple[flo
     return value.item(), batch.flat(leaf.grad)
 
 
-def assert_equal(one: tuple[float, Tensor], two: tuple[float, Tensor], rtol: float = 1e-6) -> None:
-    assert one[0] == pytest.approx(two[0], rel=rtol)
-    scale = two[1].abs().max().item()
-    torch.testing.assert_close(one[1], two[1], rtol=rtol, atol=rtol * scale)
+def assert_equal(
+    actual: tuple[float, Tensor], expected: tuple[float, Tensor], rtol: float = 1e-6
+) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=rtol)
+    scale = expected[1].abs().max().item()
+    torch.testing.assert_close(actual[1], expected[1], rtol=rtol, atol=rtol * scale)
 
 
 LOSSES = [
@@ -170,6 +172,23 @@ def test_estimators_equal_those_of_verl(
         )
         rewards = TokenRewards(scores, np.array(LENGTHS).reshape(2, 4))
         got = estimate(name, rewards, **arguments)
+        np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_remax_equals_that_of_verl():
+    core = peer_module(CORE)
+    for seed in range(5):
+        batch, random = make_batch(seed), np.random.default_rng(seed)
+        token_rewards = torch.from_numpy(random.normal(size=batch.old.shape)) * batch.mask
+        greedy = random.normal(size=2)
+        expected, _ = core.get_adv_estimator_fn("remax")(
+            token_level_rewards=token_rewards,
+            reward_baselines=torch.from_numpy(np.repeat(greedy, 4)),
+            response_mask=batch.mask.double(),
+        )
+        lengths = np.array(LENGTHS).reshape(2, 4)
+        rewards = TokenRewards(np.zeros((2, 4)), lengths, batch.flat(token_rewards).numpy())
+        got = estimate("remax", rewards, greedy_rewards=greedy)
         np.testing.assert_allclose(got, batch.flat(expected).numpy(), rtol=1e-6, atol=1e-7)
 
 

@@ -320,6 +320,7 @@ def test_cluster_commands_pass_their_arguments(folder: Path, monkeypatch: pytest
         "dashboard_host": "127.0.0.1",
         "dashboard_port": 8260,
         "new_token": False,
+        "wait": None,
     }
     assert msrl("cluster", "join", "10.0.0.1:7000") == 0
     assert calls.pop()[1] == {"address": "10.0.0.1:7000", "host": None}
@@ -588,6 +589,8 @@ def test_tp_of_generate_and_chat_is_the_engines(
         (["train"], "`msrl train-sft` or `msrl train-grpo`"),
         (["config", "sho"], "`msrl config show`"),
         (["nonsense"], "`msrl --help`"),
+        (["train-dpo"], "Preference training"),
+        (["train-grpo", "--set", "rollout.multi_turn=true"], "one turn"),
         (["train-grpo", "base.yaml"], "-c base.yaml"),
         (["train-grpo", "grpo"], "-c grpo"),
         (["train-sft", "train.steps=3"], "--set train.steps=3"),
@@ -598,14 +601,22 @@ def test_tp_of_generate_and_chat_is_the_engines(
         (["train-sft", "--platform", "gpu"], "'cuda'"),
         (["train-sft", "--set", "cluster.platform=gpu"], "'cuda'"),
         (["train-sft", "--set", "model.dtype=bf16"], "'bfloat16'"),
+        (["train-sft", "--set", "train.learning_rate=1e-6"], "'train.optimizer.lr'"),
+        (["train-grpo", "--set", "rollout.max_new_tokens=8"], "'rollout.max_response_tokens'"),
+        (["train-sft", "--steps", "ten"], "'ten' must be a whole number"),
+        (["train-sft", "--lr=fast"], "'fast' must be a number"),
+        (["train-sft", "--model", "modell"], "did you mean model?"),
+        (["preprocess", "--input", "mod"], "did you mean model?"),
+        (["train-sft", "--model", "gone"], "Relative paths start in"),
         (["doctor", "--no-imports", "--platform", "gpu"], "'cuda'"),
-        (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
-        (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "folders on disk"),
+        (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "HF_ENDPOINT"),
+        (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "HF_ENDPOINT"),
         (
             ["convert-ckpt", "hf2mcore", "--load", "Qwen/Qwen2.5-0.5B", "--save", "out"],
-            "folders on disk",
+            "HF_ENDPOINT",
         ),
-        (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
+        (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "HF_ENDPOINT"),
+        (["train-sft", "--set", "checkpoint.load=Qwen/Qwen2.5-0.5B"], "folders on disk"),
         (
             [
                 "train-grpo",
@@ -614,7 +625,7 @@ def test_tp_of_generate_and_chat_is_the_engines(
                 "--set",
                 "reward.sources=[{model: Qwen/Qwen2.5-0.5B}]",
             ],
-            "folders on disk",
+            "HF_ENDPOINT",
         ),
         (
             ["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{verifier: math}]"],

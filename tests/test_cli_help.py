@@ -77,10 +77,36 @@ def test_help_truncates_no_name_on_a_narrow_terminal(
 
 
 @pytest.mark.parametrize(
-    "names",
-    [names for names in COMMANDS if not hasattr(find_command(names), "commands")],
-    ids=" ".join,
+    ("names", "key"),
+    [
+        (["preprocess"], "preprocess.template"),
+        (["preprocess"], "preprocess.handler"),
+        (["generate"], "generate.template"),
+        (["convert-ckpt", "reshard"], "convert.names"),
+    ],
 )
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_splits_no_choice_between_two_lines(
+    names: list[str],
+    key: str,
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    facts = key_facts(key)
+    assert facts is not None
+    text = help_text(names, capsys)
+    assert {*(facts.choices or facts.examples)} <= set(re.findall(r"[^\s│,\[\]]+", text))
+    assert not re.search(r"default: *│|at *│", text)
+
+
+def test_the_usage_line_names_visible_arguments_without_braces(capsys: pytest.CaptureFixture[str]):
+    usages = [help_text(names, capsys).splitlines()[0] for names in (["preprocess"], ["report"])]
+    assert usages == ["Usage: msrl preprocess [OPTIONS]", "Usage: msrl report [OPTIONS] RUN"]
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_texts_of_options_are_sentences_and_every_command_has_examples(names: list[str]):
     command = find_command(names)
     assert command.epilog
@@ -101,7 +127,7 @@ def test_defaults_ranges_and_choices_come_from_the_schema(
     lr = key_facts("train.optimizer.lr")
     assert lr is not None and re.search(rf"--lr X .*above 0.*default: {lr.default}", training)
     assert re.search(r"--tp N .*at least 1.*default: 1\]", training)
-    assert re.search(r"--platform NAME .*auto\|cpu\|cuda\|npu.*default: auto", training)
+    assert re.search(r"--platform NAME .*\[auto, cpu, cuda, npu\] \[default: auto\]", training)
     tokens = [
         re.search(r"--max-tokens N .*default: (\d+)", help_text([name], capsys))
         for name in ("generate", "chat")

@@ -112,7 +112,7 @@ def test_a_cluster_in_use_is_not_ended_without_a_question(head, monkeypatch, cap
         )
         assert done.returncode == 2, done.stderr
         assert_mentions(done.stderr, "127.0.0.1: 1 of 2 devices", "--force")
-        with pytest.raises(MsrlError, match=mentions("3 s")):
+        with pytest.raises(MsrlError, match=mentions("wait_for_nodes_s=3")):
             session.create_placement(plan([Role("actor", 2)], 2, resource=RESOURCE), timeout_s=3)
     notes = [line for line in capfd.readouterr().err.splitlines() if "waiting" in line]
     assert notes
@@ -236,7 +236,9 @@ def check_two_nodes(address):
         )
         assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
         with pytest.raises(MsrlError, match=mentions("4, 1", "msrl_device", "127.0.0.2")):
-            session.create_placement(plan([Role("actor", 5)], 4, 2, resource=RESOURCE))
+            session.create_placement(
+                plan([Role("actor", 5)], 4, 2, resource=RESOURCE), timeout_s=0.0
+            )
 
 
 def test_a_failed_start_of_ray_is_reported_with_its_output_and_leaves_nothing():
@@ -378,6 +380,7 @@ def test_a_dead_worker_is_reported_before_its_failed_peers(run):
         )
     assert str(caught.value).startswith("actor 1 ")
     assert_mentions(caught.value, "died", "actor 0: ConnectionError: peer gone")
+    assert caught.value.workers == {"actor 1"}
     end(peer)
 
 
@@ -398,6 +401,32 @@ def test_the_death_of_an_idle_worker_ends_the_wait(run):
     end(busy)
 
 
+def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
+    from msrl.cluster.heartbeats import ActorHeartbeats
+    from msrl.cluster.waiting import WorkerError, wait_all
+
+    session, placed, probe_class = run
+    busy, stopped = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
+    heartbeats = ActorHeartbeats(8.0)
+    for actor in (busy, stopped):
+        heartbeats.begin(actor)
+    _, victim = wait_all([busy.pid.remote(), stopped.pid.remote()], timeout_s=60)
+    watch = session.watch({"actor": "training rank"}, heartbeats)
+    wait_all([busy.wait.remote(10)], timeout_s=60, labels=("training rank 0",), watch=watch)
+    psutil.Process(victim).suspend()
+    with pytest.raises(WorkerError, match=r"^training rank 1 .*no heartbeat for 8 s") as caught:
+        wait_all([busy.wait.remote(60)], timeout_s=90, labels=("training rank 0",), watch=watch)
+    assert caught.value.workers == {"training rank 1"}
+    for actor in (busy, stopped):
+        heartbeats.end(actor)
+    session.end("actor", [0, 1])
+    assert not psutil.pid_exists(victim) or psutil.Process(victim).status() == "zombie"
+    session.wait_for_devices(placed, "actor", [0, 1], timeout_s=60)
+    again = session.start(probe_class, placed, "actor", 1)
+    assert wait_all([again.pid.remote()], timeout_s=60) != [victim]
+    session.end("actor", [1])
+
+
 def test_workers_that_do_not_answer_in_time_are_reported(run):
     from msrl.cluster.waiting import wait_all
 
@@ -415,7 +444,9 @@ def test_workers_that_do_not_answer_in_time_are_reported(run):
 
 def test_devices_that_another_run_holds_are_waited_for_and_then_reported(run):
     session, _, _ = run
-    with pytest.raises(MsrlError, match=mentions("GPU", "127.0.0.1: 2", "0 free", "1 s")):
+    with pytest.raises(
+        MsrlError, match=mentions("GPU", "127.0.0.1: 2", "0 free", "wait_for_nodes_s=1")
+    ):
         session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
 
 

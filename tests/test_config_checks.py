@@ -413,7 +413,7 @@ def test_derived_values_of_a_grpo_step(folder: Path):
     assert [value for label, value in rows.items() if "optimizer updates" in label] == [2 * 3, 60]
     assert labelled(rows, "micro-batches", "rank") == 16 // 2 // 4
     assert labelled(rows, "longest", "response") == 128
-    assert rows["rank 1"] == "trains tp 0 dp 1 pp 0"
+    assert rows["rank 1"] == "trains tp 0 dp 1 pp 0, samples in engine 1"
 
 
 def test_parameters_of_a_rank_agree_with_a_count_by_hand(folder: Path):

@@ -223,7 +223,7 @@ def test_all_errors_of_a_configuration_are_reported_at_once(folder: Path):
         "rollout:\n"
         "  samples_per_promt: 8\n"
         "  engine: {name: megatron, max_num_seqs: lots}\n"
-        "  async: {max_staleness: 1}\n"
+        "  max_running_requests: 3\n"
         "train:\n"
         "  tp: 2\n"
         "  steps: yes\n"
@@ -251,7 +251,7 @@ def test_all_errors_of_a_configuration_are_reported_at_once(folder: Path):
         ("grpo.yaml:2: rollout.samples_per_promt=8", "key", "'samples_per_prompt'"),
         ("grpo.yaml:3: rollout.engine.name=megatron", "version"),
         ("grpo.yaml:3: rollout.engine.max_num_seqs=lots", "number"),
-        ("grpo.yaml:4: rollout.async", "version"),
+        ("grpo.yaml:4: rollout.max_running_requests=3", "version"),
         ("grpo.yaml:6: train.tp=2", "key", "'train.parallel.tp'"),
         ("grpo.yaml:7: train.steps=yes", "number"),
         ("grpo.yaml:8: train.micro_batch=2.0", "number"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_dropped_groups_count_in_the_statistics_of_rewards_only(
     assert updater.state()["rewards"]["count"] == 6 and prepared.metrics[
         "shaped_reward"
     ] == pytest.approx(shaped.mean())
+
+
+def test_remax_compares_shaped_rewards_with_those_of_the_greedy_response(folder: Path):
+    sets = ("algo.advantage.estimator=remax", "reward.overlong.buffer=64", "reward.clip=1.0")
+    groups = [
+        replace(group(0, 1.0, 0.0), greedy=group(0, 5.0)),
+        replace(group(1, 0.0, 0.0), greedy=group(1, -0.5)),
+    ]
+    prepared = make_updater(Ranks(), *sets).prepare(groups, Clock())
+    shaped = np.array([1.0, 0.0, 0.0, 0.0]) - np.tile([1 / 64, 2 / 64], 2)
+    greedy = np.array([1.0, 1.0, -0.5 - 1 / 64, -0.5 - 1 / 64])  # 5 is clipped
+    np.testing.assert_allclose(advantages(prepared), shaped - greedy, atol=1e-6)
+    assert prepared.metrics["greedy_reward"] == pytest.approx((1.0 - 0.5 - 1 / 64) / 2)
 
 
 ADAPTIVE = (

@@ -357,6 +357,38 @@ def test_a_file_of_roll_is_imported_not_run(tmp_path: Path):
         load([str(tmp_path / "roll.yaml")])
 
 
+def roll_roles(folder: Path, infer: str, reference: str) -> Any:
+    """Return cluster.roles of a run that trains on devices 0 to 15."""
+    layout = "{strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 4}}"
+    text = changed(
+        RLVR,
+        ("  num_gpus_per_worker: 2\n  device_mapping: list(range(0,16))", infer),
+        (
+            "reference: {strategy_args: {strategy_name: megatron_infer, strategy_config: "
+            '"${deepspeed_zero2}"}}',
+            f"reference: {{strategy_args: {layout}, device_mapping: '{reference}'}}",
+        ),
+    )
+    tree = native_tree(imported("roll", text, folder, "yaml"))
+    return tree["cluster"].get("roles", {}), tree["rollout"]["engine"]
+
+
+def test_roles_of_roll_with_other_devices_than_training_have_separate_devices(tmp_path: Path):
+    infer = "  num_gpus_per_worker: 2\n  device_mapping: list(range(16,24))"
+    roles, engine = roll_roles(tmp_path, infer, "list(range(24,32))")
+    assert roles == {
+        "rollout": {"devices": 8},
+        "reference": {"devices": 8, "parallel": {"tp": 4}},
+    }
+    assert "dp" not in engine
+
+
+def test_roles_of_roll_that_share_a_device_share_those_of_training(tmp_path: Path):
+    infer = "  num_gpus_per_worker: 2\n  device_mapping: list(range(8,24))"
+    roles, engine = roll_roles(tmp_path, infer, "list(range(0,8))")
+    assert roles == {} and engine["dp"] == 8
+
+
 def test_device_mappings_are_counted_without_evaluating_code():
     assert device_count("list(range(0,8)) + list(range(8, 16, 2))") == 12
     assert device_count("__import__('os').system('true')") is None
@@ -577,6 +609,9 @@ def test_first_generation_files_of_mindspeed_run_unchanged(
     assert config.rollout.max_response_tokens == 512 - 256
     assert (config.algo.kl.loss.coef, config.algo.kl.loss.estimator) == (0.05, "k3")
     assert config.algo.advantage.whiten and config.rollout.engine.dp == 2
+    roles = config.cluster.roles
+    assert (roles.rollout.devices, roles.reference.devices, roles.reward.devices) == (2, 1, None)
+    assert roles.reference.micro_batch == 4 and roles.reference.load is None
 
 
 @pytest.mark.parametrize(

@@ -253,11 +253,11 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
 def test_pipes_and_redirections_are_not_values():
     script = (
         "cd x && python cli/train_grpo.py --config-name r1_zero.yaml 2>&1 | tee a.log; "
-        "TP=2; echo '|' \"a;b\" > out --x &\n# | y\n"
+        "TP=2; tool '|' \"a;b\" > out --x &\n# | y\n"
     )
     assert [[word.text for word in words] for words in parse_script(script, "s").commands] == [
         ["cd", "x"], ["python", "cli/train_grpo.py", "--config-name", "r1_zero.yaml"],
-        ["tee", "a.log"], ["echo", "|", "a;b", "--x"],
+        ["tee", "a.log"], ["tool", "|", "a;b", "--x"],
     ]  # fmt: skip
 
 

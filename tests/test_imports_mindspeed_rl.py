@@ -305,9 +305,7 @@ def test_keys_without_a_default_in_the_original_are_required(folder: Path):
 
 def test_unsupported_keys_that_change_results_are_refused_by_both_names(folder: Path):
     (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
-    assert_mentions(
-        line, "rl_config.partial_rollout_max_split=2", "version", "rollout.async.partial"
-    )
+    assert_mentions(line, "partial_rollout_max_split", "rollout.async.partial")
     (line,) = mistakes(PRESENT, folder, rl_config__multi_turn_enable=True)
     assert "env.max_turns" in line
     assert native(
@@ -355,10 +353,46 @@ def test_a_mindspeed_checkpoint_without_a_config_uses_that_of_the_model(folder: 
     assert load([str(PRESENT)], command="train-grpo")
 
 
-def test_the_reference_starts_from_the_actors_weights_or_is_refused(folder: Path):
-    assert load([str(FIRST)])
-    (line,) = mistakes(FIRST, folder, ref_config__load="./other")
-    assert_mentions(line, "ref_config.load=./other", "version", "cluster.roles.reference.load")
+def test_the_reference_starts_from_the_actors_weights_or_its_own(folder: Path):
+    assert load([str(FIRST)]).config.cluster.roles.reference.load is None
+    other = native(FIRST, folder, ref_config__load="./other").config
+    assert other.cluster.roles.reference.load == "./other"
+    integrated = {"rl_config.integrated_mode_config": {"ref_model_load_path": "./first"}}
+    config = native(PRESENT, folder, **integrated).config
+    assert config.cluster.roles.reference.load == "./first"
+
+
+def test_without_an_integrated_worker_models_have_separate_devices(folder: Path):
+    roles = load([str(FIRST)]).config.cluster.roles
+    assert (roles.reference.devices, roles.reference.micro_batch) == (8, 8)
+    assert (roles.reference.parallel.tp, roles.reference.parallel.pp) == (2, 2)
+    assert roles.reward.devices is None  # verifiers score
+    model = {
+        "rl_config.use_integrated_worker": False,
+        "rl_config.rule_reward": False,
+        "rl_config.reward_resource": {"num_npus": 4},
+        "reward_config.load": "./rm",
+        "reward_config.tensor_model_parallel_size": 4,
+        "reward_config.pipeline_model_parallel_size": 1,
+    }
+    roles = native(FIRST, folder, **model).config.cluster.roles
+    assert (roles.reward.devices, roles.reward.parallel.tp, roles.reward.parallel.pp) == (4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rl_config.use_integrated_worker": True},
+        {"rl_config.colocate_actor_ref": True},
+        {"rl_config.colocate_all_models": True},
+        {"rl_config.init_kl_coef": 0.0},
+    ],
+)
+def test_a_reference_that_shares_devices_or_is_not_used_has_none(
+    change: dict[str, Any], folder: Path
+):
+    roles = native(FIRST, folder, **change).config.cluster.roles
+    assert roles.reference.devices is None and roles.reference.parallel.tp is None
 
 
 def test_a_reward_model_scores_on_the_training_ranks_if_rule_reward_is_false(folder: Path):
@@ -478,6 +512,7 @@ def test_critic_keys_have_no_effect_without_gae(folder: Path):
 
 
 DAPO = {"megatron_training.stage": "ray_dapo"}
+SEPARATE = {"rl_config.use_integrated_worker": False}
 FILTERED = {
     **DAPO, "rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc",
     "rl_config.verifier_function": ["acc"],
@@ -529,6 +564,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.verifier_function": ({}, ["acc"]), "rl_config.verifier_weight": ({}, [0.5]),
     "rl_config.actor_resource": ({}, {"num_npus": 8}), "rl_config.hccl_buffersize": ({}, 512),
     "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
+    "rl_config.wandb_project": ({"rl_config.use_wandb": True}, "math"),
+    "rl_config.wandb_save_dir": ({"rl_config.use_wandb": True}, "logs"),
     "rl_config.use_tensorboard": ({}, False), "rl_config.wandb_exp_name": ({}, "named"),
     "generate_config.infer_tensor_parallel_size": ({}, 2),
     "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
@@ -572,7 +609,18 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "megatron.lora_r": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
     "megatron.lora_alpha": ({"actor_config.lora_target_modules": ["linear_qkv"]}, 4),
     "generate_config.infer_pipeline_parallel_size": ({}, 2),
-    "generate_config.infer_expert_parallel_size": ({}, 2),
+    "generate_config.infer_expert_parallel_size": (
+        {"generate_config.infer_tensor_parallel_size": 2}, 2,
+    ),
+    "rl_config.reference_resource": (SEPARATE, {"num_npus": 8}),
+    "rl_config.critic_resource": (
+        {**SEPARATE, "megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"},
+        {"num_npus": 8},
+    ),
+    "rl_config.reward_resource": (
+        {**SEPARATE, "rl_config.rule_reward": False, "reward_config.load": "rm"},
+        {"num_npus": 8},
+    ),
     "generate_config.offload_train_optimizer": ({}, False),
     "generate_config.offload_train_grad": ({}, False),
     "generate_config.offload_train_param": ({}, False),

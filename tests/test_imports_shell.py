@@ -31,7 +31,7 @@ def words(script: str, name: str = "examples/run.sh") -> list[str]:
         ("A=\nprog a $A $NOBODY_SETS_THIS b", ["a", "b"]),
         ('A="--x 1 \\\n --y 2"\nprog $A', ["--x", "1", "--y", "2"]),
         ("N=2\nM=8\nprog $(($N*M)) $((N + 1)) $((M/3))", ["16", "3", "2"]),
-        ("A=(a 'b c' d)\nprog \"${A[@]}\" ${A[1]}", ["a b c d", "b c"]),
+        ("A=(a 'b c' d)\nprog \"${A[@]}\" ${A[1]}", ["a", "b c", "d", "b c"]),
         ("A=(x)\nA+=(y)\nprog ${A[@]}", ["x", "y"]),
         (
             "P=/a/b.tar.gz\nprog ${P##*/} ${P%.gz} ${P//a/o}",

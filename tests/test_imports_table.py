@@ -53,7 +53,7 @@ def test_defaults_of_the_originals_are_valid_for_their_native_keys(system: str):
 
 
 def test_planned_keys_are_refused_and_existing_keys_are_not():
-    assert_mentions(refusal("rollout.async.partial", True), "version")
+    assert_mentions(refusal("rollout.engine.pp", 2), "version")
     assert_mentions(refusal("env.max_turns", 4), "version")
     assert refusal("cluster.env.NCCL_DEBUG", "INFO") == ""
     assert refusal("log.trackers", ["tensorboard"]) == ""

@@ -1,4 +1,4 @@
-"""`msrl config import` validates its result, and says what became of each key."""
+"""`msrl config import` validates its result and reports every key."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(grou
 def test_the_sum_of_squared_probabilities_follows_from_two_normalizers(group, elements_at_once):
     """Z(T / 2) / Z(T)^2, as in `LanguageModelReplica.token_statistic`."""
     torch.manual_seed(0)
-    cut, logits = columns(group, elements_at_once), 5 * torch.randn(ROWS, PADDED)
-    half = replace(cut, temperature=TEMPERATURE / 2)
-    squares = (half.normalizer(logits) - 2 * cut.normalizer(logits)).exp()
+    shard, logits = columns(group, elements_at_once), 5 * torch.randn(ROWS, PADDED)
+    half = replace(shard, temperature=TEMPERATURE / 2)
+    squares = (half.normalizer(logits) - 2 * shard.normalizer(logits)).exp()
     expected = (logits[:, :VOCAB].double() / TEMPERATURE).softmax(-1).square().sum(-1)
     torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=0.0)

@@ -128,7 +128,7 @@ def test_validation_and_setup_of_train_grpo_read_every_config_once(folder: Path)
         sources = [Source.of(section) for section in plan.config.reward.sources]
         scorer = Scorer(sources, 1, read_config=plan.hf_config)
         names = {name: Path(model.path) for name, model in scorer.rank_models.items()}
-        rank_settings(plan, "cpu", resume=None, reward_models=names)
+        rank_settings(plan, "cpu", reward_models=names)
     assert counts == {"model": 1, "critic": 1, "judge": 1, "scorer": 1}
 
 

@@ -293,10 +293,10 @@ def test_a_dry_run_checks_the_ports_of_a_cluster(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("MSRL_STATE_DIR", str(folder / "state"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
         for end in (["--dry-run"], []):
             assert msrl("cluster", "up", "--port", port, "--devices", "1", *end) == 2
             assert_mentions(capfd.readouterr().err, f"--port {port}")

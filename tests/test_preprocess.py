@@ -352,8 +352,8 @@ def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
     many = jsonl(tmp_path / "many.jsonl", gsm8k(1) * 100_000)
     tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
     arguments = ["--handler", "gsm8k", "--template", "qwen", "--tokenizer", tokenizer]
-    places = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
-    killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *places])
+    paths = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
+    killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *paths])
     deadline = time.monotonic() + 120
     while not list((tmp_path / "out").glob("msrl-*/*.bin")) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -432,6 +432,7 @@ def test_an_error_in_a_worker_process_contains_file_and_row(tmp_path):
         ({"template": "qwen_r2"}, ("qwen_r2", "'qwen_r1'")),
         ({"template": None}, ("preprocess.template", "set")),
         ({"tokenizer": "/nowhere"}, ("tokenizer=/nowhere", "folder")),
+        ({"tokenizer": "/usr"}, ("tokenizer=/usr", "tokenizer.json")),
         ({"input": ["/nowhere.jsonl"]}, ("preprocess.input=/nowhere.jsonl", "file")),
         ({"handler": "alpaca"}, ("g.jsonl:1", "'instruction'")),
         ({"pack": True, "seq_length": 64}, ("preprocess.pack=True", "prompts")),

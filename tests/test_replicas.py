@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from config_inputs import make_working_folder
+from config_inputs import make_model, make_working_folder
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import OptimizerConfig
 from msrl.errors import MsrlError
-from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.trainer.settings import RankSettings, ReplicaSettings
+from msrl.trainer.settings import RankSettings, ReplicaSettings, resumed_settings
 from msrl.workflows.training.settings import rank_settings
 from support import mentions, python_path
 
+REFERENCE = ("algo.kl.loss.coef=0.1", "cluster.roles.reference.load=reference")
 CRITIC = (
     "algo.preset=ppo",
     "train.optimizer.weight_decay=0.1",
@@ -30,7 +30,9 @@ LORA = ("train.lora.rank=8", "train.chunk=64")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_working_folder(tmp_path_factory.mktemp("replicas"))
+    folder = make_working_folder(tmp_path_factory.mktemp("replicas"))
+    make_model(folder / "reference")
+    return folder
 
 
 def settings(
@@ -38,7 +40,7 @@ def settings(
 ) -> RankSettings:
     monkeypatch.chdir(folder)
     plan = check(load(["grpo.yaml"], [*sets]), "train-grpo")
-    return rank_settings(plan, "cpu", **{"resume": None, **arguments})
+    return rank_settings(plan, "cpu", **arguments)
 
 
 def test_a_critic_and_reward_models_have_settings_of_their_role(
@@ -48,7 +50,7 @@ def test_a_critic_and_reward_models_have_settings_of_their_role(
         folder,
         monkeypatch,
         *CRITIC,
-        reference=Path("reference"),
+        *REFERENCE,
         reward_models={"judge": Path("judge")},
     )
     policy, critic, judge = rank.policy, rank.critic, rank.reward_models["judge"]
@@ -59,17 +61,16 @@ def test_a_critic_and_reward_models_have_settings_of_their_role(
         critic.recompute == policy.recompute
         and critic.bad_batch_dir == policy.bad_batch_dir / "critic"
     )
-    assert rank.reference == ReplicaSettings(
-        Path("reference"), hf_dir=policy.hf_dir, logit_chunk=64
-    )
+    reference = folder / "reference"
+    assert rank.reference == ReplicaSettings(reference, hf_dir=reference, logit_chunk=64)
     assert judge == ReplicaSettings(Path("judge"))
 
 
 def test_a_checkpoint_that_is_resumed_gives_the_policy_its_weights_and_no_other_replica(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resume = SavedTraining(Path("saves"), 3)
-    rank = settings(folder, monkeypatch, *CRITIC, resume=resume, reference=Path("reference"))
+    rank = settings(folder, monkeypatch, *CRITIC, *REFERENCE)
+    rank = resumed_settings(rank, Path("saves"), 3)
     assert (rank.policy.model, rank.policy.iteration) == (Path("saves").absolute(), 3)
     assert rank.critic is not None and rank.reference is not None
     assert (rank.critic.iteration, rank.reference.iteration) == (None, None)
@@ -82,9 +83,9 @@ def test_with_adapters_the_reference_is_the_policy_and_a_resume_keeps_the_base_w
         folder,
         monkeypatch,
         *LORA,
-        resume=SavedTraining(Path("saves"), 3),
-        reference=Path("reference"),
+        "algo.kl.loss.coef=0.1",
     )
+    rank = resumed_settings(rank, Path("saves"), 3)
     assert rank.reference is None and rank.policy.lora.rank == 8
     assert rank.policy.iteration is None and rank.policy.model != Path("saves")
 

@@ -462,6 +462,36 @@ CHEATS = {
     "mock": "from unittest.mock import ANY\ndef add(a, b): return ANY",
     "a number that is equal": "class Any(int):\n    __eq__ = lambda self, other: True\n"
     "def add(a, b): return Any()",
+    "a comparison that names a library": "def eq(self, other): return True\n"
+    "eq.__module__ = 'numpy'\nclass Any: __eq__ = eq\ndef add(a, b): return Any()",
+    "a metaclass that lies": "class Meta(type):\n"
+    "    def __getattribute__(cls, name): return int.__eq__ if name == '__eq__' else "
+    "type.__getattribute__(cls, name)\n"
+    "class Any(metaclass=Meta):\n    def __eq__(self, other): return True\n"
+    "def add(a, b): return Any()",
+    "a list that hides its items": ALWAYS_EQUAL
+    + "class Items(list):\n    __iter__ = lambda self: iter(())\n"
+    "def add(a, b): return Items([Any(), Any()]) if isinstance(a, list) else Any()",
+    "a fraction of equal parts": ALWAYS_EQUAL + "from fractions import Fraction\n"
+    "def add(a, b):\n    f = Fraction(1); f._numerator = f._denominator = Any(); return f",
+    "a mapping of equal items": ALWAYS_EQUAL + "from collections import UserList\n"
+    "def add(a, b): return UserList([Any(), Any()])",
+    "a class that is not int": "class Any:\n    __class__ = int\n"
+    "    __eq__ = lambda self, other: True\ndef add(a, b): return Any()",
+    "return the expected value of a caller": "import sys\ndef add(a, b):\n"
+    "    frame = sys._getframe()\n    while frame:\n"
+    "        for value in frame.f_locals.values():\n"
+    "            if isinstance(value, str) and 'assert' in value: sys.exit(value)\n"
+    "        frame = frame.f_back",
+    "write to all descriptors": "import os\ndef add(a, b):\n"
+    "    for number in range(64):\n        try: os.write(number, b'{\"value\": true}\\n')\n"
+    "        except OSError: pass",
+    "read the parent": "import os\npaths = [f'/proc/{os.getppid()}/{name}' for name in "
+    "('mem', 'fd/0', 'environ', 'maps')]\ndef add(a, b):\n    for path in paths:\n"
+    "        try: open(path, 'rb').read(100); return 3 if b == 2 else [3, 4]\n"
+    "        except OSError: pass",
+    "kill the tester": "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)",
+    "an error that ends the tests": "def add(a, b): raise SystemExit(0)",
 }
 
 
@@ -472,6 +502,150 @@ def test_a_program_that_cheats_on_asserts_passes_none(name):
     assert [
         code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)
     ] == [0.0, 0.0]
+
+
+LIAR = (
+    "class Liar:\n    __sub__ = __rsub__ = lambda self, other: 0\n"
+    "    __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda self, other: True\n"
+    "def f(x): return Liar()\n"
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (LIAR, "assert abs(f(2) - 0.5) < 1e-6"),
+        (LIAR, "assert abs(0.5 - f(2)) < 1e-6"),
+        (LIAR, "assert f(2) < 1"),
+        (LIAR, "assert 1 < f(2)"),
+        (LIAR, "assert 5 in f(2)"),
+        (LIAR, "assert f(2) in (4, 5)"),
+        ("def abs(x): return 0\ndef f(x): return 7", "assert abs(f(2) - 0.5) < 1e-6"),
+        (
+            "import math\nmath.isclose = lambda *_, **__: True\ndef f(x): return 7",
+            "import math\nassert math.isclose(f(2), 0.5)",
+        ),
+        (
+            "class math:\n    isclose = staticmethod(lambda *_, **__: True)\ndef f(x): return 7",
+            "assert math.isclose(f(2), 0.5)",
+        ),
+        (
+            "import builtins\nbuiltins.sorted = builtins.len = lambda *_, **__: 3\n"
+            "def f(x): return 7",
+            "assert sorted([f(2)]) == [1]",
+        ),
+        (
+            "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef f(x): return 7",
+            "import unittest\nunittest.TestCase().assertEqual(f(2), 1)",
+        ),
+        (
+            "def f(node):\n    node.value = type(node).__init__.__globals__",
+            "class Node:\n    def __init__(self): self.value = 1\n"
+            "n = Node()\nf(n)\nassert n.value == 2",
+        ),
+        (
+            "def f(g):\n    return g.__globals__['secret']",
+            "secret = 4\ndef g(): return 1\nassert f(g) == 4",
+        ),
+        ("__builtins__ = {}\ndef f(x): return 7", "assert f(1) == 8"),
+        ("class E(AssertionError): pass\ndef f(x): raise E()", "assert f(1) == 8"),
+    ],
+)
+def test_a_program_cannot_change_what_its_tests_mean(program, test):
+    assert code.score(fenced(program), test) == 0.0
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): x.append(3); x[0][0] = 9", "x = [[1], 2]\nf(x)\nassert x == [[9], 2, 3]"),
+        ("def f(d): d.clear(); d['b'] = {1}", "d = {'a': 1}\nf(d)\nassert d == {'b': {1}}"),
+        ("def f(*a, k=1): return (a, k)", "assert f(1, 2, k=[3]) == ((1, 2), [3])"),
+        (
+            "def f(x):\n    if x < 0: raise ValueError('negative')\n    return x",
+            "try:\n    f(-1)\nexcept ValueError as e:\n    assert str(e) == 'negative'\n"
+            "else:\n    assert False",
+        ),
+        (
+            "class TooLow(Exception):\n    def __init__(self, by):\n"
+            "        super().__init__(f'by {by}'); self.by = by\n"
+            "def f(): raise TooLow(3)",
+            "try:\n    f()\nexcept TooLow as e:\n    assert e.by == 3 and str(e) == 'by 3'\n"
+            "else:\n    raise SystemExit",
+        ),
+        ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]\n"
+         "g = f(2)\nassert next(g) == 0 and next(g) == 1\nassert next(g, 7) == 7"),
+        ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x * 2, [1, 2]) == [2, 4]\n"
+         "assert f(len, ['ab']) == [2]"),
+        ("def f(x):\n    def g(y): return x + y\n    return g", "assert f(1)(2) == 3"),
+        (
+            "class Stack:\n    def __init__(self): self.items = []\n"
+            "    def push(self, x): self.items.append(x)\n"
+            "    def pop(self): return self.items.pop()\n"
+            "    def __len__(self): return len(self.items)",
+            "s = Stack()\nassert not s\ns.push(1); s.push([2])\nassert len(s) == 2 and s\n"
+            "assert s.pop() == [2] and s.items == [1]\nassert isinstance(s, Stack)",
+        ),
+        (
+            "class V:\n    def __init__(self, x): self.x = x\n"
+            "    def __add__(self, o): return V(self.x + o.x)\n"
+            "    def __mul__(self, k): return V(self.x * k)\n"
+            "    def __eq__(self, o): return self.x == o.x\n"
+            "    def __repr__(self): return f'V({self.x})'",
+            "assert V(1) + V(2) == V(3)\nassert V(2) * 3 == V(6)\nassert V(1) != V(2)\n"
+            "assert repr(V(1)) == 'V(1)'",
+        ),
+        (
+            "def f(head):\n    new = None\n    while head:\n"
+            "        head.next, new, head = new, head, head.next\n    return new",
+            "class Node:\n    def __init__(self, v, n=None): self.v, self.next = v, n\n"
+            "n = f(Node(1, Node(2)))\nassert n.v == 2 and n.next.v == 1 and n.next.next is None",
+        ),
+        (
+            "class Solution:\n    def f(self, nums: list[int]) -> int: return sum(nums)",
+            "def check(candidate):\n    assert candidate([1, 2]) == 3\ncheck(Solution().f)",
+        ),
+        ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
+        ("def f(x): return math.floor(x)", "import math\nassert f(2.5) == math.floor(2.7)"),
+        ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2), math.sqrt(2))"),
+        ("from math import isclose\ndef f(): return 0.1 + 0.2", "assert isclose(f(), 0.3)"),
+        ("def f(): print('hi')", "import contextlib, io\nout = io.StringIO()\n"
+         "with contextlib.redirect_stdout(out):\n    f()\nassert out.getvalue() == 'hi\\n'"),
+        ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
+        (
+            "from datetime import date\nfrom decimal import Decimal\n"
+            "from collections import deque, OrderedDict\n"
+            "def f(): return [date(2024, 1, 2), Decimal('1.10'), deque([1]), OrderedDict(a=1), "
+            "1 + 2j, b'x', 2 ** 70, frozenset({1}), range(3), float('inf'), (None, True)]",
+            "from datetime import date\nfrom decimal import Decimal\n"
+            "from collections import deque\n"
+            "assert f() == [date(2024, 1, 2), Decimal('1.1'), deque([1]), {'a': 1}, "
+            "1 + 2j, b'x', 2 ** 70, {1}, range(3), float('inf'), (None, True)]",
+        ),
+        (
+            "from enum import Enum\nclass C(Enum):\n    RED = 1\ndef f(): return C.RED",
+            "assert f() == C.RED and f().value == 1 and C['RED'].name == 'RED'",
+        ),
+        (
+            "class Bag(list):\n    def total(self): return sum(self)",
+            "b = Bag([1, 2])\nb.append(3)\nassert b == [1, 2, 3] and b.total() == 6 and 3 in b",
+        ),
+        (
+            "def f(x): return x",
+            "if __name__ == '__main__':\n    assert f({'k': (1, [2])}) == {'k': (1, [2])}\n"
+            "    assert f('\\ud800') == '\\ud800'",
+        ),
+        (
+            "import functools\n@functools.lru_cache(None)\n"
+            "def f(n): return n if n < 2 else f(n - 1) + f(n - 2)",
+            "assert f(300) == f(299) + f(298) > 10 ** 60",
+        ),
+    ],
+)  # fmt: skip
+def test_tests_use_the_objects_of_a_program(program, test):
+    assert code.score(fenced(program), test) == 1.0
 
 
 @needs_namespaces
@@ -592,3 +766,53 @@ def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
         )
         == 1.0
     )
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]},
+        {"fn_name": "f", "inputs": ["1", "2"], "outputs": ["2", "3"]},
+        [{"input": "1", "output": "2", "testtype": "functional", "fn_name": "f"}],
+        [{"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}],
+    ],
+)
+def test_tests_of_functions_are_read_in_the_forms_of_published_datasets(answer):
+    right = "print('example:', 3)\nclass Solution:\n    def f(self, x: Optional[int]): return x + 1"
+    wrong = right.replace("x + 1", "x + 2")
+    scores = [code.score(fenced(program), json.dumps(answer)) for program in (right, wrong)]
+    assert scores == [1.0, 0.0]
+
+
+@needs_namespaces
+def test_tests_with_one_object_each_are_read_as_standard_input():
+    answer = json.dumps(
+        [
+            {"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
+            {"type": "stdin_stdout", "input": "3 4", "output": "7"},
+        ]
+    )
+    assert code.score(fenced("print(sum(map(int, input().split())))"), answer) == 1.0
+    assert code.score(fenced("print(3)"), answer, partial=True) == 0.5
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [{"input": "1"}],
+        [{"input": "1", "output": "2", "testtype": "functional"}],
+        [{"input": "1", "output": "2", "fn_name": name} for name in "fg"],
+        {"fn_name": "f", "inputs": ["x"], "outputs": ["2"]},
+    ],
+)
+def test_tests_that_cannot_be_read_are_refused(answer):
+    assert "tests nothing" in str(code.answer_refusal(json.dumps(answer)))
+
+
+@needs_namespaces
+def test_the_tolerance_applies_to_returned_numbers():
+    answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[[0.3, 2]]]})
+    program = fenced("def f(x): return [0.1 + 0.2, 2]")
+    assert code.score(program, answer) == 0.0
+    assert code.score(program, answer, tolerance=1e-9) == 1.0

@@ -27,6 +27,7 @@ from msrl.rollout.engine import (
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl.engine_group import EngineGroup, engine_shares
+from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions, shared_data
 
@@ -84,6 +85,12 @@ class EchoEngines(Workers):
     def rendezvous(self) -> str:
         raise NotImplementedError
 
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
     def share(self, value: object) -> object:
         return value
 
@@ -107,7 +114,8 @@ def test_completions_are_in_the_order_of_the_prompts_and_idle_engines_get_no_cal
 ):
     workers: Any = EchoEngines()
     prompts = [prompt(index, 1) for index in indices]
-    completions = EngineGroup(workers).generate(prompts, SamplingParams(max_tokens=1), 0)
+    engine_group = EngineGroup(workers, Restarts(0, print, 0))
+    completions = engine_group.generate(prompts, SamplingParams(max_tokens=1), 0)
     assert completions == tuple(zip(engines, indices, strict=True))
     assert workers.engines == sorted(set(engines))
 

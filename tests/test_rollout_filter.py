@@ -61,6 +61,7 @@ class RecordingEngine:
 
     def __init__(self, equal: set[int]) -> None:
         self.equal, self.calls = equal, list[list[int]]()
+        self.sampling = list[SamplingParams]()
 
     def onload(self) -> None:
         """Do nothing: no device memory is involved."""
@@ -69,10 +70,12 @@ class RecordingEngine:
         self, prompts: list[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
         self.calls.append([prompt.index for prompt in prompts])
+        self.sampling.append(sampling)
         answer = Completion(
             np.array([5]), np.array([-1.0], np.float32), "stop", policy_version, "5"
         )
-        return tuple(RolloutGroup(prompt, (answer, answer)) for prompt in prompts)
+        answers = (answer,) * (1 if sampling.temperature == 0 else 2)
+        return tuple(RolloutGroup(prompt, answers) for prompt in prompts)
 
     def score(self, groups: tuple[RolloutGroup, ...]) -> Scores:
         def rewards(index: int) -> tuple[Reward, ...]:
@@ -82,7 +85,10 @@ class RecordingEngine:
             )
 
         return Scores(
-            tuple(ScoredGroup(group, rewards(group.prompt.index)) for group in groups),
+            tuple(
+                ScoredGroup(group, rewards(group.prompt.index)[: len(group.completions)])
+                for group in groups
+            ),
             {"right/timeout": 1},
             ("one",),
         )
@@ -95,11 +101,13 @@ def make_rollouts(
     *,
     prompts_per_step: int = 4,
     shuffle: bool = False,
+    estimator: str = "group_norm",
 ) -> Rollouts:
     """Return rollouts of four prompts per step from twelve rows in file order."""
     dataset: Any = [Prompt(row, np.array([1, 2, 3])) for row in range(ROWS)]
     config = SimpleNamespace(
-        rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter)
+        rollout=SimpleNamespace(prompts_per_step=prompts_per_step, filter=filter),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator=estimator)),
     )
     prompts = Prompts(
         dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle)
@@ -125,6 +133,19 @@ def test_without_a_filter_steps_use_the_prompts_in_order():
         and not steps[0].dropped_groups
         and not steps[0].metrics
     )
+
+
+def test_remax_samples_one_greedy_response_per_prompt_beside_the_others():
+    engine = RecordingEngine({1})
+    step = make_rollouts(engine, FilterConfig(), estimator="remax").generate(0, Clock())
+    assert engine.calls == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    greedy = engine.sampling[1]
+    assert (greedy.num_samples, greedy.temperature, greedy.top_p, greedy.top_k) == (1, 0.0, 1.0, -1)
+    for group in step.train_groups:
+        assert group.greedy is not None
+        assert len(group.rewards) == 2 and len(group.greedy.rewards) == 1
+        assert group.greedy.rollout.prompt.index == group.rollout.prompt.index
+    assert step.scores.failures == {"right/timeout": 2} and step.scores.notes == ("one", "one")
 
 
 def test_a_refill_samples_as_many_prompts_as_are_likely_needed():

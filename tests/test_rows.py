@@ -220,6 +220,34 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 
 
+def test_columns_beside_question_and_answer_are_used_or_refused():
+    dolly = {"instruction": "a", "context": "c", "response": "b", "category": "x"}
+    assert turns(read("auto", [dolly])[0]) == [("user", "a\nc"), ("assistant", "b")]
+    orca = {"system_prompt": "s", "question": "a", "response": "b", "id": "1"}
+    assert turns(read("auto", [orca])[0]) == [("system", "s"), *PAIR]
+    squad = {"question": "a", "context": "c", "answer": "b"}
+    with pytest.raises(MsrlError, match=mentions("context", "map-keys", "query")):
+        read("auto", [squad])
+    assert turns(read("auto", [{**squad, "context": ""}])[0]) == PAIR
+
+
+@pytest.mark.parametrize("reader", ["sharegpt", "auto"])
+def test_rows_with_images_are_refused(reader: str):
+    rows = [{"messages": CHAT, "images": images} for images in ([], ["x.png"])]
+    assert turns(read(reader, rows[:1])[0]) == PAIR
+    with pytest.raises(MsrlError, match=mentions("images", "text")):
+        read(reader, rows[1:])
+
+
+@pytest.mark.parametrize("mark", [{"loss": False}, {"weight": 0}, {"train": False}])
+def test_answers_that_are_marked_as_not_trained_are_refused(mark: dict[str, Any]):
+    name, value = next(iter(mark.items()))
+    rows = [{"messages": [*CHAT, CHAT[0], {**CHAT[1], **turn}]} for turn in ({name: 1}, mark)]
+    assert len(turns(read("sharegpt", rows[:1])[0])) == 4
+    with pytest.raises(MsrlError, match=mentions("turn 4", f"{name}={value}")):
+        read("sharegpt", rows[1:])
+
+
 @pytest.mark.parametrize("case", USUAL)
 def test_auto_recognizes_usual_rows(case: str):
     assert turns(read("auto", [USUAL[case]])[0]) == PAIR

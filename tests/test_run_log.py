@@ -181,7 +181,7 @@ def test_a_failed_process_is_one_message_with_the_command_that_resumes(
         _log_steps(log, 5)
         raise ProcessFailedError(text)
     cause, resume, details = str(caught.value).splitlines()
-    assert all(any(part in cause for part in fragment.split("|")) for fragment in summary)
+    assert all(any(text in cause for text in fragment.split("|")) for fragment in summary)
     assert "BrokenPipe" not in cause
     assert_mentions(resume, "step 4", "--resume auto")
     assert_mentions(details, tmp_path / "full" / "log.txt")

@@ -182,7 +182,7 @@ def ranks_in(address: str) -> list[psutil.Process]:
 
 @pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, cluster: str):
-    command = start(folder, "dead", cluster, train={"steps": 10000})
+    command = start(folder, "dead", cluster, train={"steps": 10000}, cluster={"max_restarts": 0})
     command.when(lambda: len(rows(folder / "runs" / "dead")) >= 2)
     ranks = ranks_in(cluster)
     assert len(ranks) == 2
@@ -196,7 +196,15 @@ def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, clust
 
 def test_more_ranks_than_devices_are_refused_with_the_number_of_devices(folder: Path, cluster: str):
     command = start(
-        folder, "large", cluster, cluster={"address": cluster, "nodes": 2, "devices_per_node": 2}
+        folder,
+        "large",
+        cluster,
+        cluster={
+            "address": cluster,
+            "nodes": 2,
+            "devices_per_node": 2,
+            "wait_for_nodes_s": 0.0,
+        },
     )
     assert command.wait() == 2
     assert_mentions(command.output(), "2, 2", "msrl_device", "127.")

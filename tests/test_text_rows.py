@@ -98,6 +98,15 @@ def test_a_blend_is_independent_of_the_step_size_and_reads_each_row_once_per_epo
     )
 
 
+def test_a_blend_continues_at_any_position():
+    whole = BLEND.after(0, 120).tolist()
+    taken, position = list[int](), 0
+    for count in (1, 7, 2, 40, 70):
+        taken += BLEND.after(position, count).tolist()
+        position += count
+    assert taken == whole and BLEND.of_step(3).tolist() == whole[3 * BLEND.rows_per_step :][:5]
+
+
 def test_a_blend_of_one_dataset_has_the_order_of_that_dataset():
     alone, blend = RowOrder(10, 4, 3, True), BlendOrder((10,), (1.0,), 4, 3, True)
     assert all(alone.of_step(step).tolist() == blend.of_step(step).tolist() for step in range(9))

@@ -26,7 +26,7 @@ from msrl.tracking.console import COLUMNS, StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
-from msrl.tracking.report import summarize, write_report
+from msrl.tracking.report import lines, summarize, write_report
 from msrl.tracking.run import RunFolder, resume_command, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
@@ -98,6 +98,25 @@ def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
     assert done.stdout == b""
     assert "packing" in shown
     assert "2/2" in shown
+
+
+def test_standard_output_stays_where_it_is_while_a_bar_is_shown() -> None:
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2) as bar:\n"
+        "    print('verified'); bar.advance(2)\nprint('table')"
+    )
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stderr=follower,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+        check=True,
+    )
+    os.close(follower)
+    shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert done.stdout == b"verified\ntable\n" and "verified" not in shown
 
 
 @pytest.mark.parametrize(
@@ -256,6 +275,47 @@ def test_wandb_without_the_package_or_a_login_is_refused_with_a_remedy(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(MsrlError, match=mentions("WANDB_MODE=offline", "logged in")):
         open_trackers(("wandb",), tmp_path)
+
+
+def test_tensorboard_writes_to_the_folder_of_its_option(tmp_path: Path) -> None:
+    options = {"tensorboard": {"dir": str(tmp_path / "boards" / "one")}}
+    (tracker,) = open_trackers(("tensorboard",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    assert list((tmp_path / "boards" / "one").glob("events.*"))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_wandb_has_the_project_the_names_and_the_folder_of_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    values = {"project": "math", "entity": "team", "group": "all", "name": "first", "tags": ["a"]}
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    options = {"wandb": {**values, "notes": "a note", "dir": str(folder), "mode": "offline"}}
+    (tracker,) = open_trackers(("wandb",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    runs = [Record.FromString(data).run for data in wandb_records(file)]
+    (run,) = [run for run in runs if run.project]
+    assert (run.project, run.entity, run.run_group, run.display_name) == (
+        "math",
+        "team",
+        "all",
+        "first",
+    )
+    assert (list(run.tags), run.notes) == (["a"], "a note")
+
+
+def test_an_unknown_option_of_a_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("log.options.tensorboard.folder", "dir")):
+        open_trackers(("tensorboard",), tmp_path, options={"tensorboard": {"folder": "x"}})
 
 
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:
@@ -549,3 +609,15 @@ def test_an_evaluation_of_the_initial_model_is_not_a_step(tmp_path: Path) -> Non
 def test_a_run_without_steps_has_no_report() -> None:
     with pytest.raises(MsrlError, match=mentions("step")):
         summarize([])
+
+
+def test_the_report_of_an_asynchronous_run_has_a_timeline_of_its_steps() -> None:
+    reports = [
+        StepReport(step, {"perf/engine_idle": 0.25 * step}, {"wait": 0.5, "update": 1.0 * step})
+        for step in (1, 2)
+    ]
+    text = lines(summarize(reports), title="run", results={})
+    assert "| step | wait (s) | update (s) | engines idle |" in text
+    assert text[-2:] == ["| 1 | 0.50 | 1.00 | 25% |", "| 2 | 0.50 | 2.00 | 50% |"]
+    synchronous = [StepReport(1, {"reward/mean": 0.0}, {"update": 1.0})]
+    assert not summarize(synchronous).timeline

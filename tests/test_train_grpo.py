@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
 from msrl.models.parallel_layout import ParallelLayout
+from support import assert_mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
+    LIMIT_S,
     Command,
     children,
     files_in,
@@ -186,14 +189,17 @@ def several_updates(
         name,
         "untied",
         train=train,
-        algo=ADAPTIVE,
         reward={
             "sources": [
                 *SOURCES,
                 {"model": str(inputs / "judge-mcore"), "weight": 0.0, "options": {"batch": 3}},
             ]
         },
-        **{"checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume}, **sections},
+        **{
+            "algo": ADAPTIVE,
+            "checkpoint": {"every_steps": 1, "export_hf": True, "resume": resume},
+            **sections,
+        },
     )
 
 
@@ -582,7 +588,10 @@ class Resumed:
 def resumed(inputs) -> Resumed:
     run = inputs / "runs" / "resumed"
     checkpoint = {"every_steps": 1, "keep": 1, "keep_best": True, "resume": "auto"}
-    settings = several_updates(inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint)
+    cluster = {"platform": "cpu", "rpc_timeout_s": 180.0, "max_restarts": 0}
+    settings = several_updates(
+        inputs, "resumed", eval=SAMPLED, checkpoint=checkpoint, cluster=cluster
+    )
     file = write_config(inputs / "resumed.yaml", settings)
     first = Command("train-grpo", "-c", str(file), log=inputs / "first.log")
     first.when(lambda: any((run / "checkpoints").glob("iter_*")))
@@ -903,7 +912,7 @@ STATISTICS: dict[str, Any] = {
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs, chunk):
-    """A baseline is a weighted mean of the group's rewards, or 0 where one response goes on."""
+    """A baseline is a weighted mean of the group's rewards, or 0 where one response continues."""
     name = f"statistics-{chunk}"
     base = several_updates(inputs, name, algo=STATISTICS)
     base["train"] |= {"steps": 2, "chunk": chunk}
@@ -920,6 +929,38 @@ def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs
         baselines = [row["reward"] - row["advantage"] for row in group]  # means over tokens
         assert min(totals) - 1e-5 <= min(baselines) <= max(baselines) <= max(totals) + 1e-5
     assert any(row["advantage"] for row in samples)
+
+
+def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inputs):
+    """One response per prompt and a greedy one; the second run starts from step 2 of the first."""
+    data = {"blend": {str(inputs / "data"): 3.0, str(inputs / "eval"): 1.0}}
+    base = settings(
+        inputs, "remax", "tied", data=data, algo={"advantage": {"estimator": "remax"}},
+        checkpoint={"every_steps": 2},
+    )  # fmt: skip
+    base["rollout"]["samples_per_prompt"] = 1
+    base["train"] |= {"micro_batch": 1}
+    file = write_config(inputs / "remax.yaml", base)
+    succeed("train-grpo", "-c", str(file), log=inputs / "remax.log")
+    run = inputs / "runs" / "remax"
+    num_first = len(PromptDataset(inputs / "data"))
+    for step in range(1, STEPS + 1):
+        samples = rollouts(run, step)
+        assert sum(row["prompt_index"] < num_first for row in samples) == 3 and len(samples) == 4
+        distances = [row["reward"] - row["greedy_reward"] for row in samples]
+        assert [row["advantage"] for row in samples] == pytest.approx(distances, abs=1e-6)
+        mean = np.mean([row["greedy_reward"] for row in samples])
+        assert metrics(run)[step - 1]["train/greedy_reward"] == pytest.approx(mean)
+    resumed = inputs / "runs" / "remax-resumed"
+    shutil.copytree(run, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
+    (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    base["run"]["name"] = "remax-resumed"
+    file = write_config(inputs / "remax-resumed.yaml", base)
+    succeed("train-grpo", "-c", str(file), "--resume", "auto", log=inputs / "remax-resumed.log")
+    assert metrics(resumed) == metrics(run)
+    for step in (3, 4):
+        assert rollouts(resumed, step) == rollouts(run, step)
 
 
 CRITIC: dict[str, Any] = {
@@ -1083,3 +1124,46 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
     assert metrics(inputs / "runs" / "ppo2") == metrics(critic_run)[1:]
     for step in (2, 3):
         assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)
+
+
+def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
+    """Overwrite bytes in the shared memory of a training rank while it sends weights."""
+    config = settings(inputs, "corrupted", "untied")
+    config["train"]["steps"] = 100
+    config["rollout"]["weights"] = {"transfer": "shared_memory", "verify": "every"}
+    file, tmp = write_config(inputs / "corrupted.yaml", config), make_tmp()
+    command = Command("train-grpo", "-c", str(file), log=inputs / "corrupted.log", tmp=tmp)
+    try:
+        command.when(lambda: bool(weight_memory(command.process.pid)))
+        overwrite_while_running(command, weight_memory(command.process.pid)[0])
+    finally:
+        if command.process.poll() is None:
+            command.kill()
+    assert command.wait() == 1
+    assert_mentions(command.output(), "embed_tokens", "engine 0", "differs")
+    assert "Traceback" not in command.output()
+    assert not [name for name in files_in(tmp) if "weights" in name]
+
+
+def overwrite_while_running(command: Command, memory: Path) -> None:
+    """Overwrite bytes near the start of the first bucket until the command ends."""
+    deadline = time.monotonic() + LIMIT_S
+    with memory.open("r+b", buffering=0) as buckets:
+        while command.process.poll() is None and time.monotonic() < deadline:
+            for _ in range(1000):
+                buckets.seek(4096)
+                buckets.write(b"\x5a" * 16)
+            time.sleep(0.0005)
+
+
+def weight_memory(pid: int) -> list[Path]:
+    """Return the memory of the buckets among the open files of a run's processes."""
+    files = [path for child in children(pid) for path in Path(f"/proc/{child}/fd").glob("*")]
+    return [path for path in files if "memfd:msrl-weights" in link_target(path)]
+
+
+def link_target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # closed, or the process has ended
+        return ""

@@ -344,6 +344,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_message_that_names_it(complete_run
         "model": {"path": str(inputs / "hf"), "dtype": "bfloat16"},
         "train": {"steps": 10000},
         "data": {"eval": None},
+        "cluster": {"max_restarts": 0},
     }
     settings = named(
         config, "dead", **changes, eval={"every_steps": None}, checkpoint={"every_steps": None}
@@ -431,6 +432,39 @@ def test_rows_packed_by_preprocess_have_the_losses_of_single_examples(inputs, co
         ),
         unpacked,
     )
+
+
+def test_a_blend_is_resumed_bit_by_bit_with_the_rows_of_the_uninterrupted_run(inputs, config):
+    """Two ranks train on two datasets; the run ends after 5 of 8 steps and is resumed."""
+    data = {"train": None, "blend": {str(inputs / "data"): 1.0, str(inputs / "eval"): 3.0}}
+    train = {**TRAIN, "steps": 8, "epochs": None, "parallel": {"tp": 1}}
+    cluster = {"platform": "cpu", "rpc_timeout_s": 120.0, "devices_per_node": 2}
+    base = {**config, "data": data, "train": train, "cluster": cluster, "eval": {}}
+    checkpoint = {"every_steps": 5, "keep": None, "export_hf": False}
+    whole = {**base, "run": {**base["run"], "name": "blend"}, "checkpoint": checkpoint}
+    file = write_config(inputs / "blend.yaml", whole)
+    succeed("train-sft", "-c", str(file), log=inputs / "blend.log")
+    run = inputs / "runs" / "blend"
+    part = inputs / "runs" / "blend-part"
+    shutil.copytree(run, part)
+    shutil.rmtree(part / "checkpoints" / "iter_0000008")
+    (part / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    resumed = {**whole, "run": {**base["run"], "name": "blend-part"}}
+    file = write_config(inputs / "blend-part.yaml", resumed)
+    output = succeed(
+        "train-sft", "-c", str(file), "--resume", "auto", log=inputs / "blend-part.log"
+    )
+    assert "step 6/8" in output and "step 5/8" not in output
+    assert metrics(part) == metrics(run)
+    assert_same_weights(part / "checkpoints", run / "checkpoints")
+    blend = {str(inputs / "data"): 2.0, str(inputs / "eval"): 3.0}
+    other = {**resumed, "data": {**data, "blend": blend}, "train": {**train, "steps": 9}}
+    command = Command(
+        "train-sft", "-c", str(write_config(inputs / "other.yaml", other)), "--resume", "auto",
+        log=inputs / "other.log",
+    )  # fmt: skip
+    assert command.wait() == 2
+    assert_mentions(command.output(), "checkpoint.resume", "data.blend")
 
 
 def test_a_step_without_trained_tokens_changes_nothing_and_is_reported(inputs, config, capsys):

@@ -53,3 +53,25 @@ def test_a_worker_that_dies_is_named_while_others_are_still_busy(workers):
     with pytest.raises(RankError, match=mentions("rank 1", "SIGKILL")):
         workers.call("die")
     timer.cancel()
+
+
+def test_workers_answer_again_after_a_restart(workers):
+    with pytest.raises(RankError, match=mentions("rank 1", "SIGKILL")):
+        workers.call("die")
+    workers.restart()
+    assert workers.call("add", [1], 2) == [(0, 1, 3), (1, 1, 3)]
+    workers.end()
+    workers.restart()
+    assert workers.call("add", [1], 2) == [(0, 1, 3), (1, 1, 3)]
+
+
+def test_a_worker_without_heartbeats_counts_as_dead_and_is_named():
+    env = {"PYTHONPATH": python_path()}
+    with local_workers(
+        Worker, num_workers=2, platform=get("cpu"), env=env, silence_s=8.0
+    ) as stopping:
+        assert len(stopping.call("add", [1], 2)) == 2
+        with pytest.raises(RankError, match=mentions("rank 1", "heartbeat", "rpc_timeout_s")):
+            stopping.call("stop")
+        stopping.restart()
+        assert len(stopping.call("add", [1], 2)) == 2

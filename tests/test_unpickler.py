@@ -1,4 +1,4 @@
-"""Crafted pickles in every unpickled file: nothing is executed, and the file is named."""
+"""Crafted pickles in every unpickled file: nothing is executed, and the message names the file."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ LIMIT_S = 600.0  # for a slow, loaded machine; usually a tenth of it suffices
 class Command:
     """`msrl ARGUMENTS` in a separate session, so that all of its processes can be signaled."""
 
-    def __init__(self, *arguments: str, log: Path, tmp: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        log: Path,
+        tmp: Path | None = None,
+        program: Sequence[str] = ("-m", "msrl"),
+    ) -> None:
         """Start the command, with `tmp` as the folder for its temporary files."""
         self.log = log
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
@@ -31,7 +37,7 @@ class Command:
             environment |= {"TMPDIR": str(tmp), "RAY_TMPDIR": str(tmp)}
         self._file = log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "msrl", *arguments],
+            [sys.executable, *program, *arguments],
             stdout=self._file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

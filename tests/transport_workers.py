@@ -35,3 +35,8 @@ class Worker:
         if self._number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
+
+    def stop(self) -> None:
+        if self._number == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pause()

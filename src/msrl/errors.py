@@ -62,10 +62,10 @@ def _failure_summary(text: str) -> str:
         lines = [line for line in report.splitlines() if line.strip() and not line[0].isspace()]
         return f"{process}: {lines[-1]}" if lines else head
     pid, ip = re.search(r"\bpid: (\d+)", report), re.search(r"\bip: (\S+)", report)
-    place = " ".join([*([f"pid {pid[1]}"] if pid else []), *([f"on {ip[1]}"] if ip else [])])
+    location = " ".join([*([f"pid {pid[1]}"] if pid else []), *([f"on {ip[1]}"] if ip else [])])
     detail = re.search(r"exit detail: (.+?)(?:\. |\n|$)", report)
     reason = f": {detail[1]}" if detail else ""
-    return f"{head.rstrip('.')}{f' ({place})' if place else ''}{reason}"
+    return f"{head.rstrip('.')}{f' ({location})' if location else ''}{reason}"
 
 
 def similar(

@@ -76,3 +76,12 @@ def require_open_files() -> None:
             f"ulimit -n {soft}: a process needs at least {MIN_OPEN_FILES} open files, and Ray "
             "several thousand. Run `ulimit -n 65536` first."
         )
+
+
+def one_line(text: str) -> str:
+    r"""Return a text for a comment or a line of a report, with line feeds escaped too.
+
+    >>> one_line("a\nb")
+    'a\\nb'
+    """
+    return "\\n".join(printable(text).splitlines())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,11 +133,20 @@ class Prompt:
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+class VersionRun(NamedTuple):
+    """Consecutive tokens of a response that one policy version sampled."""
+
+    version: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Response of the engine, including the end-of-turn token.
 
-    `logprobs` are log-probabilities under the sampling distribution.
+    `logprobs` are log-probabilities under the sampling distribution, of the version that sampled
+    the token. `policy_version` is the oldest of these versions. `versions` lists them in the order
+    of the tokens; it is empty if the response was generated without an update in between.
     """
 
     token_ids: Ints  # [R]
@@ -145,6 +154,12 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     policy_version: int
     text: str
+    versions: tuple[VersionRun, ...] = ()
+
+    @property
+    def version_runs(self) -> tuple[VersionRun, ...]:
+        """Policy versions of all tokens as run lengths."""
+        return self.versions or (VersionRun(self.policy_version, len(self.token_ids)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +180,15 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
+    """Completions of one prompt with their rewards.
+
+    `greedy` is a group of one greedy completion of the prompt, if the advantage estimator compares
+    with it.
+    """
+
     rollout: RolloutGroup
     rewards: tuple[Reward, ...]
+    greedy: ScoredGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

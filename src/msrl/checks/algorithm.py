@@ -57,6 +57,8 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
             "rollout.samples_per_prompt",
             f"{name} needs at least 2 samples per prompt. Set it to 2 or more.",
         )
+    if plugin.constant("NEEDS_GREEDY"):
+        yield from _same_scale(resolved, name)
     if plugin.constant("NEEDS_TURNS"):
         yield resolved.mistake(
             "algo.advantage.estimator",
@@ -74,6 +76,23 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
             "algo.advantage.gamma",
             f"has no effect with algo.advantage.estimator={name}. Set it to 1.",
         )
+
+
+def _same_scale(resolved: Resolved, name: str) -> Iterator[str]:
+    """Yield a line for each key that would scale rewards differently from those of greedy ones."""
+    config = resolved.config
+    for key, is_set in (
+        ("reward.norm.center", config.reward.norm.center != "none"),
+        ("reward.norm.scale", config.reward.norm.scale != "none"),
+        ("reward.length.coef", config.reward.length.coef > 0),
+        ("algo.advantage.whiten_rewards", config.algo.advantage.whiten_rewards),
+    ):
+        if is_set:
+            yield resolved.mistake(
+                key,
+                f"compares the responses of a step, but algo.advantage.estimator={name} compares "
+                "each with a greedy one. Remove it.",
+            )
 
 
 def _loss(resolved: Resolved) -> Iterator[str]:

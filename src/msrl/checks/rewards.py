@@ -32,6 +32,8 @@ def _rank_models(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         shape = plan.reward_models[section.model].shape
         if shape is None:
             continue  # the check of the source reports it
+        if plan.separate_model("reward") is not None:
+            continue  # the check of the role compares its layout
         if shape.moe is not None and plan.layout.tp > 1 and not resolved.config.train.parallel.sp:
             yield resolved.mistake(
                 f"reward.sources.{number}.model",

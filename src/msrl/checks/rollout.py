@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
+from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.rewards import sources
 
 _BOUNDS = {"none": (), "all_equal": (), "mean": ("low", "high"), "std": ("low",)}
@@ -64,3 +65,25 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
     if section.low >= section.high:
         message = f"must be below rollout.filter.high={section.high}"
         yield resolved.mistake("rollout.filter.low", message)
+
+
+def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if the ranks cannot reach the engines in the configured way."""
+    config = resolved.config
+    if config.rollout.weights.transfer == "shared_memory" and config.cluster.nodes > 1:
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            f"needs all workers on one machine, but cluster.nodes is {config.cluster.nodes}. Set "
+            "it to ray or auto.",
+        )
+    if config.rollout.weights.transfer in DEVICE_WAYS and config.cluster.platform == "cpu":
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            "needs an accelerator, but cluster.platform is cpu. Set it to auto.",
+        )
+    if config.rollout.weights.transfer in DEVICE_WAYS and config.rollout.asynchronous.is_on:
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            "cannot send weights to engines that generate, as rollout.async requires. Set it to "
+            "auto.",
+        )

@@ -12,6 +12,7 @@ from msrl.checks.inputs import (
     check_required,
     check_template,
 )
+from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
@@ -189,6 +190,11 @@ def check_devices(resolved: Resolved) -> Iterator[str]:
             "needs a cluster. Start it with `msrl cluster up` and `msrl cluster join`, then set "
             "cluster.address.",
         )
+    if config.cluster.ports is not None:
+        try:
+            Ports.parse(config.cluster.ports)
+        except MsrlError as error:
+            yield str(error)
     if parallel.sp and parallel.tp == 1:
         yield resolved.mistake(
             "train.parallel.sp",
@@ -289,22 +295,3 @@ def check_grpo_lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             "supports"
         )
         yield resolved.mistake("rollout.max_response_tokens", message)
-
-
-def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    engine, world = resolved.config.rollout.engine, plan.world_size
-    if engine.tp * engine.dp > world:
-        needs = (
-            f"{engine.dp} engines with {engine.tp} devices each need {engine.tp * engine.dp} "
-            f"devices, but training has {world}"
-        )
-        yield resolved.mistake(
-            "rollout.engine.tp" if engine.tp > world else "rollout.engine.dp",
-            f"{needs}. Set cluster.devices_per_node.",
-        )
-    shape = plan.shape_or_none
-    if shape is not None and shape.num_attention_heads % engine.tp:
-        yield resolved.mistake(
-            "rollout.engine.tp",
-            f"must divide the model's {shape.num_attention_heads} attention heads",
-        )

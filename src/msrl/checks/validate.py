@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from msrl.checks.algorithm import check_algorithm
+from msrl.checks.asynchronous import check_async, check_old_logprobs
+from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
+from msrl.checks.engine import check_engine_options, check_engines
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
@@ -18,11 +21,12 @@ from msrl.checks.evaluation import (
 )
 from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.rewards import check_rewards
-from msrl.checks.rollout import check_rollout_filter
+from msrl.checks.roles import check_roles
+from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.trackers import check_tracker_options
 from msrl.checks.training import (
     check_devices,
-    check_engines,
     check_freeze,
     check_grpo_batches,
     check_grpo_lengths,
@@ -89,6 +93,8 @@ _TRAINING: tuple[Check, ...] = (
     check_training_length,
     check_evaluation,
     check_devices,
+    check_tls_of_run,
+    check_tracker_options,
 )
 
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -103,15 +109,19 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         *_TRAINING,
         check_sft_only_keys,
         check_algorithm,
+        check_old_logprobs,
+        check_async,
         check_rollout_filter,
+        check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
+        check_engine_options,
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
-    "generate": (check_generate,),
-    "chat": (check_chat,),
-    "cluster": (),
+    "generate": (check_generate, check_engine_options),
+    "chat": (check_chat, check_engine_options),
+    "cluster": (check_tls,),
 }
 
 _MODEL: tuple[PlanCheck, ...] = (
@@ -132,5 +142,6 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
         check_grpo_lengths,
         check_grpo_evaluation,
         check_engines,
+        check_roles,
     ),
 }

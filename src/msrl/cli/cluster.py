@@ -15,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Start, join, inspect and stop a cluster of machines.",
+    epilog=examples("msrl cluster up --host 10.0.0.1", "msrl cluster status", "msrl cluster down"),
 )
 
 
@@ -33,6 +34,7 @@ def up(
     dashboard_host: o.DashboardHost = "127.0.0.1",
     dashboard_port: o.DashboardPort = 8260,
     new_token: o.NewToken = False,
+    wait: o.Machines = None,
     devices: o.Devices = None,
     config: o.Files = None,
     sets: o.Sets = None,
@@ -49,6 +51,7 @@ def up(
         dashboard_host=dashboard_host,
         dashboard_port=dashboard_port,
         new_token=new_token,
+        wait=wait,
     )
 
 
@@ -109,7 +112,11 @@ def _run(ctx: typer.Context, action: str, **arguments: object) -> None:
     workflow = importlib.import_module("msrl.workflows.cluster")
     if ctx.params.get("dry_run"):
         workflow.check(resolved.config, action, **arguments)
-        options = (f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
+        options = (
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in arguments.items()
+            if value is not None
+        )
         show_plan(resolved, " ".join(["cluster", action, *options]))
         return
     getattr(workflow, action)(resolved.config, **arguments)

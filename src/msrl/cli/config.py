@@ -7,7 +7,7 @@ import json as jsonlib
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import resolve, warn
+from msrl.cli.execute import resolve, warn, with_hub_files
 from msrl.cli.help import Command, Group, examples
 from msrl.limits import printable
 
@@ -16,6 +16,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Show, validate, describe and import configurations.",
+    epilog=examples(
+        "msrl config show -c grpo.yaml",
+        "msrl config validate -c grpo.yaml",
+        "msrl config schema > msrl.schema.json",
+    ),
 )
 
 
@@ -98,7 +103,7 @@ def validate(
     if target is None:
         typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
-    check(resolved, target)
+    check(with_hub_files(resolved, target).resolved, target)
     warn(resolved, target)
     typer.echo(f"the configuration is valid for {target}")
 
@@ -139,13 +144,13 @@ def import_(
     from msrl.workflows.import_config import validate
 
     translation = translate_arguments(system.value, arguments, approximate=approximate)
-    typer.echo(report(translation), err=True)
+    typer.echo(printable(report(translation)), err=True)
     if output is None:
         typer.echo(native_yaml(translation), nl=False)
     else:
         write_text(Path(output), native_yaml(translation))
     validation = validate(translation)
     for line in validation.inputs:
-        typer.echo(f"before a run: {line}", err=True)
+        typer.echo(printable(f"before a run: {line}"), err=True)
     if validation.errors:
         raise ManyErrors(validation.errors)

@@ -14,6 +14,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Convert checkpoints between Hugging Face and Megatron, and verify the result.",
+    epilog=examples(
+        "msrl convert-ckpt hf2mcore --load Qwen2.5-7B --save mcore --tp 2",
+        "msrl convert-ckpt mcore2hf --load runs/grpo/checkpoints --save model",
+        "msrl convert-ckpt inspect mcore",
+    ),
 )
 
 

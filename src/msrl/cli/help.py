@@ -1,6 +1,7 @@
 """Help of all commands: panels of options, and examples at the end.
 
-Names of options are never truncated. Defaults, ranges and choices come from the schema.
+Names of options and choices are never truncated or split. Defaults, ranges and choices come from
+the schema.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MAX_WIDTH = 100
 _MAX_LABEL_WIDTH = 28
 _MIN_HELP_WIDTH = 36
 _NAME, _VALUE, _DIM = "bold cyan", "yellow", "dim"
+# Placeholder of a space at which a line must not break: rich breaks lines at every white space.
+_NO_BREAK = "\ue000"
 
 
 class Command(TyperCommand):
@@ -35,12 +38,19 @@ class Command(TyperCommand):
         """Write the help of this command."""
         formatter.write(_render(self, ctx))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line after the command's name."""
+        arguments: list[Any] = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_usage_word(p) for p in arguments if not p.hidden)]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Error messages suggest what was probably meant."""
         ctx.allow_extra_args = True  # the check below reports them with a suggestion
+        words = [*args]
         try:
             remaining = super().parse_args(ctx, args)
         except Exception as error:
+            hints.explain_value(error, words)
             hints.explain_option(
                 error,
                 configured_command(ctx),
@@ -146,6 +156,11 @@ def _parameter_entries(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text
             )
 
 
+def _usage_word(parameter: Any) -> str:
+    name = parameter.metavar or parameter.name.upper()
+    return name if parameter.required else f"[{name}]"
+
+
 def _argument_label(parameter: Any) -> Text:
     from rich.text import Text
 
@@ -194,7 +209,7 @@ def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
     key = option_key(configured_command(ctx), parameter.name)
     if key is None:
         if parameter.default and not parameter.is_flag:
-            yield f"default: {parameter.default}"
+            yield f"default:{_NO_BREAK}{parameter.default}"
         return
     from msrl.config.facts import key_facts
 
@@ -203,12 +218,12 @@ def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
         return
     choices = facts.choices or facts.examples
     if choices and not parameter.is_flag:
-        yield "|".join(choices)
+        yield ", ".join(choices)
     if facts.limits:
-        yield facts.limits
+        yield facts.limits.replace(" ", _NO_BREAK)
     default = _default_text(facts.default)
     if default and "Default:" not in (parameter.help or ""):
-        yield f"default: {default}"
+        yield f"default:{_NO_BREAK}{default}"
 
 
 def _default_text(default: object) -> str:
@@ -225,6 +240,8 @@ def _entry(console: Console, label: Text, text: Text, column: int) -> Iterator[T
     if inner - column < _MIN_HELP_WIDTH:
         column = 2
     lines = list(text.wrap(console, inner - column, overflow="fold"))
+    for line in lines:
+        line.plain = line.plain.replace(_NO_BREAK, " ")
     if label.cell_len + 2 <= column:
         first = label.copy()
         first.pad_right(column - label.cell_len)

@@ -116,7 +116,7 @@ Data = Annotated[
         "--data",
         metavar="PREFIX",
         panel=SETTINGS,
-        help="Training data: the output prefix given to `msrl preprocess`.",
+        help="Training data: the output prefix of `msrl preprocess`.",
     ),
 ]
 Name = Annotated[
@@ -154,8 +154,8 @@ Resume = Annotated[
     str | None,
     _option(
         "--resume", metavar="auto|none|PATH", values=complete.resume,
-        help="Resume from a checkpoint: auto takes the newest complete one of the run, PATH a "
-        "given one.",
+        help="Resume from a checkpoint: the newest complete one of the run (auto), or the one "
+        "in the folder PATH.",
     ),
 ]  # fmt: skip
 
@@ -308,7 +308,8 @@ Input = Annotated[
     list[str] | None,
     _option(
         "--input", metavar="FILE...", panel=INPUT,
-        help="JSON, JSONL or Parquet files, folders or globs. Required here or in a file.",
+        help="JSON, JSONL, CSV, Parquet, Arrow or text files, folders or globs. Required here "
+        "or in a file.",
     ),
 ]  # fmt: skip
 MoreInput = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
@@ -324,14 +325,16 @@ Handler = Annotated[
     _option(
         "--handler", "--handler-name", metavar="NAME", panel=INPUT,
         values=complete.choices("preprocess.handler"),
-        help="Dataset handler, which reads a row as a conversation. Required here or in a file.",
+        help="Dataset handler, which reads a row as a conversation: one of the names below, or "
+        "path/file.py:NAME. Required here or in a file.",
     ),
 ]  # fmt: skip
 Kind = Annotated[
     str | None,
     _option(
         "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
-        help="Kind of data to write. Default: the handler's.",
+        help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts), text "
+        "for pretraining (pretrain). Default: the first kind of the handler.",
     ),
 ]  # fmt: skip
 Template = Annotated[
@@ -552,6 +555,17 @@ NewToken = Annotated[
         "--new-token",
         panel=NETWORK,
         help="Replace the token of earlier clusters. Copy it to the other machines again.",
+    ),
+]
+Machines = Annotated[
+    int | None,
+    _option(
+        "--wait",
+        metavar="N",
+        min=1,
+        panel=NETWORK,
+        help="Wait until N machines, this one included, have joined, for at most "
+        "cluster.wait_for_nodes_s seconds. Default: do not wait.",
     ),
 ]
 Force = Annotated[

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from msrl import temporary
 from msrl.cluster import probe, processes, state
+from msrl.cluster.ports import Ports
 from msrl.cluster.probe import Address
-from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 
 START_TIMEOUT_S = 90.0
@@ -51,6 +52,8 @@ class _Start:
     resource: str
     dashboard: Address | None
     token: Path | str
+    ports: Ports | None
+    tls: TlsFiles | None
 
 
 def up(
@@ -62,12 +65,16 @@ def up(
     devices: int,
     platform_resource: str,
     new_token: bool = False,
+    ports: Ports | None = None,
+    tls: TlsFiles | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token; `new_token` replaces that of earlier clusters. The dashboard is started too
-    if `ray[default]` is installed.
+    It requires a token; `new_token` replaces that of earlier clusters. With `tls`, all connections
+    of Ray are encrypted and need a certificate of the same authority. The dashboard is started too
+    if `ray[default]` is installed. `ports` are those of Ray's other processes; by default free
+    ones.
 
     Raises:
         MsrlError: A head started by `up` is running already, a port is in use, an address does not
@@ -80,6 +87,7 @@ def up(
             dashboard_host=dashboard_host,
             dashboard_port=dashboard_port,
             devices=devices,
+            ports=ports,
         )
         start = _Start(
             "head",
@@ -89,12 +97,20 @@ def up(
             platform_resource,
             dashboard,
             state.make_token(is_new=new_token),
+            ports,
+            tls,
         )
         return _start_node(start, timeout_s)
 
 
 def check_up(
-    *, host: str, port: int, dashboard_host: str, dashboard_port: int, devices: int
+    *,
+    host: str,
+    port: int,
+    dashboard_host: str,
+    dashboard_port: int,
+    devices: int,
+    ports: Ports | None = None,
 ) -> tuple[Address, Address | None]:
     """Check that a head can start, and return its address and that of its dashboard, if any.
 
@@ -107,6 +123,7 @@ def check_up(
     )
     _check_not_up()
     _check_head_can_listen(address, dashboard)
+    _check_services(address.host, ports)
     _check_devices(devices)
     return address, dashboard
 
@@ -117,13 +134,16 @@ def join(
     host: str | None = None,
     devices: int,
     platform_resource: str,
+    ports: Ports | None = None,
+    tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record a node on this machine that joins the head at `address` (HOST:PORT).
 
     It uses this user's token. `host` is this machine's address as the head sees it; by default the
-    source address of the route to the head.
+    source address of the route to the head. `ports` are those of Ray's processes; by default free
+    ones.
 
     Raises:
         MsrlError: The head does not answer within `answer_timeout_s` seconds, refuses the token or
@@ -131,16 +151,26 @@ def join(
     """
     with state.locked():
         head, own = check_join(
-            address, host=host, devices=devices, answer_timeout_s=answer_timeout_s
+            address,
+            host=host,
+            devices=devices,
+            ports=ports,
+            tls=tls,
+            answer_timeout_s=answer_timeout_s,
         )
-        return _start_node(
-            _Start("worker", head, own, devices, platform_resource, None, state.find_token()),
-            timeout_s,
-        )
+        token = state.find_token()
+        start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
+        return _start_node(start, timeout_s)
 
 
 def check_join(
-    address: str, *, host: str | None, devices: int, answer_timeout_s: float = 20.0
+    address: str,
+    *,
+    host: str | None,
+    devices: int,
+    ports: Ports | None = None,
+    tls: TlsFiles | None = None,
+    answer_timeout_s: float = 20.0,
 ) -> tuple[Address, str]:
     """Check that this machine can join, and return the address of the head and its own host.
 
@@ -154,9 +184,11 @@ def check_join(
             "cluster up --host ADDRESS`,"
             " with an ADDRESS that this machine can reach."
         )
-    probe.check_answers(head, state.read_token(state.find_token()), timeout_s=answer_timeout_s)
+    token = state.read_token(state.find_token())
+    probe.check_answers(head, token, timeout_s=answer_timeout_s, tls=tls)
     own = probe.resolve(host) if host else probe.local_host_towards(head)
     _check_not_joined(own)
+    _check_services(own, ports)
     _check_devices(devices)
     return head, own
 
@@ -205,6 +237,11 @@ def dashboard_is_installed() -> bool:
 def _check_devices(devices: int) -> None:
     if devices < 1:
         raise MsrlError(f"--devices {devices}: a node must offer at least 1 device.")
+
+
+def _check_services(host: str, ports: Ports | None) -> None:
+    for port in ports.services if ports is not None else ():
+        probe.check_port_free(host, port, flag="cluster.ports")
 
 
 def _check_not_up() -> None:
@@ -281,6 +318,7 @@ def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, 
         machine=socket.gethostname(),
         boot_id=state.boot_id(),
         processes=(supervisor,),
+        tls=start.tls,
     )
     return record, state.state_dir() / f"node-{record.machine}-{record.kind}-{pid}.json"
 
@@ -305,15 +343,10 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
         f"--temp-dir={state.ray_dir(temp_dir)}",
         *resource_arguments(start.resource, start.num_devices),
     ]
-    command += [f"--dashboard-agent-listen-port={probe.free_port()}"]
+    command += _port_arguments(start)
     if start.kind != "head":
         return [*command, f"--address={start.address}"]
-    command += [
-        "--head",
-        "--no-monitor",
-        f"--port={start.address.port}",
-        f"--ray-client-server-port={probe.free_port()}",
-    ]
+    command += ["--head", "--no-monitor", f"--port={start.address.port}"]
     if start.dashboard is None:
         return [*command, "--include-dashboard=false"]
     return [
@@ -322,6 +355,17 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
         f"--dashboard-host={start.dashboard.host}",
         f"--dashboard-port={start.dashboard.port}",
     ]
+
+
+def _port_arguments(start: _Start) -> list[str]:
+    """Return the arguments of `ray start` for the ports besides that of the head."""
+    is_head = start.kind == "head"
+    if start.ports is not None:
+        return start.ports.ray_arguments(is_head=is_head)
+    arguments = [f"--dashboard-agent-listen-port={probe.free_port()}"]
+    if is_head:
+        arguments.append(f"--ray-client-server-port={probe.free_port()}")
+    return arguments
 
 
 def resource_arguments(resource: str, num_devices: int) -> list[str]:
@@ -351,7 +395,7 @@ def _environment(start: _Start) -> dict[str, str]:
         # Otherwise Ray replaces loopback by the machine's external address and listens on all
         # interfaces.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return environment | state.token_environment(start.token)
+    return environment | state.token_environment(start.token) | state.tls_environment(start.tls)
 
 
 def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
@@ -359,7 +403,7 @@ def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_
     while _STARTED not in (text := log.read_text(errors="replace")):
         if supervisor.poll() is not None:
             raise MsrlError(
-                f"ray start: exited with exit status {supervisor.returncode}. Its last lines "
+                f"ray start: ended with exit status {supervisor.returncode}. Its last lines "
                 f"of output:\n{_tail(text)}"
             )
         if time.monotonic() > deadline:

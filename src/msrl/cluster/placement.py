@@ -22,11 +22,13 @@ class Role:
     """Workers that a role needs.
 
     The actor needs TP x PP x DP workers of one device, the rollout needs DP engines of TP devices.
+    A separate role shares no device with another role.
     """
 
     name: str
     num_workers: int
     devices_per_worker: int = 1
+    is_separate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,17 @@ class Placement:
                 return assignment
         raise KeyError(f"{role} {index}")
 
+    def role(self, name: str) -> RolePlan:
+        """Return the placement of a role.
+
+        Raises:
+            KeyError: The plan has no such role.
+        """
+        for role in self.roles:
+            if role.role == name:
+                return role
+        raise KeyError(name)
+
     def describe(self) -> tuple[str, ...]:
         """Return one line per device for a dry run: `node 0 device 1: actor 1, rollout 0`."""
         return tuple(
@@ -120,6 +133,9 @@ def plan(
     separate devices, after those of the previous role. A worker that does not fit into the
     remaining devices of a node starts on the next one.
 
+    A role with `is_separate` gets further nodes of at most as many devices. A machine with enough
+    devices may hold several of these nodes.
+
     Raises:
         MsrlError: The workers do not fit. The message compares the needed and the available
             devices.
@@ -127,11 +143,16 @@ def plan(
     _check(roles, devices_per_node, num_nodes)
     planned: list[RolePlan] = []
     start = 0
-    for role in roles:
+    for role in (role for role in roles if not role.is_separate):
         starts = _starts(role, 0 if colocate else start, devices_per_node)
         start = starts[-1] + role.devices_per_worker
         planned.append(_role_plan(role, starts, devices_per_node))
     _check_fits(planned, devices_per_node, num_nodes, colocate)
+    first_node = 1 + max((node for role in planned for node in role.nodes), default=-1)
+    for role in (role for role in roles if role.is_separate):
+        size = max(devices_per_node, role.devices_per_worker)
+        planned.append(_role_plan(role, _starts(role, first_node * size, size), size))
+        first_node = planned[-1].nodes[-1] + 1
     return Placement(resource, _node_plans(planned), tuple(planned), _assignments(planned))
 
 
@@ -153,7 +174,7 @@ def _check(roles: Sequence[Role], devices_per_node: int, num_nodes: int) -> None
                 f"cluster: {role.name}: {role.num_workers} worker(s) of "
                 f"{role.devices_per_worker} device(s): at least 1 of each is required."
             )
-        if role.devices_per_worker > devices_per_node:
+        if role.devices_per_worker > devices_per_node and not role.is_separate:
             raise MsrlError(
                 f"cluster: one worker of {role.name} needs {role.devices_per_worker} devices "
                 f"of one node, but a node has {devices_per_node}."
@@ -188,7 +209,7 @@ def _role_plan(role: Role, starts: Sequence[int], devices_per_node: int) -> Role
 def _check_fits(
     planned: Sequence[RolePlan], devices_per_node: int, num_nodes: int, colocate: bool
 ) -> None:
-    needed = 1 + max(node for role in planned for node in role.nodes)
+    needed = 1 + max((node for role in planned for node in role.nodes), default=-1)
     if needed <= num_nodes:
         return
     needs = ", ".join(

@@ -66,10 +66,12 @@ def preserved_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def separate_sessions() -> Iterator[None]:
-    """Start Ray's processes in separate sessions.
+    """Start Ray's processes in separate sessions, in which SIGTERM and SIGHUP are blocked.
 
-    A signal to this process's group, or the end of its terminal, must not end them, since this
-    process needs them to save a checkpoint. They still end with this process: the kernel kills them
+    A signal to this process's group or to every process of a job, or the end of its terminal, must
+    not end them, since this process needs them to save a checkpoint. Slurm and systemd signal every
+    process. Ray's processes handle SIGTERM, so it is blocked and not ignored; their children
+    inherit the mask. They still end with this process: the kernel kills them
     when their parent has ended. Ray 2.54 to 2.60 requests that in `set_kill_on_parent_death_linux`,
     which `ray._private.services.start_ray_process` calls in the child before it executes Ray.
 
@@ -82,6 +84,7 @@ def separate_sessions() -> Iterator[None]:
 
     def in_own_session() -> None:
         os.setsid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         ends_with_parent()
 
     utils.set_kill_on_parent_death_linux = in_own_session
@@ -108,16 +111,19 @@ def _is_ray_in_own_group(process: ProcessRecord) -> bool:
 
 
 @contextlib.contextmanager
-def ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
+def ray_settings(
+    token: Path | str, *, loopback: bool, tls: state.TlsFiles | None = None
+) -> Iterator[None]:
     """Set Ray's process-wide settings for one session.
 
-    They are the token, no usage statistics, and that loopback addresses stay loopback.
+    They are the token, TLS, no usage statistics, and that loopback addresses stay loopback.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     settings = {
         **state.token_environment(token),
+        **state.tls_environment(tls),
         **state.startup_wait_environment(),
         "RAY_USAGE_STATS_ENABLED": "0",
     }

@@ -11,9 +11,10 @@ import logging
 import math
 import os
 import secrets
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl import temporary
 from msrl.cluster import probe, processes, state
+from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.cluster.placement import Assignment, NodePlan, Placement
 from msrl.cluster.ray_process import (
     preserved_signal_handlers,
@@ -35,8 +37,11 @@ from msrl.cluster.ray_process import (
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
 
+_PROBE_SHARE = 0.0001  # of a device; fits besides the shares of the actors
 _LOG = logging.getLogger("msrl.cluster")
 _NOTE_EVERY_S = 5.0
+_RAY_PROCESSES = ("raylet", "gcs_server", "ray::")
+_END_S = 30.0  # for Ray to end the process of a killed actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +74,18 @@ class PlacedWorkers:
         are started.
         """
         assignment = self.placement.worker(role, worker)
-        share = 0.0001  # fits besides the shares of the actors
         tasks = [
-            _device_ids.options(**self._options(assignment, bundle, share)).remote(
+            _device_ids.options(**self._options(assignment, bundle, _PROBE_SHARE)).remote(
                 self.placement.resource
             )
             for bundle in assignment.bundle_indices
         ]
         return tuple(number for numbers in ray.get(tasks) for number in numbers)
+
+    def probe_options(self, role: str, worker: int) -> dict[str, Any]:
+        """Return the options of a small task on the first device of a worker that has ended."""
+        assignment = self.placement.worker(role, worker)
+        return self._options(assignment, assignment.bundle_indices[0], _PROBE_SHARE)
 
     def _options(self, assignment: Assignment, bundle: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.groups[assignment.node], bundle, True)
@@ -104,37 +113,84 @@ class Session:
             MsrlError: The cluster lacks the devices, or they stay reserved by other runs for
                 `timeout_s` seconds.
         """
-        self._check_capacity(placement)
+        deadline = time.monotonic() + timeout_s
+        # Nodes may still join a cluster, but not a local Ray.
+        self._wait_for_capacity(placement, time.monotonic() if self.local else deadline)
         groups = tuple(
             placement_group([{placement.resource: 1.0}] * node.num_bundles, strategy="STRICT_PACK")
             for node in placement.bundles
         )
         self._groups.extend(groups)
-        self._wait_for(groups, placement, timeout_s)
+        self._wait_for(groups, placement, deadline, timeout_s)
         return PlacedWorkers(placement, groups)
 
+    def wait_for_devices(
+        self, placed: PlacedWorkers, role: str, workers: Iterable[int], *, timeout_s: float
+    ) -> None:
+        """Wait until the devices of workers that have ended can be used again.
+
+        Ray reserves the devices of a lost node on another one as soon as a node has them.
+
+        Raises:
+            MsrlError: They cannot be used within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers = [
+            _answer.options(**placed.probe_options(role, worker)).remote() for worker in workers
+        ]
+        while answers:
+            remaining_s = deadline - time.monotonic()
+            _, answers = ray.wait(
+                answers,
+                num_returns=len(answers),
+                timeout=max(0.0, min(_NOTE_EVERY_S, remaining_s)),
+            )
+            if answers:
+                self._note_shortage(placed.placement, remaining_s, timeout_s)
+
+    def _wait_for_capacity(self, placement: Placement, deadline: float) -> None:
+        """Wait until the cluster has nodes with enough devices, whether or not they are free."""
+        while not _fits(placement.bundles, self._devices_per_node()):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise MsrlError(
+                    f"cluster: {self._shortage(placement)}. Add nodes (msrl cluster join), "
+                    "reduce the parallelism, or raise cluster.wait_for_nodes_s."
+                )
+            self._print_waiting(placement, remaining_s)
+            time.sleep(min(_NOTE_EVERY_S, remaining_s))
+
     def _wait_for(
-        self, groups: Sequence[PlacementGroup], placement: Placement, timeout_s: float
+        self,
+        groups: Sequence[PlacementGroup],
+        placement: Placement,
+        deadline: float,
+        timeout_s: float,
     ) -> None:
         """Wait until the groups are reserved, and print what is missing every few seconds."""
-        deadline = time.monotonic() + timeout_s
         for group in groups:
             # Ray truncates the timeout to integral seconds.
             while not group.wait(
-                math.ceil(max(0.0, min(_NOTE_EVERY_S, deadline - time.monotonic())))
+                math.ceil(max(1.0, min(_NOTE_EVERY_S, deadline - time.monotonic())))
             ):
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    raise MsrlError(
-                        f"cluster: {self._shortage(placement)} after {timeout_s:g} s. Wait for "
-                        "the run that holds the devices, or end it."
-                    )
-                print(
-                    f"waiting for devices, for {remaining_s:.0f} s more: "
-                    f"{self._shortage(placement)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._note_shortage(placement, deadline - time.monotonic(), timeout_s)
+
+    def _note_shortage(self, placement: Placement, remaining_s: float, timeout_s: float) -> None:
+        """Print what is missing. Raise MsrlError if no time remains."""
+        if remaining_s <= 0:
+            raise MsrlError(
+                f"cluster.wait_for_nodes_s={timeout_s:g}: {self._shortage(placement)} after that "
+                "time. Raise it, add nodes (msrl cluster join), or end the run that holds the "
+                "devices."
+            )
+        self._print_waiting(placement, remaining_s)
+
+    def _print_waiting(self, placement: Placement, remaining_s: float) -> None:
+        print(
+            f"Waiting for devices, for {remaining_s:.0f} s more: {self._shortage(placement)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def start(
         self,
@@ -155,12 +211,23 @@ class Session:
         self._workers[role, worker] = actor
         return actor
 
-    def watch(self, names: Mapping[str, str]) -> Watch:
+    def end(self, role: str, workers: Iterable[int]) -> None:
+        """End some workers of a role, also ones that hang, and wait until they have ended."""
+        keys = [(role, worker) for worker in workers]
+        actors = [self._workers.pop(key) for key in keys if key in self._workers]
+        for actor in actors:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor, no_restart=True)
+            self._actors.remove(actor)
+        pings = [actor.__ray_ready__.remote() for actor in actors]
+        ray.wait(pings, num_returns=len(pings), timeout=_END_S)
+
+    def watch(self, names: Mapping[str, str], heartbeats: ActorHeartbeats | None = None) -> Watch:
         """Return a watch for the death of workers, including those that are started later.
 
-        `names` maps each role to its name in messages.
+        `names` maps each role to watch to its name in messages. `heartbeats` are those of workers.
         """
-        return Watch(self._workers, names)
+        return Watch(self._workers, names, heartbeats)
 
     def keep(self, actors: Sequence[Any]) -> None:
         """Make the session end these actors as well."""
@@ -193,13 +260,8 @@ class Session:
         self._workers.clear()
         self._groups.clear()
 
-    def _check_capacity(self, placement: Placement) -> None:
-        devices = sorted((node.num_devices for node in self.nodes() if node.alive), reverse=True)
-        if not _fits(placement.bundles, devices):
-            raise MsrlError(
-                f"cluster: {self._shortage(placement)}. Add nodes (msrl cluster join), or "
-                "reduce the parallelism."
-            )
+    def _devices_per_node(self) -> list[float]:
+        return sorted((node.num_devices for node in self.nodes() if node.alive), reverse=True)
 
     def _shortage(self, placement: Placement) -> str:
         needs = ", ".join(str(node.num_bundles) for node in placement.bundles)
@@ -238,6 +300,11 @@ def _device_ids(resource: str) -> list[str]:
     ]
 
 
+@ray.remote
+def _answer() -> None:
+    """Show that the node of this task responds."""
+
+
 @contextlib.contextmanager
 def ray_session(
     address: str | None,
@@ -247,6 +314,7 @@ def ray_session(
     env: Mapping[str, str] | None = None,
     namespace: str = "msrl",
     log_to_driver: bool = False,
+    tls: state.TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
 ) -> Iterator[Session]:
     """Connect to the cluster at `address`, or start a local Ray if it is None.
@@ -269,7 +337,7 @@ def ray_session(
     opened = (
         _local(num_devices, resource_name, init)
         if address is None
-        else _connected(address, init, answer_timeout_s)
+        else _connected(address, init, answer_timeout_s, tls)
     )
     before = temporary.segments()
     with opened as folder:
@@ -316,11 +384,20 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
             try:
                 yield state.workers_dir(temp_dir)
             finally:
-                ray.shutdown()
+                _shut_down()
     except BaseException as error:
         _keep_logs(temp_dir) if _logs_may_help(error) else temporary.remove(temp_dir)
         raise
     temporary.remove(temp_dir)
+
+
+def _shut_down() -> None:
+    """End the local Ray, and kill those of its processes that do not end by themselves."""
+    daemons = processes.descendants(os.getpid())
+    daemons = [process for process in daemons if process.name.startswith(_RAY_PROCESSES)]
+    ray.shutdown()
+    remaining = processes.wait_for_end(daemons, _END_S, lambda: None)
+    processes.send(remaining, signal.SIGKILL)
 
 
 def _logs_may_help(error: BaseException) -> bool:
@@ -340,13 +417,13 @@ def _keep_logs(temp_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _connected(
-    address: str, init: Mapping[str, Any], answer_timeout_s: float
+    address: str, init: Mapping[str, Any], answer_timeout_s: float, tls: state.TlsFiles | None
 ) -> Iterator[Path | None]:
     """Connect to a running cluster, and disconnect at the end."""
     head = probe.parse_address(address)
     token = state.find_token()
-    probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
-    with ray_settings(token, loopback=probe.is_own_loopback(head.host)):
+    probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s, tls=tls)
+    with ray_settings(token, loopback=probe.is_own_loopback(head.host), tls=tls):
         try:
             with preserved_signal_handlers():
                 ray.init(address=str(head), **init)

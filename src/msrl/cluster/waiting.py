@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.errors import MsrlError, ProcessFailedError, VerificationError
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -18,11 +19,32 @@ _WATCH_S = 1.0
 
 
 class WorkerError(ProcessFailedError):
-    """A worker failed; the message contains its traceback, or the cause of its death."""
+    """A worker failed; the message contains its traceback, or the cause of its death.
+
+    `workers` are the names of the workers that died, `training rank 1` for example, or if none
+    died, of all that failed: the peers of a dead worker fail in consequence.
+    """
+
+    def __init__(self, message: str, workers: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.workers = frozenset(workers)
 
 
-class WorkerTimeoutError(MsrlError):
+class WorkerTimeoutError(WorkerError):
     """Workers have not answered within the configured time; their logs may show the reason."""
+
+
+class SilentWorkerError(RayError):
+    """A worker sent no heartbeat within the configured time."""
+
+    def __init__(self, silence_s: float) -> None:
+        super().__init__(
+            f"no heartbeat for {silence_s:g} s (cluster.rpc_timeout_s). Its process hangs or is "
+            "stopped, or its machine does not respond"
+        )
+
+
+_DEATHS = (RayActorError, SilentWorkerError)
 
 
 class Watch:
@@ -31,29 +53,49 @@ class Watch:
     A busy worker answers after its current call.
     """
 
-    def __init__(self, workers: Mapping[tuple[str, int], Any], names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        workers: Mapping[tuple[str, int], Any],
+        names: Mapping[str, str],
+        heartbeats: ActorHeartbeats | None = None,
+    ) -> None:
         """Create a watch of `workers`, actors by role and number, to which more may be added.
 
-        `names` maps each role to its name in messages.
+        `names` maps each role to watch to its name in messages. Actors without a heartbeat in
+        `heartbeats` count as dead.
         """
-        self._workers, self._names = workers, names
-        self._pings: dict[str, Any] = {}
+        self._workers, self._names, self._heartbeats = workers, names, heartbeats
+        self._pings: dict[Any, Any] = {}  # by actor: a worker that was restarted is another actor
 
     def dead(self) -> dict[str, RayError]:
         """Return the workers that have died, by name, without waiting for any."""
-        for (role, number), actor in self._workers.items():
-            name = f"{self._names[role]} {number}"
-            if name not in self._pings:
-                self._pings[name] = actor.__ray_ready__.remote()
+        pings: dict[Any, Any] = {}
         failures: dict[str, RayError] = {}
-        for name, ref in list(self._pings.items()):
-            if ray.wait([ref], timeout=0)[0]:
-                del self._pings[name]
-                try:
-                    ray.get(ref)
-                except RayActorError as error:
-                    failures[name] = error
-        return failures
+        for (role, number), actor in self._workers.items():
+            if role not in self._names:
+                continue
+            ref = self._pings.get(actor) or actor.__ray_ready__.remote()
+            if not ray.wait([ref], timeout=0)[0]:
+                pings[actor] = ref
+                continue
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                failures[f"{self._names[role]} {number}"] = error
+        self._pings = pings
+        return {**self._silent(), **failures}
+
+    def _silent(self) -> dict[str, RayError]:
+        """Return the workers without heartbeats, by name."""
+        if self._heartbeats is None:
+            return {}
+        names = {
+            actor: f"{self._names[role]} {number}"
+            for (role, number), actor in self._workers.items()
+            if role in self._names
+        }
+        silent = [names[actor] for actor in self._heartbeats.silent() if actor in names]
+        return dict.fromkeys(silent, SilentWorkerError(self._heartbeats.silence_s))
 
 
 def wait_all(
@@ -84,10 +126,12 @@ def wait_all(
             _check_watch(watch, pending, names)
             continue
         if not ready:
+            late = [names[ref] for ref in pending]
             raise WorkerTimeoutError(
                 f"cluster.rpc_timeout_s={timeout_s:g}: no answer in that time from "
-                f"{', '.join(names[ref] for ref in pending)}."
-                " Raise it if the work takes that long, else look into the worker logs."
+                f"{', '.join(late)}."
+                " Raise it if the work takes that long, else look into the worker logs.",
+                late,
             )
         results[ready[0]] = _result(ready[0], pending, names)
     return [results[ref] for ref in refs]
@@ -134,7 +178,7 @@ def _cause(failures: Mapping[str, RayError]) -> Exception:
     name = min(
         failures,
         key=lambda n: (
-            not isinstance(failures[n], RayActorError),
+            not isinstance(failures[n], _DEATHS),
             not isinstance(_worker_exception(failures[n]), MsrlError),
         ),
     )
@@ -144,7 +188,9 @@ def _cause(failures: Mapping[str, RayError]) -> Exception:
     also_failed = "".join(
         f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name
     )
-    return WorkerError(f"{name} failed: {_full(failures[name])}{also_failed}")
+    dead = [n for n, error in failures.items() if isinstance(error, _DEATHS)]
+    text = f"{name} failed: {_full(failures[name])}{also_failed}"
+    return WorkerError(text, dead or failures)
 
 
 def _worker_exception(error: RayError) -> BaseException | None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded
 from msrl.config.sources import Origin
+from msrl.limits import one_line
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
@@ -25,12 +26,12 @@ def _lines(
     for name, value in section.items():
         key = prefix + name
         if isinstance(value, dict) and value:
-            yield f"{indent}{_key(name)}:"
+            yield f"{indent}{written_key(name)}:"
             yield from _lines(cast("Mapping[str, Any]", value), f"{key}.", depth + 1, origins)
         else:
-            text = f"{indent}{_key(name)}: {flow(value)}"
+            text = f"{indent}{written_key(name)}: {flow(value)}"
             origin = _origin(key, origins)
-            yield f"{text:<58}  # {origin}" if origin else text
+            yield f"{text:<58}  # {one_line(origin)}" if origin else text
 
 
 def _origin(key: str, origins: Mapping[str, Origin] | None) -> str:
@@ -41,7 +42,8 @@ def _origin(key: str, origins: Mapping[str, Origin] | None) -> str:
     return ", ".join(dict.fromkeys(str(origins[name]) for name in names))
 
 
-def _key(name: str) -> str:
+def written_key(name: str) -> str:
+    """Return a key as YAML."""
     return name if name.isidentifier() else json.dumps(name, ensure_ascii=False)
 
 
@@ -55,7 +57,9 @@ def flow(value: Any) -> str:
     if isinstance(value, dict):
         entries = cast("Mapping[str, Any]", value)
         return (
-            "{" + ", ".join(f"{_key(key)}: {flow(child)}" for key, child in entries.items()) + "}"
+            "{"
+            + ", ".join(f"{written_key(key)}: {flow(child)}" for key, child in entries.items())
+            + "}"
         )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(flow(child) for child in cast("list[Any]", value)) + "]"

@@ -59,7 +59,10 @@ _SPECIAL = {
     "-.inf": float("-inf"),
     ".nan": float("nan"),
 }
+_OLD_OCTAL = re.compile(r"[-+]?0[0-7_]+$")
+_OLD_MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+$")
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
+_OLD_WORDS = {**_WORDS, "yes": True, "on": True, "no": False, "off": False}
 
 
 def scalar(text: str) -> str | int | float | bool | None:
@@ -82,8 +85,29 @@ def scalar(text: str) -> str | int | float | bool | None:
     return _SPECIAL.get(lower, text)
 
 
-def parse(text: str, name: str, *, located: bool = True) -> Node:
+def old_scalar(text: str) -> str | int | float | bool | None:
+    """Return the value of a plain scalar in YAML 1.1, which PyYAML and OmegaConf read.
+
+    >>> old_scalar("no"), old_scalar("010"), old_scalar("1:30"), old_scalar("1e-5")
+    (False, 8, 90, 1e-05)
+    """
+    lower = text.lower()
+    if lower in _OLD_WORDS and text in (lower, lower.capitalize(), lower.upper()):
+        return _OLD_WORDS[lower]
+    if _OLD_OCTAL.match(text) and len(text) <= _MAX_DIGITS:
+        return int(text.replace("_", ""), 8)
+    if _OLD_MINUTES.match(text) and len(text) <= _MAX_DIGITS:
+        value = 0
+        for part in text.lstrip("+-").replace("_", "").split(":"):
+            value = value * 60 + int(part)
+        return -value if text.startswith("-") else value
+    return scalar(text)
+
+
+def parse(text: str, name: str, *, located: bool = True, is_old: bool = False) -> Node:
     """Return one YAML document as a tree. If `located`, its nodes have their line in `name`.
+
+    With `is_old`, scalars have their meaning in YAML 1.1, and merge keys are followed.
 
     Raises:
         ManyErrors: the document has duplicate or non-text keys, tags or merge keys.
@@ -91,12 +115,12 @@ def parse(text: str, name: str, *, located: bool = True) -> Node:
             aliases expanded.
     """
     try:
-        return _parsed(text, name, located=located)
+        return _parsed(text, name, located=located, is_old=is_old)
     except RecursionError:
         raise MsrlError(f"{name}: is nested too deeply. Use fewer levels.") from None
 
 
-def _parsed(text: str, name: str, *, located: bool) -> Node:
+def _parsed(text: str, name: str, *, located: bool, is_old: bool) -> Node:
     try:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
@@ -112,7 +136,7 @@ def _parsed(text: str, name: str, *, located: bool) -> Node:
         raise MsrlError(f"{name}: not valid YAML: {error}") from None
     if document is None:
         return Node(None, Origin(name), "")
-    builder = _Builder(name, lines=located)
+    builder = _Builder(name, lines=located, is_old=is_old)
     tree = builder.node(document, document.start_mark.line)
     if builder.errors:
         raise ManyErrors(builder.errors)
@@ -122,8 +146,10 @@ def _parsed(text: str, name: str, *, located: bool) -> Node:
 class _Builder:
     """Converter of PyYAML nodes to `Node`, which collects errors."""
 
-    def __init__(self, name: str, *, lines: bool) -> None:
+    def __init__(self, name: str, *, lines: bool, is_old: bool = False) -> None:
         self.name = name
+        self.is_old = is_old
+        self.scalar = old_scalar if is_old else scalar
         self.lines = lines
         self.errors: list[str] = []
         self.resolver = yaml.resolver.Resolver()
@@ -151,7 +177,7 @@ class _Builder:
                     tuple(self.node(item, item.start_mark.line) for item in node.value), origin
                 )
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
-            return Node(scalar(node.value) if is_plain else node.value, origin, node.value)
+            return Node(self.scalar(node.value) if is_plain else node.value, origin, node.value)
         finally:
             self._open.pop()
 
@@ -167,11 +193,15 @@ class _Builder:
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, Node]]:
         """Yield the keys and values of a section, and record keys that are not valid."""
         seen: dict[str, int] = {}
+        own = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
         for key, value in node.value:
             line = key.start_mark.line
             origin = Origin(self.name, line + 1 if self.lines else None)
             if not isinstance(key, yaml.ScalarNode):
                 self.errors.append(f"{origin}: a key must be text")
+            elif key.value == "<<" and key.style is None and self.is_old:
+                merged = dict(self._merged(value, origin))
+                yield from ((name, item) for name, item in merged.items() if name not in own)
             elif key.value == "<<" and key.style is None:
                 self.errors.append(
                     f"{origin}: merge keys (<<) are not supported; list shared files in `defaults:`"
@@ -184,6 +214,15 @@ class _Builder:
             else:
                 seen[key.value] = line + 1
                 yield key.value, self.node(value, line)
+
+    def _merged(self, node: yaml.Node, origin: Origin) -> Iterator[tuple[str, Node]]:
+        """Yield the keys of the section, or of the list of sections, that a merge key names."""
+        sections = node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
+        for section in sections:
+            if isinstance(section, yaml.MappingNode):
+                yield from self._entries(section)
+            else:
+                self.errors.append(f"{origin}: <<: must name sections (*NAME)")
 
 
 def merge(under: Node, over: Node, defaults: Node | None = None) -> Node:
@@ -381,8 +420,8 @@ def packaged_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in PACKAGED.glob("*.yaml")))
 
 
-def read(file: Path) -> Node:
-    """Return the tree of one file, without its `defaults:`.
+def read(file: Path, *, is_old: bool = False) -> Node:
+    """Return the tree of one file, without its `defaults:`. `is_old` means YAML 1.1.
 
     Raises:
         MsrlError: the file cannot be read or has no sections.
@@ -393,7 +432,8 @@ def read(file: Path) -> Node:
         raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise MsrlError(f"{file}: is not UTF-8 text") from None
-    tree = parse(text, f"packaged/{file.name}" if file.parent == PACKAGED else str(file))
+    name = f"packaged/{file.name}" if file.parent == PACKAGED else str(file)
+    tree = parse(text, name, is_old=is_old)
     if tree.value is None:
         return Node({}, tree.origin)
     if not isinstance(tree.value, dict):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_SHARED = "all roles share the devices, parallel layout and micro-batches of training"
-
 NOT_YET: dict[str, str] = {
     "model.trust_remote_code": "",
     "model.override": "",
@@ -11,21 +9,15 @@ NOT_YET: dict[str, str] = {
     "data.num_workers": "",
     "data.split": "set data.eval to the prefix of the held-out data",
     "data.mixed_modalities": "only text is supported",
+    "cluster.roles.actor": "set cluster.devices_per_node, train.parallel and train.micro_batch",
     **dict.fromkeys(
-        (f"cluster.roles.{role}" for role in ("actor", "rollout", "reference", "reward")), _SHARED
-    ),
-    **dict.fromkeys(
-        (
-            f"cluster.roles.critic.{key}"
-            for key in ("devices", "colocate", "parallel", "micro_batch")
-        ),
-        _SHARED,
+        (f"cluster.roles.{role}.colocate" for role in ("rollout", "reference", "critic", "reward")),
+        "a role without devices shares those of training",
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
-    "rollout.engine.ep": "",
-    "rollout.engine.sleep": "",
-    "rollout.async": "rollout and training alternate",
+    "rollout.multi_turn": "a response is one turn",
+    "rollout.max_turns": "a response is one turn",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",

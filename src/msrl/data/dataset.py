@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +131,23 @@ class PromptDataset:
         return int(self._ids.lengths.max())
 
 
+class PromptMixture:
+    """Prompts of several datasets. `[i]`, and the index of a prompt, count through all of them."""
+
+    def __init__(self, datasets: Sequence[PromptDataset]) -> None:
+        self._datasets = tuple(datasets)
+        self._ends = list(accumulate(len(dataset) for dataset in datasets))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Prompt:
+        index = range(len(self))[number]
+        dataset = bisect_right(self._ends, index)
+        start = self._ends[dataset - 1] if dataset else 0
+        return replace(self._datasets[dataset][index - start], index=index)
+
+
 class TextDataset:
     """Documents for pretraining. `[i]` returns the token ids [T] of document i."""
 
@@ -151,6 +170,17 @@ class TextDataset:
     def read_tokens(self, number: int, start: int, stop: int) -> Ints:
         """Return tokens `start` to `stop` of a document without reading its other tokens."""
         return self._documents[number][start:stop].astype(np.int64)
+
+
+def check_templates(datasets: Sequence[SftDataset | PromptDataset]) -> None:
+    """Raise MsrlError if the datasets of a blend were preprocessed with different templates."""
+    manifests = [d.manifest for d in datasets if d.manifest is not None]
+    templates = {m.chat_template: m.template for m in manifests}
+    if len(templates) > 1:
+        raise MsrlError(
+            f"data.blend: the datasets have different templates: {', '.join(templates.values())}. "
+            "Preprocess all with one template."
+        )
 
 
 class _LineReader:

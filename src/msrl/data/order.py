@@ -65,9 +65,12 @@ class BlendOrder:
 
     def of_step(self, step: int) -> Ints:  # [rows_per_step]
         """Return the rows of step `step` (from 0), as indices into the concatenated datasets."""
-        first = step * self.rows_per_step
+        return self.after(step * self.rows_per_step, self.rows_per_step)
+
+    def after(self, position: int, count: int) -> Ints:  # [count]
+        """Return the next `count` rows after the first `position` ones."""
         starts = np.concatenate([[0], np.cumsum(self.num_rows)])
-        due = self._due(first, first + self.rows_per_step)
+        due = self._due(position, position + count)
         return np.array([starts[d] + self._row(d, number) for d, number in due], np.int64)
 
     def _row(self, dataset: int, number: int) -> int:

@@ -19,6 +19,7 @@ from msrl.data.handlers import Handler
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
+from msrl.data.rows.media import refuse_media
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.tokenizer import TextTokenizer
@@ -92,6 +93,7 @@ def _convert_rows(
         try:
             if refuses_preference:
                 refuse_preference(row, passed if kind == "prompts" else ())
+                refuse_media(row, passed)
             item = convert(row)
             _check_characters(item)
             items.append(item if kind == "pretrain" else _fit_to_kind(item, kind))

@@ -49,6 +49,8 @@ _FOLLOWS: dict[Role, tuple[Role, ...]] = {
     "tool": ("assistant", "tool"),
 }
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Marks of ms-swift, OpenAI and axolotl.
+_TRAINED_KEYS = ("loss", "weight", "train")
 _PASSED_KEYS = ("name", "tool_call_id")
 
 
@@ -91,6 +93,8 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     if not isinstance(name, str) or name not in ROLES:
         raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
     role = ROLES[name]
+    if role == "assistant":
+        _refuse_untrained(turn, location)
     content = _read_content(turn, name, location)
     results = tuple(_tool_message(turn, text, id_) for id_, text in content.results)
     if results and role not in ("user", "tool"):
@@ -100,6 +104,16 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     if role == "tool":
         return (*results, _tool_message(turn, content.text, None))
     return (*results, _message(role, content))
+
+
+def _refuse_untrained(turn: dict[str, Any], location: str) -> None:
+    """Raise MsrlError if a turn is marked as not trained: all answers of a row are trained."""
+    marks = [key for key in _TRAINED_KEYS if turn.get(key) in (False, 0)]
+    if marks:
+        raise MsrlError(
+            f"{location}: {marks[0]}={turn[marks[0]]}: answers without training are not supported. "
+            "Remove the turn or the mark, or end the row before it."
+        )
 
 
 def check_order(messages: list[Message]) -> None:

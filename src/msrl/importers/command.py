@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from msrl.config.show import flow
+from msrl.config.show import flow, written_key
 from msrl.config.sources import Node, Origin, plain, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers import mindspeed_scripts
@@ -18,6 +18,7 @@ from msrl.importers.roll import files as roll
 from msrl.importers.shell import Word
 from msrl.importers.systems import detect_system
 from msrl.importers.translation import Translation
+from msrl.limits import one_line
 
 SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft")
 _YAML = {"mindspeed-rl": mindspeed_rl, "mindspeed-llm": mindspeed_ray, "roll": roll}
@@ -68,7 +69,7 @@ def _translate_file(system: str, file: Path) -> Translation:
         if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
         return SHELL_SYSTEMS[system].translate_script(file.read_text(encoding="utf-8"), str(file))
-    tree = read(file)
+    tree = read(file, is_old=True)
     detected = detect_system(tree)
     if detected != system:
         advice = f". Use --from {detected}." if detected else ""
@@ -95,6 +96,7 @@ def native_yaml(translation: Translation) -> str:
     if unsupported:
         head += ["# Not supported in this version. A run refuses these keys; remove them to run:"]
         head += unsupported
+    head = [one_line(line) for line in head]  # a line feed would end the comment
     return "\n".join([*head, *_yaml_lines(translation.complete_tree().value, 0)]) + "\n"
 
 
@@ -108,10 +110,10 @@ def _yaml_lines(section: object, depth: int) -> list[str]:
     lines: list[str] = []
     for key, node in entries.items():
         if isinstance(node.value, dict) and node.value:
-            lines += [f"{'  ' * depth}{key}:", *_yaml_lines(node.value, depth + 1)]
+            lines += [f"{'  ' * depth}{written_key(key)}:", *_yaml_lines(node.value, depth + 1)]
         else:
-            text = "  " * depth + f"{key}: {flow(plain(node))}"
-            lines.append(f"{text:<58}  # {_short_origin(node.origin)}")
+            text = "  " * depth + f"{written_key(key)}: {flow(plain(node))}"
+            lines.append(f"{text:<58}  # {one_line(_short_origin(node.origin))}")
     return lines
 
 

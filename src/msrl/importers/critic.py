@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msrl.config.sections.general import CriticOptimizerConfig
+from msrl.config.sections.roles import CriticOptimizerConfig
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, SourceKey, Translation

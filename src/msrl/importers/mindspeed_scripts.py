@@ -70,10 +70,24 @@ def translate_script(text: str, name: str) -> Translation:
         _refuse_programs(script.commands, name)
     if "msrun" in (words[0].text for words in script.commands):
         raise MsrlError(f"{name}: not supported: MindSpeed-LLM's MindSpore backend (msrun)")
+    _refuse_different(commands, name)
     for section, words in commands:
         _command(translation, section, words)
     put_exports(translation, script)
     return translation
+
+
+def _refuse_different(commands: Sequence[tuple[str, list[Word]]], name: str) -> None:
+    """Raise MsrlError if several commands would set the same section to different values."""
+    for section in dict.fromkeys(section for section, _ in commands if section != "ray_start"):
+        same = {tuple(word.text for word in words) for other, words in commands if other == section}
+        if len(same) > 1:
+            lines = [words[0].line for other, words in commands if other == section]
+            where = ", ".join(str(line) for line in dict.fromkeys(lines))
+            raise MsrlError(
+                f"{name}: lines {where}: {len(same)} different commands of one kind ({section}). "
+                "Keep one of them in the file."
+            )
 
 
 def _refuse_programs(commands: Sequence[Sequence[Word]], name: str) -> NoReturn:

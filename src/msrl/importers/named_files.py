@@ -35,7 +35,7 @@ def _include(translation: Translation, entry: SourceKey, file: Path | None, comm
     if file is None:
         text = f"the file was not found beside the script. Run `{command} --config-name NAME`."
         return translation.record(entry, KeyStatus.DROPPED, text)
-    tree = read(file)
+    tree = read(file, is_old=True)
     translation.include(_translated(tree, file))
     return translation.record(entry, KeyStatus.APPLIED, f"the keys of {file}")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msrl.config.messages import written
 from msrl.importers.status import HEADINGS, KeyStatus
 from msrl.importers.translation import KeyResult, Translation
+from msrl.limits import one_line
 
 
 def full(translation: Translation) -> list[str]:
@@ -24,13 +25,13 @@ def full(translation: Translation) -> list[str]:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())
         lines += [f"  {key}: {written(value)}" for key, value in defaults]
-    return lines
+    return [one_line(line) for line in lines]
 
 
 def _result_line(key_result: KeyResult) -> str:
     qualified = (KeyStatus.OFF, KeyStatus.DEAD, KeyStatus.UNSUPPORTED)
     reason = key_result.status.value if key_result.status in qualified else ""
-    return ": ".join(part for part in (f"  {key_result.entry}", reason, key_result.text) if part)
+    return ": ".join(text for text in (f"  {key_result.entry}", reason, key_result.text) if text)
 
 
 def summary(translation: Translation) -> str:

@@ -44,7 +44,7 @@ def foreign(path: str) -> Translation | None:
         MsrlError: if the file belongs to a system whose files must be imported first.
     """
     file = find(path)
-    tree = read(file)
+    tree = read(file, is_old=True)
     system = detect_system(tree)
     if system == _BY_COMMAND:
         raise MsrlError(

@@ -1,7 +1,8 @@
 """Bytes of the activations that a rank saves for the backward pass, computed from sizes.
 
-The count follows the tensors that the layers save (`trainer/layers.py`, `trainer/attention.py`,
-Megatron's linear layers and experts). Tests compare the sums with the live tensors of real ranks.
+The count follows the tensors that the layers save (`layers.py` and `attention.py` of
+`trainer/model`, Megatron's linear layers and experts). Tests compare the sums with the live tensors
+of real ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msrl.config.sections.train import RecomputeConfig
 from msrl.models.shape import Mla, Moe, Shape
 
 _FP32_BYTES = 4
-_MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/attention.py`)
+_MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/model/attention.py`)
 LINEARS = (
     "linear_qkv",
     "linear_q_up_proj",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.errors import MsrlError
@@ -29,6 +29,7 @@ from msrl.memory.states import (
     parameters_per_rank,
     reference_bytes,
     reward_model_bytes,
+    separate_bytes,
     state_bytes,
 )
 from msrl.models.families import rules_for
@@ -48,7 +49,8 @@ class Memory:
 
     `working` is temporary memory of the backward pass; it does not coincide with `logits`.
     `resting` names the states that are offloaded to host memory, like the keys of `train.offload`.
-    `forward` is a pass without gradients, if it is larger than one with gradients.
+    `forward` is a pass without gradients, if it is larger than one with gradients. `separate` has
+    the states of models on separate devices, by role.
     """
 
     weights: int
@@ -62,9 +64,11 @@ class Memory:
     engine_weights: int = 0
     kv_cache: int = 0
     engine_sleeps: bool = False  # True if the engine sleeps during training
+    engine_is_separate: bool = False  # True if the engine has separate devices
     forward: int = 0
     critic: State = NO_STATE
     reward_models: int = 0
+    separate: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def engine(self) -> int:
@@ -80,7 +84,7 @@ class Memory:
             optimizer = 0
         else:
             held += self.critic.optimizer
-        if not self.engine_sleeps:
+        if not (self.engine_sleeps or self.engine_is_separate):
             held += self.engine
         passes = max(self.activations + max(self.working, self.logits), self.forward)
         return held + max(self.optimizer, optimizer + passes)
@@ -88,8 +92,8 @@ class Memory:
     @property
     def generating(self) -> int:
         """Peak during generation; 0 without an engine."""
-        if not self.engine:
-            return 0
+        if not self.engine or self.engine_is_separate:
+            return self.engine
         kinds = {
             "params": self.weights + self.reference + self.critic.weights + self.reward_models,
             "grads": self.gradients + self.critic.gradients,
@@ -99,7 +103,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return max(self.training, self.generating)
+        return max(self.training, self.generating, *self.separate.values())
 
     def rows(self) -> dict[str, int]:
         """Return the table of all nonzero components, followed by the peaks."""
@@ -121,6 +125,7 @@ class Memory:
             "log-probabilities without gradients": self.forward if is_forward_peak else 0,
             "engine's weights": self.engine_weights,
             "engine's KV cache": self.kv_cache,
+            **{f"{role} on separate devices": size for role, size in self.separate.items()},
             "peak during training": self.training,
             "peak during generation": self.generating,
         }
@@ -225,6 +230,7 @@ def _stage_memory(
         resting=frozenset(kind for kind, is_on in offload.items() if is_on),
         critic=critic_state(plan, stage) if is_grpo else NO_STATE,
         reward_models=reward_model_bytes(plan, stage) if is_grpo else 0,
+        separate=separate_bytes(plan),
     )
     if batch is None:
         return memory
@@ -311,7 +317,13 @@ def with_engine(
             cache = min(all_sequences, int(total * engine.memory_fraction))
         else:
             cache = max(int(total * engine.memory_fraction) - weights, 0)
-    return replace(memory, engine_weights=weights, kv_cache=cache, engine_sleeps=sleeps)
+    return replace(
+        memory,
+        engine_weights=weights,
+        kv_cache=cache,
+        engine_sleeps=sleeps,
+        engine_is_separate=plan.has_separate_engines,
+    )
 
 
 def memory_rows(plan: RunPlan) -> dict[str, int]:

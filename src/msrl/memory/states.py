@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -129,14 +129,20 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
     All of its parameters are trained, except for the bias of the head.
     """
-    if plan.critic is None:
+    if plan.critic is None or plan.separate_model("critic") is not None:
         return NO_STATE
+    return _critic_state(plan, plan.critic.require_shape(), stage)
+
+
+def _critic_state(plan: RunPlan, shape: Shape, stage: int) -> State:
     train = plan.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
-    return State(**state_bytes(plan, plan.critic.require_shape(), stage, train))
+    return State(**state_bytes(plan, shape, stage, train))
 
 
 def reward_model_bytes(plan: RunPlan, stage: int) -> int:
     """Return the bytes of the reward models' weights on a rank of a pipeline stage."""
+    if plan.separate_model("reward") is not None:
+        return 0
     shapes = [model.require_shape() for model in plan.rank_models]
     num_elements = sum(_stage_elements(shape, plan.layout, stage) for shape in shapes)
     return element_bytes(plan) * num_elements
@@ -153,9 +159,28 @@ def bytes_per_device(plan: RunPlan) -> dict[str, int]:
 
 
 def reference_bytes(plan: RunPlan) -> int:
-    """Return the bytes of the reference's weights on a device.
+    """Return the bytes of the reference's weights on a training device.
 
-    0 without a reference, or with LoRA, where the reference is the policy without its adapters.
+    0 without a reference or with separate devices, and with LoRA, where the reference is the policy
+    without its adapters unless it has its own weights.
     """
-    is_held = plan.needs_reference and plan.train.lora.rank is None
-    return bytes_per_device(plan)["weights"] if is_held else 0
+    if plan.reference is None or plan.separate_model("reference") is not None:
+        return 0
+    if not plan.has_own_reference:
+        return bytes_per_device(plan)["weights"] if plan.train.lora.rank is None else 0
+    return element_bytes(plan) * parameters_per_rank(plan.reference.require_shape(), plan.layout)
+
+
+def separate_bytes(plan: RunPlan) -> dict[str, int]:
+    """Return the bytes of the states on a device of each model with separate devices, by role."""
+    sizes: dict[str, int] = {}
+    for model in plan.separate_models:
+        shapes = [item.require_shape() for item in plan.models(model.role)]
+        if model.role == "critic":
+            own = replace(plan, layout=model.layout, world_size=model.num_ranks)
+            states = [_critic_state(own, shapes[0], stage) for stage in range(own.layout.pp)]
+            sizes["critic"] = max(sum(astuple(state)) for state in states)
+        else:
+            counts = [parameters_per_rank(shape, model.layout) for shape in shapes]
+            sizes[model.role] = element_bytes(plan) * sum(counts)
+    return sizes

@@ -1,6 +1,6 @@
 """Weight rules of dense decoder-only families, derived from a shape and a family's tensor names.
 
-Megatron's names are those of its local layer spec. `{layer}` in a name stands for the layer number.
+Megatron's names are those of its local layer spec. `{layer}` in a name is the layer number.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from msrl.models.shape import Shape
 
 
 class Coords(NamedTuple):
-    """Coordinates of a rank in a parallel layout; its checkpoint file is named after them."""
+    """Coordinates of a rank in a parallel layout. The name of its checkpoint file contains them."""
 
     tp: int = 0
     pp: int = 0
@@ -136,7 +136,7 @@ class ParallelLayout:
     def chunks(self, num_layers: int, pp_rank: int) -> tuple[tuple[int | None, ...], ...]:
         """Return the layers of each virtual stage of a rank, as global layer numbers.
 
-        None stands for an empty position.
+        An empty position is None.
         """
         layers = self.positions(num_layers)
         return tuple(tuple(layers[start:end]) for start, end in self._blocks(num_layers, pp_rank))

@@ -1,9 +1,11 @@
 """Reward models: decoders with one score per token instead of an output layer.
 
     score.weight      [1, hidden]   Hugging Face: ...ForSequenceClassification with num_labels 1;
-    the last token's score counts rm_head.weight    [1, hidden]   MindSpeed-LLM's outcome reward
-    model (`--orm`), sharded along hidden rm_head.bias      [1]           MindSpeed-LLM only, absent
-    in transformers: zero, the same on every rank
+                                    the last token's score counts
+    rm_head.weight    [1, hidden]   MindSpeed-LLM's outcome reward model (`--orm`), sharded along
+                                    hidden
+    rm_head.bias      [1]           MindSpeed-LLM only: zero, the same on every rank; absent in
+                                    transformers
 
 Source: `GenericForSequenceClassification` in transformers.modeling_layers; `rm_head` in
 MindSpeed-LLM 2.0's checkpoint converter.

@@ -104,7 +104,7 @@ Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it consists of.
 
-    `{layer}` in the names stands for the global layer number. `shapes` are those of the Hugging
+    `{layer}` in the names is the global layer number. `shapes` are those of the Hugging
     Face tensors, in the order of `hf`. `NAME[3]` is entry 3 along the first axis of the tensor NAME
     (see `entries.py`).
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msrl.models.families import num_experts, rules_for
 from msrl.models.parallel_layout import Coords, ParallelLayout
-from msrl.models.rules import Layout, Rule, Vocab
+from msrl.models.rules import Layout, Replicated, Rule, Vocab
 from msrl.models.shape import Shape
 
 TIED_OUTPUT = "output_layer.weight"
@@ -75,6 +75,31 @@ def stage_tensors(shape: Shape, layout: ParallelLayout, at: Coords) -> tuple[Sta
             local_name = chunk_name(name, number, len(chunks))
             tensors.append(StageTensor(rule, local_name, *_shard(rule, layout, at)))
     return tuple(tensors)
+
+
+def distinct_tensors(
+    shape: Shape, layout: ParallelLayout, pp_rank: int, stage_rank: int
+) -> tuple[StageTensor, ...]:
+    """Return the tensors that a rank contributes if all ranks collect each shard exactly once.
+
+    Of ranks with equal copies, the first one contributes. A tied output layer and tensors that
+    exist in Megatron only have no Hugging Face name; no rank contributes them.
+
+    Args:
+        shape: Shape of the model.
+        layout: Parallel layout, checked against the shape.
+        pp_rank: Pipeline stage of the rank.
+        stage_rank: Number of the rank among those of its stage, data-parallel copies included.
+    """
+    holders = {False: layout.tp, True: layout.etp_size * layout.num_expert_groups}
+    return tuple(
+        tensor
+        for tensor in stage_tensors(shape, layout, layout.coords(pp_rank, stage_rank))
+        if tensor.rule.hf
+        and not tensor.is_tied_copy
+        and stage_rank < holders[tensor.rule.expert is not None]
+        and not (isinstance(tensor.layout, Replicated) and tensor.shard > 0)
+    )
 
 
 def _shard(rule: Rule, layout: ParallelLayout, at: Coords) -> tuple[int, int]:

@@ -21,7 +21,8 @@ UNSUPPORTED = {
     "GlmMoeDsaForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": "its attention compresses keys and values and its residual streams "
     "are mixed (hyper-connections)",
-    "LongcatFlashForCausalLM": "its layers have two attentions and experts that compute nothing",
+    "LongcatFlashForCausalLM": "its layers have two attention blocks, and experts "
+    "without computation",
     "MiniMaxM2ForCausalLM": "its norms of queries and keys cover all heads at once",
     "BailingMoeForCausalLM": _FUSED,
     "BailingMoeV2ForCausalLM": _FUSED,
@@ -43,5 +44,5 @@ UNSUPPORTED = {
     "Qwen3VLMoeForConditionalGeneration": _VISION_EXPERTS,
     "Glm4vMoeForConditionalGeneration": _VISION_EXPERTS,
     "Llama4ForConditionalGeneration": _VISION_EXPERTS,
-    "InternVLChatModel": "its language model has no config.json of its own",
+    "InternVLChatModel": "its language model has no separate config.json",
 }

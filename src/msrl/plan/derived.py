@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from msrl import registry
 from msrl.config.schema import Config
+from msrl.config.sections.roles import DevicesConfig
 from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
@@ -42,6 +43,24 @@ def dp_size(config: Config) -> int:
     return (
         world // (parallel.tp * parallel.pp * parallel.cp) if world >= replica_size(config) else 0
     )
+
+
+def num_separate_devices(role: DevicesConfig) -> int:
+    """Return the number of devices that a role has separately; 0 if it shares those of training."""
+    if role.devices is None:
+        return 0
+    return role.devices if isinstance(role.devices, int) else len(role.devices)
+
+
+def num_engine_devices(config: Config) -> int:
+    """Return the number of devices that the engines may use."""
+    return num_separate_devices(config.cluster.roles.rollout) or world_size(config)
+
+
+def num_engines(config: Config) -> int:
+    """Return the number of rollout engines, by default on every device that they may use."""
+    engine = config.rollout.engine
+    return engine.dp or max(num_engine_devices(config) // engine.tp, 1)
 
 
 def samples_per_step(config: Config) -> int:
@@ -83,6 +102,12 @@ def needs_distribution(config: Config) -> bool:
     """Return True if the advantages need the policy's distribution over the vocabulary."""
     estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
     return bool(estimator.constant("NEEDS_DISTRIBUTION"))
+
+
+def needs_greedy(config: Config) -> bool:
+    """Return True if the advantages need the reward of a greedy response to every prompt."""
+    estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")
+    return bool(estimator.constant("NEEDS_GREEDY"))
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:
@@ -135,10 +160,11 @@ class Rank:
 
 
 def ranks(config: Config, command: str) -> tuple[Rank, ...]:
-    """Return the coordinates of all ranks. Rollout engines share the first devices."""
+    """Return the coordinates of all ranks. Engines without separate devices share the first."""
     tp, cp, dp = config.train.parallel.tp, config.train.parallel.cp, dp_size(config)
     engine = config.rollout.engine
-    num_shared = engine.tp * engine.dp if command == "train-grpo" else 0
+    has_engines = command == "train-grpo" and not num_separate_devices(config.cluster.roles.rollout)
+    num_shared = engine.tp * num_engines(config) if has_engines else 0
     return tuple(
         Rank(
             rank=rank,
@@ -168,6 +194,23 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
     else:
         rows[label] = micro_batches
     rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
+    if command == "train-grpo":
+        rows.update(_engine_rows(config))
+    return rows
+
+
+def _engine_rows(config: Config) -> dict[str, str | int]:
+    """Return the engines and the devices that stay idle while others work."""
+    engine, devices = config.rollout.engine, num_engine_devices(config)
+    num_used = num_engines(config) * engine.tp
+    is_separate = num_separate_devices(config.cluster.roles.rollout) > 0
+    rows: dict[str, str | int] = {"engines": f"{num_engines(config)} of {engine.tp} device(s)"}
+    first = world_size(config) if is_separate else 0
+    idle = [str(first + number) for number in range(num_used, devices)]
+    if idle:
+        rows["idle devices"] = f"{', '.join(idle)} have no engine (rollout.engine.dp)"
+    if is_separate:
+        rows["devices of engines"] = f"{num_used}, which are idle while the policy trains"
     return rows
 
 

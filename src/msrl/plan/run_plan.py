@@ -7,7 +7,7 @@ memory estimates and workflows take them from the plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msrl.cluster.placement import Placement, Role
@@ -31,9 +31,12 @@ from msrl.plan.derived import (
     max_model_len,
     needs_critic,
     needs_reference,
+    num_engines,
+    num_separate_devices,
     replica_size,
     world_size,
 )
+from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
 
 TRAININGS = ("train-sft", "train-grpo")
@@ -89,6 +92,7 @@ class RunPlan:
         config: Configuration of the run.
         policy: Trained model; None if no model is set.
         critic: Value model; None for a run without one.
+        reference: Model of the KL terms; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
@@ -98,6 +102,7 @@ class RunPlan:
         dp_size: Data-parallel size; 0 if the devices do not hold one model replica.
         replica_size: Number of ranks of one model replica.
         roles: Workers to place on devices.
+        separate_models: Models that have separate devices.
         sampling: Sampling of the rollouts, which train-sft does not have.
     """
 
@@ -105,6 +110,7 @@ class RunPlan:
     config: Config
     policy: ModelPlan | None
     critic: ModelPlan | None
+    reference: ModelPlan | None
     reward_models: Mapping[str, ModelPlan]
     datasets: Mapping[str, DatasetPlan]
     run_dir: Path
@@ -114,6 +120,7 @@ class RunPlan:
     dp_size: int
     replica_size: int
     roles: tuple[Role, ...]
+    separate_models: tuple[SeparateModel, ...]
     sampling: SamplingParams
 
     @property
@@ -131,6 +138,42 @@ class RunPlan:
     @property
     def needs_reference(self) -> bool:
         return self.is_grpo and needs_reference(self.config)
+
+    @property
+    def has_own_reference(self) -> bool:
+        """True if the reference has other weights than the policy starts from."""
+        return self.reference is not None and self.reference is not self.policy
+
+    @property
+    def has_separate_engines(self) -> bool:
+        """True if the engines have separate devices."""
+        return num_separate_devices(self.config.cluster.roles.rollout) > 0
+
+    @property
+    def num_engines(self) -> int:
+        return num_engines(self.config)
+
+    @property
+    def num_local_devices(self) -> int:
+        """Number of devices that the run needs on this machine.
+
+        In a cluster, these are the devices of its training ranks only.
+        """
+        separate = [role for role in self.roles if role.is_separate]
+        num_separate = sum(role.num_workers * role.devices_per_worker for role in separate)
+        num_shared = self.world_size // self.config.cluster.nodes
+        return num_shared + (num_separate if self.config.cluster.address is None else 0)
+
+    def models(self, role: str) -> tuple[ModelPlan, ...]:
+        """Return the models of a role: reference, critic or reward."""
+        if role == "reward":
+            return self.rank_models
+        model = self.reference if role == "reference" else self.critic
+        return () if model is None else (model,)
+
+    def separate_model(self, role: str) -> SeparateModel | None:
+        """Return the model of a role with separate devices; None if it has none."""
+        return next((model for model in self.separate_models if model.role == role), None)
 
     @property
     def max_model_len(self) -> int:
@@ -203,7 +246,7 @@ class RunPlan:
         Raises:
             MsrlError: The file is absent or not a JSON object.
         """
-        models = (self.policy, self.critic, *self.reward_models.values())
+        models = (self.policy, self.critic, self.reference, *self.reward_models.values())
         for model in models:
             if model is not None and model.hf_dir == folder.absolute():
                 if model.config is None:
@@ -225,6 +268,7 @@ def resolve(config: Config, command: str) -> RunPlan:
     """
     models = _ModelReader()
     policy, is_grpo = _policy(config, models), command == "train-grpo"
+    has_reference = is_grpo and needs_reference(config)
     sources = config.reward.sources if is_grpo else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
@@ -233,6 +277,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         config=config,
         policy=policy,
         critic=_critic(config, policy, models) if is_grpo and needs_critic(config) else None,
+        reference=_reference(config, policy, models) if has_reference else None,
         reward_models={name: models.read(name, config_dir(name)) for name in names},
         datasets=datasets,
         run_dir=run_folder(config),
@@ -241,7 +286,8 @@ def resolve(config: Config, command: str) -> RunPlan:
         world_size=world_size(config),
         dp_size=dp_size(config),
         replica_size=replica_size(config),
-        roles=_roles(config, command),
+        roles=placed_roles(config, command),
+        separate_models=separate_models(config) if is_grpo else (),
         sampling=_sampling(config, datasets),
     )
 
@@ -314,6 +360,20 @@ def _critic(config: Config, policy: ModelPlan | None, models: _ModelReader) -> M
     return ModelPlan(model.weights, model.hf_dir, model.config, shape)
 
 
+def _reference(config: Config, policy: ModelPlan | None, models: _ModelReader) -> ModelPlan | None:
+    """Return the reference: its own model, or the policy's initial weights.
+
+    The config.json of a checkpoint without one is that of the policy.
+    """
+    load = config.cluster.roles.reference.load
+    if load is None:
+        return policy
+    owner = config_dir(load)
+    if not is_hf(str(owner)) and policy is not None:
+        return replace(policy, weights=Path(load).absolute())
+    return models.read(load, owner)
+
+
 def _datasets(config: Config) -> dict[str, DatasetPlan]:
     prefixes = (config.data.train, *config.data.blend, config.data.eval)
     return {prefix: _dataset(prefix) for prefix in prefixes if prefix is not None}
@@ -326,14 +386,10 @@ def _dataset(prefix: str) -> DatasetPlan:
         return DatasetPlan(prefix, None, str(error))
 
 
-def _roles(config: Config, command: str) -> tuple[Role, ...]:
-    engine, ranks = config.rollout.engine, Role("actor", world_size(config))
-    return (ranks, Role("rollout", engine.dp, engine.tp)) if command == "train-grpo" else (ranks,)
-
-
 def _sampling(config: Config, datasets: Mapping[str, DatasetPlan]) -> SamplingParams:
     """Return the sampling of the rollouts. Responses end with the tokens that end the data's."""
-    sampling, prefix = config.rollout.sampling, config.data.train
+    sampling = config.rollout.sampling
+    prefix = next(iter(config.data.blend), config.data.train)  # a blend has one template
     manifest = None if prefix is None else datasets[prefix].manifest
     return SamplingParams(
         max_tokens=config.rollout.max_response_tokens,

@@ -182,7 +182,7 @@ class CudaPlatform(Platform):
         # Megatron's overlap of tensor-parallel communication needs a single hardware queue.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
-    def engine_arguments(self) -> Mapping[str, Any]:
+    def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
         return {"enable_sleep_mode": True}
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:

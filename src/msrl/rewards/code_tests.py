@@ -45,6 +45,8 @@ def read_tests(answer: str, *, can_parse: bool = True) -> CodeTests:
     if isinstance(data, dict):
         return _read_outputs(cast("dict[str, Any]", data))
     texts = cast("list[Any]", data) if isinstance(data, list) else [data]
+    if texts and all(isinstance(text, dict) for text in texts):
+        return _read_outputs(_columns(texts))
     if not texts:
         raise ValueError("the list of tests is empty")
     for number, text in enumerate(texts):
@@ -81,11 +83,41 @@ def _read_outputs(data: dict[str, Any]) -> CodeTests:
         counts = f"{len(inputs)} inputs and {len(outputs)} outputs"
         raise ValueError(f"each test needs one input and one output, but there are {counts}")
     name = data.get("fn_name") or ""
-    if name and not all(isinstance(arguments, list) for arguments in inputs):
-        raise ValueError("with fn_name, every input must be a list of arguments")
+    if name:
+        inputs, outputs = _call_values(inputs, outputs)
     if _are_empty(outputs, returned=bool(name)):
         raise ValueError("all outputs are empty, so a program that does nothing would pass")
     return CodeTests("call" if name else "words", inputs, outputs, str(name))
+
+
+def _columns(tests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return tests with one object per test (LiveCodeBench) as lists of inputs and outputs."""
+    for number, test in enumerate(tests, 1):
+        missing = [key for key in ("input", "output") if test.get(key) is None]
+        if missing:
+            raise ValueError(f"test {number} of {len(tests)} has no {missing[0]}")
+    names = {str(test["fn_name"]) for test in tests if test.get("fn_name")}
+    kinds = {str(test.get("testtype") or test.get("type") or "stdin") for test in tests}
+    if len(names) > 1 or (kinds & {"functional", "function_call"} and not names):
+        raise ValueError("tests of a function must all name it as fn_name")
+    return {
+        "inputs": [test["input"] for test in tests],
+        "outputs": [test["output"] for test in tests],
+        "fn_name": next(iter(names), ""),
+    }
+
+
+def _call_values(inputs: list[Any], outputs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return arguments and return values; text has one JSON value per line."""
+    if inputs and all(isinstance(text, str) for text in (*inputs, *outputs)):
+        try:
+            arguments = [list(map(json.loads, text.splitlines())) for text in inputs]
+            return arguments, list(map(json.loads, outputs))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"with fn_name, each line must be JSON: {error}") from None
+    if not all(isinstance(arguments, list) for arguments in inputs):
+        raise ValueError("with fn_name, every input must be a list of arguments")
+    return inputs, outputs
 
 
 def _are_empty(outputs: Sequence[Any], *, returned: bool) -> bool:

@@ -49,17 +49,31 @@ class RewardSteps:
         The `algo` section defines the steps after that: KL penalty, returns, whitening and clipping
         of advantages.
         """
-        totals = _totals(groups)
-        shaping = self._shaping(groups, totals)
-        shaped = totals + sum(shaping.values(), start=np.zeros_like(totals))
-        clip = self._config.clip
-        clipped = shaped if clip is None else shaped.clip(-clip, clip)
+        shaping, shaped, clipped = self._shaped(groups)
         self._running = self._running.with_more(clipped)
         norm = self._config.norm
         rewards = normalize(
             clipped, center=norm.center, scale=norm.scale, eps=norm.eps, running=self._running
         )
         return Processed(rewards, self._metrics(shaping, shaped, clipped))
+
+    def greedy_rewards(self, groups: Sequence[ScoredGroup]) -> Reals:  # [P]
+        """Return the shaped and clipped reward of the greedy response of every group.
+
+        Normalization and the length reward compare responses, so they do not apply.
+        """
+        _, _, clipped = self._shaped([group.greedy for group in groups if group.greedy is not None])
+        return clipped[:, 0]
+
+    def _shaped(
+        self, groups: Sequence[ScoredGroup]
+    ) -> tuple[dict[str, Reals], Reals, Reals]:  # [P, G] each
+        """Return the shaping terms, and the rewards before and after clipping."""
+        totals = _totals(groups)
+        shaping = self._shaping(groups, totals)
+        shaped = totals + sum(shaping.values(), start=np.zeros_like(totals))
+        clip = self._config.clip
+        return shaping, shaped, shaped if clip is None else shaped.clip(-clip, clip)
 
     def _shaping(self, groups: Sequence[ScoredGroup], totals: Reals) -> dict[str, Reals]:
         """Return the enabled shaping terms by metric name, each [P, G]."""

@@ -5,8 +5,7 @@ they score:
 
 - `wrong`: as a wrong response.
 - `undecided`: as the mean of the source's other scores in the group (0.0 if there are none), so
-  that
-  the completion contributes no advantage from this source.
+  that the completion contributes no advantage from this source.
 - `fail`: the run ends with an MsrlError.
 
 A source that returns no score at all in a step or an evaluation always ends the run
@@ -15,6 +14,7 @@ A source that returns no score at all in a step or an evaluation always ends the
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -126,6 +126,7 @@ class Scorer:
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[s].worker_function(s) for s in self._in_pool]
         self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Scorer:
         return self
@@ -156,11 +157,16 @@ class Scorer:
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         """Score the decoded text of all completions against the ground truth of their prompts.
 
+        Calls of several threads run one after the other.
+
         Raises:
             MsrlError: A source cannot use the ground truth of a prompt, no source applies to the
-            tag
-                of a prompt, or a source with `on_failure: fail` failed.
+                tag of a prompt, or a source with `on_failure: fail` failed.
         """
+        with self._lock:
+            return self._score(groups)
+
+    def _score(self, groups: Sequence[RolloutGroup]) -> Scores:
         sources = [self._rows.select(group.prompt) for group in groups]
         keys: list[_CallKey] = []
         for g, group in enumerate(groups):

@@ -66,11 +66,22 @@ class Setup:
     memory_bytes: int  # limit of the address space; 0 disables it
 
 
+def leave_signals_to_parent() -> None:
+    """Let the parent decide when this process ends: a job manager may signal every process.
+
+    SIGTERM and SIGHUP get handlers, since programs that a function starts would inherit that they
+    are ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+
+
 def main() -> None:
     """Serve calls until the input ends."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    leave_signals_to_parent()
     setup: Setup = _read(source)
     sys.path[:] = setup.path
     try:

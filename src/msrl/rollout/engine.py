@@ -19,10 +19,13 @@ from msrl.errors import MsrlError
 from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from msrl.rollout.weights.digest import Digests
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SEED_BITS = 62
@@ -35,6 +38,8 @@ class EngineSettings:
     Without `engine.max_model_len`, the limit is the model's own.
     With `random_weights`, the folder needs only a config and a tokenizer: weights are loaded with
     `load_weights` before anything is generated.
+    With `weight_backend`, vLLM's weight transfer engine of this name receives weights.
+    With `is_stepped`, the engine can be used as a `StepEngine`.
     """
 
     model_dir: Path
@@ -43,7 +48,9 @@ class EngineSettings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     random_weights: bool = False
+    weight_backend: str | None = None
     verbose: bool = False
+    is_stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,46 @@ class Piece:
 
     text: str
     finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens that one step added to a request, and the finish reason with the last ones."""
+
+    request: str
+    token_ids: Ints  # [R]
+    logprobs: Floats  # [R]
+    finish_reason: Literal["stop", "length"] | None
+
+
+class StepEngine(Protocol):
+    """An engine whose steps the caller runs, so that weights can change between two steps."""
+
+    def add_request(
+        self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
+    ) -> None:
+        """Add a request for one completion. Requests share cached keys only under equal salts.
+
+        Raises:
+            MsrlError: The prompt is invalid, as in `Engine.generate`.
+        """
+        ...
+
+    def step(self) -> list[NewTokens]:
+        """Sample the next tokens of the running requests."""
+        ...
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        """Remove requests."""
+        ...
+
+    def recompute_requests(self) -> None:
+        """Drop all cached keys and values, so that those of running requests are recomputed."""
+        ...
+
+    def text(self, token_ids: Ints) -> str:
+        """Return the decoded text of a completion, without control tokens."""
+        ...
 
 
 class Engine(Protocol):
@@ -88,8 +135,14 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
+    ) -> Sequence[Digests]:
         """Load new weights under their Hugging Face names, in any order. All weights are required.
+
+        Returns:
+            With `verify`, the digests of the weights in each process of the engine, as they are
+            before the engine packs them.
 
         Raises:
             ValueError: A weight is missing or unknown.
@@ -100,11 +153,20 @@ class Engine(Protocol):
         """Drop cached keys and values of prompt prefixes, so that they are recomputed."""
         ...
 
-    def sleep(self) -> None:
-        """Release device memory if the platform supports it; only `wake` and `close` may follow."""
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Release device memory as `rollout.engine.sleep` says; only `wake` and `close` may follow.
+
+        At level 2, `discard_weights` discards the weights, which the caller will replace.
+        """
         ...
 
-    def wake(self) -> None: ...
+    def wake(self, *, before_loading: bool = False) -> None:
+        """Take device memory again.
+
+        With `before_loading`, the KV cache waits for `load_weights`, which must follow. After
+        discarded weights, generating before `load_weights` raises RuntimeError.
+        """
+        ...
 
     def close(self) -> None:
         """Stop the engine and release all of its resources."""
@@ -216,6 +278,32 @@ def checked_weights(
         raise ValueError(
             f"weights: {len(missing)} of {len(expected)} are missing, the first is {missing[0]}"
         )
+
+
+def sleep_level(engine: EngineConfig, platform: Platform) -> int:
+    """Return the sleep level of an engine, by default 1 where the platform has sleep mode."""
+    has_sleep_mode = bool(platform.engine_arguments().get("enable_sleep_mode"))
+    return int(has_sleep_mode) if engine.sleep is None else engine.sleep
+
+
+def check_platform(engine: EngineConfig, platform: Platform) -> None:
+    """Check that a platform supports the engine's settings.
+
+    Raises:
+        MsrlError: It has no sleep mode, or sets an engine argument of `options` itself.
+    """
+    arguments = platform.engine_arguments()
+    if engine.sleep and not arguments.get("enable_sleep_mode"):
+        raise MsrlError(
+            f"rollout.engine.sleep={engine.sleep}: vLLM has no sleep mode on {platform.name}. "
+            "Remove it or set it to 0."
+        )
+    for name in engine.options:
+        if name in arguments:
+            raise MsrlError(
+                f"rollout.engine.options.{name}: vLLM needs {name}={arguments[name]} on "
+                f"{platform.name}. Remove it."
+            )
 
 
 def kv_cache_bytes(

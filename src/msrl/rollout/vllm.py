@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, inside this process if one device suffices (API of vLLM 0.23 to 0.32).
 
 This is the only file that imports vllm, and it does so after setting the environment. With several
-devices, vLLM starts a process for each. New weights reach them through files in shared memory
+devices, vLLM starts a process for each. New weights reach them through shared memory
 (`vllm_weights.py`), since vLLM's control channel cannot transfer tensors.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -22,28 +23,34 @@ import numpy as np
 
 from msrl import temporary
 from msrl.errors import MsrlError
-from msrl.models.families import load_shape, num_parameters
+from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BYTES_PER_ELEMENT,
     EngineSettings,
+    NewTokens,
     Piece,
+    check_platform,
     check_prompt,
-    checked_weights,
-    expected_weights,
     kv_cache_bytes,
     sample_seeds,
+    sleep_level,
     stop_conditions,
 )
-from msrl.rollout.vllm_weights import WeightReceiver, shared_memory, write_files
+from msrl.rollout.sleep import EngineMemory
+from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
+from msrl.rollout.weights.channel import WeightChannel
+from msrl.rollout.weights.digest import Digests
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
+_BUCKET_BYTES = 1 << 26  # of weights for the processes of several devices
+_TRANSFER_S = 600.0  # until such a process must have read the next bucket
 _FINISHED = ("stop", "length")
 
 
@@ -60,6 +67,7 @@ class VllmEngine:
         self._settings = settings
         self.max_model_len = _model_length(settings, self._shape)
         dtype = settings.dtype or self._shape.dtype
+        check_platform(settings.engine, platform)
         _check_model(settings, self._shape, dtype, platform)
         _prepare_environment(platform, settings)
         import torch
@@ -82,11 +90,12 @@ class VllmEngine:
             for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self._sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
+        self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
+        self._memory.check_ready()
         for prompt in prompts:
             check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
@@ -112,6 +121,7 @@ class VllmEngine:
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         from vllm.sampling_params import RequestOutputKind
 
+        self._memory.check_ready()
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         params = self._params(prompt, sampling, sampling.seed)
         params.detokenize, params.output_kind, params.logprobs = True, RequestOutputKind.DELTA, None
@@ -127,9 +137,39 @@ class VllmEngine:
         finally:
             engine.abort_request([request])
 
+    def add_request(
+        self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
+    ) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        params = self._params(prompt, sampling, seed)
+        params.output_kind = RequestOutputKind.DELTA
+        content = {**_as_input(prompt.token_ids), "cache_salt": salt}
+        self._llm.llm_engine.add_request(request, content, params)
+
+    def step(self) -> list[NewTokens]:
+        return [
+            _new_tokens(output.request_id, output.outputs[0])
+            for output in self._llm.llm_engine.step()
+        ]
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request(list(requests))
+
+    def recompute_requests(self) -> None:
+        # Scheduler.reset_prefix_cache (vLLM 0.23 to 0.32) moves running requests back to the
+        # queue with their tokens. The next step computes their keys and values from all tokens.
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not clear the keys and values of the running requests")
+
+    def text(self, token_ids: Ints) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
     def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
         import vllm
 
+        self._memory.check_ready()
         for index, ids in enumerate(token_ids):
             check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
         params = vllm.SamplingParams(
@@ -145,30 +185,58 @@ class VllmEngine:
             for ids, output in zip(token_ids, outputs, strict=True)
         )
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        expected = expected_weights(self._shape)
+    def load_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False
+    ) -> tuple[Digests, ...]:
+        self._memory.check_loadable()
+        model_dir = str(self._settings.model_dir)
         if self._settings.engine.tp == 1:
-            self._llm.collective_rpc("receive_weights", args=(checked_weights(tensors, expected),))
+            arguments = (tensors, model_dir, verify)
+            digests = self._llm.collective_rpc("load_tensors", args=arguments)
         else:
-            with temporary.owned_folder(
-                "msrl-weights-", shared_memory(4 * num_parameters(self._shape))
-            ) as folder:
-                write_files(tensors, folder)
-                self._llm.collective_rpc(
-                    "receive_weight_files", args=(str(folder), sorted(expected))
-                )
+            digests = self._load_in_workers(tensors, model_dir, verify)
+        self._memory.finish_loading()
+        self.forget_prompts()
+        return tuple(digests) if verify else ()
+
+    def _load_in_workers(
+        self, tensors: Iterable[tuple[str, Tensor]], model_dir: str, verify: bool
+    ) -> list[Digests]:
+        """Load weights in the processes of all devices, and return their digests."""
+        num_workers = self._settings.engine.tp
+        channel = WeightChannel(_BUCKET_BYTES, _TRANSFER_S)
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            sending = executor.submit(send_to_workers, channel, tensors, num_workers)
+            # If the tensors cannot be read, closing the connections ends the workers' calls.
+            sending.add_done_callback(lambda _: channel.close())
+            address = (channel.address.machine, channel.address.name)
+            arguments = (address, model_dir, _TRANSFER_S, verify)
+            try:
+                return self._llm.collective_rpc("load_channel", args=arguments)
+            except Exception:
+                if sending.done():
+                    sending.result()
+                raise
+            finally:
+                channel.close()
+
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of vLLM's workers and return the result of each."""
+        return self._llm.collective_rpc(method, args=arguments)
+
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that vLLM's weight transfer engine has loaded."""
+        self._memory.finish_loading()
         self.forget_prompts()
 
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=1)
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        self._memory.release(discard_weights=discard_weights)
 
-    def wake(self) -> None:
-        if self._sleeps:
-            self._llm.wake_up()
+    def wake(self, *, before_loading: bool = False) -> None:
+        self._memory.take(before_loading=before_loading)
 
     def close(self) -> None:
         import torch
@@ -219,14 +287,19 @@ class VllmEngine:
 
     def _completion(self, output: Any, policy_version: int) -> Completion:
         token_ids = np.asarray(output.token_ids, dtype=np.int64)
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
         return Completion(
             token_ids,
             _logprobs(token_ids, output.logprobs),
             _finish_reason(output.finish_reason),
             policy_version,
-            text,
+            self.text(token_ids),
         )
+
+
+def _new_tokens(request: str, output: Any) -> NewTokens:
+    token_ids = np.asarray(output.token_ids, dtype=np.int64)
+    reason = None if output.finish_reason is None else _finish_reason(output.finish_reason)
+    return NewTokens(request, token_ids, _logprobs(token_ids, output.logprobs), reason)
 
 
 def _as_input(token_ids: Ints) -> dict[str, list[int]]:
@@ -324,6 +397,14 @@ def _arguments(
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
+    if settings.weight_backend is not None:
+        from vllm.config import WeightTransferConfig
+
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=settings.weight_backend)
+    if settings.is_stepped:
+        # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
+        # old weights would arrive after an update.
+        arguments["async_scheduling"] = False
     if settings.engine.tp > 1:
         # Inside a Ray actor, vLLM's default is Ray.
         arguments["distributed_executor_backend"] = "mp"
@@ -336,7 +417,13 @@ def _arguments(
         )
     if kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_bytes
-    return {**arguments, **platform.engine_arguments(weights_change=settings.random_weights)}
+    if settings.engine.ep > 1:
+        arguments["enable_expert_parallel"] = True
+    arguments |= settings.engine.options
+    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
+    if not sleep_level(settings.engine, platform):
+        arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
+    return arguments
 
 
 def _available_memory() -> int:
@@ -359,7 +446,10 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         try:
             with temporary.redirected(folder):
                 return vllm.LLM(**arguments)
-        except ValueError as error:  # raised by vLLM for a configuration that it refuses
+        # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
+        except (ValueError, TypeError) as error:
+            if isinstance(error, TypeError) and not settings.engine.options:
+                raise
             raise MsrlError(
                 f"{settings.model_dir}: vLLM refuses these settings: {error}"
             ) from error

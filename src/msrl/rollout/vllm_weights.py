@@ -1,30 +1,36 @@
 """Transfer of new weights to vLLM's workers.
 
-Weights are passed directly inside this process, or through files in shared memory to other
-processes. vLLM imports `WeightReceiver` by its name and adds it to the bases of its worker class;
-nothing here imports vllm.
+Weights are passed directly inside this process, or through shared memory to other processes. vLLM
+imports `WeightReceiver` by its name and adds it to the bases of its worker class; nothing here
+imports vllm.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl.rollout.engine import checked_weights
+from msrl.models.entries import stack_sizes
+from msrl.models.families import load_shape
+from msrl.models.shape import Shape
+from msrl.rollout.engine import checked_weights, expected_weights
+from msrl.rollout.weights.assembly import Assembler
+from msrl.rollout.weights.buckets import Shard
+from msrl.rollout.weights.channel import ChannelAddress, WeightChannel, receive
+from msrl.rollout.weights.digest import TensorDigest, file_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_BYTES = 1 << 30  # per file
+_VERSION = 0  # of a channel between an engine and its own workers
 
 
 class WeightReceiver:
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
 
     model_runner: Any
+    _loaded_digests: dict[str, TensorDigest]
 
     def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load Hugging Face weights in place and post-process them as at startup."""
@@ -32,9 +38,61 @@ class WeightReceiver:
         self.model_runner.reload_weights(weights_iterator=tensors)
         _repack_tied_head(self.model_runner.get_model())
 
-    def receive_weight_files(self, folder: str, expected: Sequence[str]) -> None:
-        """Load the weights from the safetensors files in `folder`."""
-        self.receive_weights(checked_weights(read_files(Path(folder)), frozenset(expected)))
+    def load_channel(
+        self, address: tuple[str, str], model_dir: str, timeout_s: float, verify: bool
+    ) -> dict[str, TensorDigest]:
+        """Load the weights that another process of this machine sends under their file names.
+
+        Returns:
+            Their digests, if requested.
+        """
+        shape = load_shape(Path(model_dir))
+        buckets = receive(ChannelAddress(*address), _VERSION, timeout_s)
+        tensors = Assembler(shape).assemble(buckets, _VERSION)
+        return self.load_tensors(tensors, model_dir, verify)
+
+    def load_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], model_dir: str, verify: bool
+    ) -> dict[str, TensorDigest]:
+        """Load Hugging Face weights; return their digests, if requested."""
+        shape = load_shape(Path(model_dir))
+        digests = dict[str, TensorDigest]()
+        checked = checked_weights(tensors, expected_weights(shape))
+        self.receive_weights(_recorded(checked, shape, digests) if verify else checked)
+        return digests
+
+    def begin_digests(self, model_dir: str) -> None:
+        """Begin to compute digests of all weights that are loaded into the model.
+
+        vLLM's weight transfer engines pass received tensors to `model.load_weights`.
+        """
+        model, shape = self.model_runner.get_model(), load_shape(Path(model_dir))
+        digests = self._loaded_digests = dict[str, TensorDigest]()
+        load = model.load_weights
+        model.load_weights = lambda weights: load(_recorded(weights, shape, digests))
+
+    def end_digests(self) -> dict[str, TensorDigest]:
+        """Return the digests since `begin_digests`."""
+        del self.model_runner.get_model().load_weights  # the method of the class remains
+        return self._loaded_digests
+
+
+def send_to_workers(
+    channel: WeightChannel, tensors: Iterable[tuple[str, Tensor]], num: int
+) -> None:
+    """Send tensors under their file names to `num` workers that call `load_channel`."""
+    shards = (Shard(name, 0, 1, tensor) for name, tensor in tensors)
+    channel.send(shards, _VERSION, num)
+
+
+def _recorded(
+    tensors: Iterable[tuple[str, Tensor]], shape: Shape, digests: dict[str, TensorDigest]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors after their digests were added to `digests`, before the engine packs them."""
+    stacks = stack_sizes(shape)
+    for name, tensor in tensors:
+        digests.update(file_digests(name, tensor, stacks.get(name, 0)))
+        yield name, tensor
 
 
 def _unpack_experts(model: Any) -> None:
@@ -61,44 +119,3 @@ def _repack_tied_head(model: Any) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
         head.quant_method.process_weights_after_loading(head)
-
-
-def shared_memory(num_bytes: int) -> str | None:
-    """Return a folder in memory with at least `num_bytes` free, or None if there is none.
-
-    Containers often have only 64 MB of shared memory. None stands for the ordinary temporary
-    folder.
-    """
-    folder = Path("/dev/shm")
-    return (
-        str(folder)
-        if folder.is_dir()
-        and os.access(folder, os.W_OK)
-        and shutil.disk_usage(folder).free > num_bytes
-        else None
-    )
-
-
-def write_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write weights as safetensors files of about 1 GiB each."""
-    from safetensors.torch import save_file
-
-    bucket: dict[str, Tensor] = {}
-    size, count = 0, 0
-    for name, tensor in tensors:
-        bucket[name] = tensor.detach().cpu().contiguous()
-        size += tensor.nbytes
-        if size >= BUCKET_BYTES:
-            save_file(bucket, folder / f"{count:05d}.safetensors")
-            bucket, size, count = {}, 0, count + 1
-    if bucket:
-        save_file(bucket, folder / f"{count:05d}.safetensors")
-
-
-def read_files(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                yield name, file.get_tensor(name)

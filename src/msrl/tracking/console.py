@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("perf/mfu", "MFU", "{:.1%}".format),
 )
 WIDTH = 100  # characters of a line
-# Columns that are left out of a longer line, the first one first. metrics.jsonl has all of them.
+# Columns that are dropped from a longer line, the first one first. metrics.jsonl has all of them.
 DROPPED = (
     "rollout/prompts",
     "train/entropy",

@@ -15,6 +15,8 @@ from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
 
 FILE_NAME = "report.md"
+_TIMELINE_STEPS = 20
+_ENGINE_IDLE = "perf/engine_idle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,10 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Summary of a run. `seconds` are totals per stage; `notes` are notes with their counts."""
+    """Summary of a run. `seconds` are totals per stage; `notes` are notes with their counts.
+
+    `timeline` has the last steps of an asynchronous run; it is empty for other runs.
+    """
 
     first_step: int
     last_step: int
@@ -38,6 +43,7 @@ class RunSummary:
     metrics: Mapping[str, MetricSummary]
     seconds: Mapping[str, float]
     notes: Mapping[str, int]
+    timeline: tuple[StepReport, ...] = ()
 
 
 def summarize(reports: Sequence[StepReport]) -> RunSummary:
@@ -60,6 +66,7 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
         metrics=metrics,
         seconds={stage: sum(r.seconds.get(stage, 0.0) for r in reports) for stage in stages},
         notes=Counter(note for report in reports for note in report.notes),
+        timeline=tuple(r for r in reports if _ENGINE_IDLE in r.metrics)[-_TIMELINE_STEPS:],
     )
 
 
@@ -113,6 +120,8 @@ def lines(
     if summary.seconds:
         text += ["", "| stage | time | of the steps |", "|---|---|---|"]
         text += _time_rows(summary.seconds)
+    if summary.timeline:
+        text += ["", *_timeline_rows(summary.timeline)]
     if summary.notes:
         text += ["", *(f"- {note} ({count} times)" for note, count in summary.notes.items())]
     return text
@@ -137,3 +146,16 @@ def _time_rows(seconds: Mapping[str, float]) -> list[str]:
         f"| {stage} | {duration_text(spent)} | {100 * spent / total:.0f}% |"
         for stage, spent in seconds.items()
     ]
+
+
+def _timeline_rows(reports: Sequence[StepReport]) -> list[str]:
+    """Return a table of the seconds of each stage by step, with the engines' idle fraction."""
+    stages = list(dict.fromkeys(stage for report in reports for stage in report.seconds))
+    rows = [
+        f"| step | {' | '.join(f'{stage} (s)' for stage in stages)} | engines idle |",
+        "|---" * (len(stages) + 2) + "|",
+    ]
+    for report in reports:
+        seconds = " | ".join(f"{report.seconds.get(stage, 0.0):.2f}" for stage in stages)
+        rows.append(f"| {report.step} | {seconds} | {100 * report.metrics[_ENGINE_IDLE]:.0f}% |")
+    return rows

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -29,6 +29,7 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
 _KILL_DETECTION_S = (
     1.0  # time to wait, after a rank fails, for the death of the rank that caused it
@@ -74,10 +75,15 @@ class LocalRanks:
         num_ranks: int,
         platform: Platform,
         env: Mapping[str, str] | None = None,
+        silence_s: float | None = None,
     ) -> None:
+        """Prepare the processes.
+
+        A rank that sends no heartbeat for `silence_s` seconds counts as dead. Default: no limit.
+        """
         _check_devices(num_ranks, platform)
         self._target, self._payload, self._platform = target, payload, platform
-        self.num_ranks = num_ranks
+        self.num_ranks, self._silence_s = num_ranks, silence_s
         self.init_method = ""  # known once the ranks are started
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -85,11 +91,11 @@ class LocalRanks:
 
     def __enter__(self) -> LocalRanks:
         self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(temporary.owned_folder("msrl-ranks-"))
+        self._folder = self._stack.enter_context(temporary.owned_folder("msrl-ranks-"))
         try:
-            self._start(folder)
+            self._start(self._folder)
         except BaseException:
-            self._end()
+            self.end()
             raise
         return self
 
@@ -121,9 +127,15 @@ class LocalRanks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def restart(self) -> None:
+        """End all ranks and start new ones. `messages` must be called again."""
+        self.end()
+        self.__enter__()
+
+    def end(self) -> None:
+        """Kill all ranks and remove their temporary files."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -131,6 +143,8 @@ class LocalRanks:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
+        self._processes.clear()
+        self._pipes.clear()
         self._stack.close()
 
     def send(self, rank: int, message: object) -> None:
@@ -146,8 +160,11 @@ class LocalRanks:
             RankError: A rank failed otherwise.
         """
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        heartbeats = RankHeartbeats(self._folder, self._silence_s)
         while open_pipes:
-            for pipe in connection.wait(list(open_pipes)):
+            ready = connection.wait(list(open_pipes), heartbeats.interval_s)
+            self._check_heartbeats(heartbeats, open_pipes.values())
+            for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
                 try:
                     kind, message = pipe.recv()
@@ -173,6 +190,14 @@ class LocalRanks:
                 if (process.poll() or 0) < 0:
                     self._check_exit(rank)
             time.sleep(0.05)
+
+    def _check_heartbeats(self, heartbeats: RankHeartbeats, ranks: Iterable[int]) -> None:
+        """Raise RankError for a rank without heartbeats."""
+        for rank in heartbeats.silent(ranks):
+            raise RankError(
+                f"rank {rank} sent no heartbeat for {self._silence_s:g} s "
+                "(cluster.rpc_timeout_s): its process hangs or is stopped"
+            )
 
     def _check_exit(self, rank: int) -> None:
         code = self._processes[rank].wait()
@@ -239,6 +264,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(int(parent))
     quiet_megatron()
+    begin_heartbeats(Path(job).parent, int(rank))
     with connection.Connection(int(descriptor)) as pipe:
         try:
             get(platform).prepare()

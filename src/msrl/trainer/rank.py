@@ -50,7 +50,9 @@ class TrainingRank:
         )
         self.settings = settings
         self.position = position = groups.rank_position(settings, platform, rank, world_size)
-        self.policy = policy_class(settings.policy, position)
+        self._policy = (
+            policy_class(settings.policy, position) if settings.policy is not None else None
+        )
         self.reference = (
             LanguageModelReplica(settings.reference, position)
             if settings.reference is not None
@@ -64,11 +66,27 @@ class TrainingRank:
             for name, model in settings.reward_models.items()
         }
 
+    @property
+    def policy(self) -> LanguageModelReplica:
+        """The policy, which ranks of a model with separate devices do not have."""
+        assert self._policy is not None, "built without a policy"
+        return self._policy
+
+    @property
+    def main(self) -> ModelReplica:
+        """The replica that checkpoints of these ranks are named after: the policy or the critic."""
+        main = self.critic if self._policy is None else self._policy
+        assert main is not None, "built without a model that is trained"
+        return main
+
+    @property
+    def has_policy(self) -> bool:
+        return self._policy is not None
+
     def replicas(self) -> list[ModelReplica]:
         """Return all model replicas of this rank."""
-        optional = (self.reference, self.critic)
+        optional = (self._policy, self.reference, self.critic)
         return [
-            self.policy,
             *(replica for replica in optional if replica is not None),
             *self.reward_models.values(),
         ]
@@ -136,12 +154,12 @@ class TrainingRank:
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:
         """Provide the reference model: its own replica, or the policy without its adapters."""
-        if self.policy.adapters is not None:
+        if self.reference is not None:
+            yield self.reference
+        else:
+            assert self.policy.adapters is not None, "built without a reference"
             with self.policy.adapters.disabled():
                 yield self.policy
-        else:
-            assert self.reference is not None, "built without a reference"
-            yield self.reference
 
     # Critic and reward models
 
@@ -187,7 +205,7 @@ class TrainingRank:
 
         Reward models stay offloaded until `scores` uses them.
         """
-        for replica in (self.policy, self.reference, self.critic):
+        for replica in (self._policy, self.reference, self.critic):
             if replica is not None:
                 replica.host.onload("params")
 

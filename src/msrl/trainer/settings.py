@@ -6,7 +6,7 @@ Light to import: the process that starts the ranks makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msrl.config.sections.train import (
@@ -104,8 +104,8 @@ def critic_settings(
 class RankSettings:
     """Settings of a training rank: values shared by its replicas, and settings of each replica.
 
-    With adapters (`policy.lora`) the reference is the policy without them, and `reference` stays
-    None.
+    Ranks of a model with separate devices have no policy. With adapters (`policy.lora`) and without
+    `reference`, the reference is the policy without them.
     """
 
     platform: str
@@ -113,7 +113,7 @@ class RankSettings:
     dtype: str
     seed: int
     timeout_s: float
-    policy: ReplicaSettings
+    policy: ReplicaSettings | None = None
     reference: ReplicaSettings | None = None
     critic: ReplicaSettings | None = None
     # By the name of the reward source.
@@ -121,3 +121,14 @@ class RankSettings:
     deterministic: bool = False  # refuse operations whose results may differ between runs
     # Chat format of the training data, stored next to the checkpoints.
     chat: ChatFormat | None = None
+
+
+def resumed_settings(settings: RankSettings, model: Path, step: int) -> RankSettings:
+    """Return the settings with the policy's weights of a training's checkpoint after `step` steps.
+
+    A checkpoint of adapters has no other weights, and ranks without a policy have none.
+    """
+    if settings.policy is None or settings.policy.lora.rank is not None:
+        return settings
+    policy = replace(settings.policy, model=model.absolute(), iteration=step)
+    return replace(settings, policy=policy)

@@ -13,7 +13,7 @@ from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.checkpoint.tensor_layouts import join, unfuse
 from msrl.models.entries import stack_sizes
 from msrl.models.rules import Replicated, Rule
-from msrl.models.stages import StageTensor, stage_tensors
+from msrl.models.stages import StageTensor, distinct_tensors, stage_tensors
 from msrl.trainer import groups
 from msrl.trainer.model import build as megatron
 
@@ -32,6 +32,28 @@ def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     """
     replica.host.onload("params")
     yield from stack_experts(_exported(replica), stack_sizes(replica.shape))
+
+
+def local_shards(replica: ModelReplica) -> Iterator[tuple[StageTensor, Tensor]]:
+    """Yield the shards that this rank sends to the rollout engines, one at a time.
+
+    Each shard of the model is sent by one rank. Nothing is gathered; a weight with an adapter is
+    merged on its rank.
+    """
+    replica.host.onload("params")
+    weights, position = megatron.named_weights(replica.model), replica.position
+    for placed in distinct_tensors(
+        replica.shape, position.layout, position.pp_rank, position.stage_rank
+    ):
+        yield placed, _effective(replica, weights, placed)
+
+
+def sends_weights(replica: ModelReplica) -> bool:
+    """Return True if this rank has shards that it sends to the rollout engines."""
+    position = replica.position
+    return bool(
+        distinct_tensors(replica.shape, position.layout, position.pp_rank, position.stage_rank)
+    )
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json as json_format
 import shlex
 import sys
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from msrl import platforms
 from msrl.cluster import launch, probe, state
 from msrl.cluster.launch import EndedNode
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import NodeStatus, ray_session
 from msrl.cluster.state import NodeRecord
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.types import JsonObject
+
+_NOTE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,13 @@ def check(config: Config, action: str, **arguments: Any) -> None:
     """
     if action == "up":
         num_devices, _ = _devices(config, None, None)
-        arguments.pop("new_token", None)
-        launch.check_up(devices=num_devices, **arguments)
+        for name in ("new_token", "wait"):
+            arguments.pop(name, None)
+        launch.check_up(devices=num_devices, ports=_ports(config), **arguments)
     elif action == "join":
         num_devices, _ = _devices(config, None, None)
-        launch.check_join(devices=num_devices, **arguments)
+        tls = state.tls_files(config.cluster.tls)
+        launch.check_join(devices=num_devices, ports=_ports(config), tls=tls, **arguments)
 
 
 def up(
@@ -55,14 +61,21 @@ def up(
     dashboard_host: str = probe.LOOPBACK,
     dashboard_port: int = 8260,
     new_token: bool = False,
+    wait: int | None = None,
     devices: int | None = None,
     platform: str | None = None,
 ) -> NodeRecord:
     """Start the head on this machine and print the command that joins another machine.
 
     `devices` None means all devices that the platform finds here. `new_token` replaces the token.
+    `wait` is the number of machines, this one included, to wait for.
+
+    Raises:
+        MsrlError: A check failed, or the machines have not joined within
+            `cluster.wait_for_nodes_s` seconds. The cluster runs in the latter case.
     """
-    num_devices, resource = _devices(config or Config(), devices, platform)
+    config = config or Config()
+    num_devices, resource = _devices(config, devices, platform)
     record = launch.up(
         host=host,
         port=port,
@@ -71,9 +84,34 @@ def up(
         devices=num_devices,
         platform_resource=resource,
         new_token=new_token,
+        ports=_ports(config),
+        tls=state.tls_files(config.cluster.tls),
     )
-    print(_head_text(record))
+    print(_head_text(record), flush=True)
+    if wait is not None:
+        _wait_for_machines(record, wait, config.cluster.wait_for_nodes_s)
     return record
+
+
+def _wait_for_machines(record: NodeRecord, count: int, timeout_s: float) -> None:
+    """Wait until the cluster has `count` nodes."""
+    deadline = time.monotonic() + timeout_s
+    with ray_session(record.address, num_devices=0, resource_name=record.resource) as session:
+        while (joined := sum(node.alive for node in session.nodes())) < count:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise MsrlError(
+                    f"--wait {count}: {_count(joined, 'machine')} joined within {timeout_s:g} s "
+                    "(cluster.wait_for_nodes_s). The cluster is up; join the others, or end it "
+                    "with msrl cluster down."
+                )
+            print(
+                f"{joined} of {count} machines have joined, waiting for {remaining_s:.0f} s more",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(min(_NOTE_EVERY_S, remaining_s))
+    print(f"All {count} machines have joined")
 
 
 def join(
@@ -85,8 +123,17 @@ def join(
     platform: str | None = None,
 ) -> NodeRecord:
     """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result."""
-    num_devices, resource = _devices(config or Config(), devices, platform)
-    record = launch.join(address, host=host, devices=num_devices, platform_resource=resource)
+    config = config or Config()
+    num_devices, resource = _devices(config, devices, platform)
+    tls = state.tls_files(config.cluster.tls)
+    record = launch.join(
+        address,
+        host=host,
+        devices=num_devices,
+        platform_resource=resource,
+        ports=_ports(config),
+        tls=tls,
+    )
     print(
         f"{record.host} joined the cluster at {record.address} with "
         f"{_count(num_devices, 'device')} ({resource}). Leave it with: msrl cluster down"
@@ -105,8 +152,9 @@ def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus
         resource = _devices(config, 1, None)[1]
     nodes: tuple[NodeStatus, ...] = ()
     if address and resource:
+        tls = state.tls_files(config.cluster.tls) or (local.tls if local else None)
         with ray_session(
-            address, num_devices=0, resource_name=resource, answer_timeout_s=5.0
+            address, num_devices=0, resource_name=resource, tls=tls, answer_timeout_s=5.0
         ) as session:
             nodes = session.nodes()
     cluster_status = ClusterStatus(address, resource, nodes, records)
@@ -149,7 +197,11 @@ def _devices_in_use() -> list[str]:
             continue
         try:
             with ray_session(
-                record.address, num_devices=0, resource_name=record.resource, answer_timeout_s=2.0
+                record.address,
+                num_devices=0,
+                resource_name=record.resource,
+                tls=record.tls,
+                answer_timeout_s=2.0,
             ) as session:
                 nodes = session.nodes()
         except MsrlError:
@@ -186,6 +238,11 @@ def _devices(config: Config, devices: int | None, platform: str | None) -> tuple
     return selected.device_count() if num_devices is None else num_devices, selected.ray_resource
 
 
+def _ports(config: Config) -> Ports | None:
+    """Return the range of `cluster.ports`."""
+    return None if config.cluster.ports is None else Ports.parse(config.cluster.ports)
+
+
 def _head_text(record: NodeRecord) -> str:
     lines = [
         f"Cluster up at {record.address} with {_count(record.num_devices, 'device')} "
@@ -212,9 +269,22 @@ def _joining_lines(record: NodeRecord) -> list[str]:
         f"  mkdir -p -m 700 {folder} && scp -p {record.host}:{shlex.quote(str(token))} {folder}/",
         "Then join:",
         f"  msrl cluster join {record.address}",
+        *_protection(record),
+    ]
+
+
+def _protection(record: NodeRecord) -> list[str]:
+    """Return what protects a cluster that listens on all interfaces."""
+    token = state.token_path()
+    if record.tls is not None:
+        return [
+            "Every machine needs cluster.tls with its own certificate. Ray now listens on all "
+            f"interfaces of this machine, encrypted, and requires the token ({token}, mode 600)."
+        ]
+    return [
         "Ray now listens on all interfaces of this machine. Only the token protects it "
-        f"({token}, mode 600), and it is sent unencrypted: use a trusted network "
-        "(docs/security.md).",
+        f"({token}, mode 600), and it is sent unencrypted: use a trusted network or cluster.tls "
+        "(docs/security.md)."
     ]
 
 

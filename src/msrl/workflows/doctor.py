@@ -28,6 +28,7 @@ from msrl.workflows.doctor_config import config_findings
 GB = 10**9
 PYTHONS = ">=3.10,<3.14"
 _IMPORT_TIMEOUT_S = 300.0
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_DISK_GB, _MIN_SHM_GB, _MIN_FILES = 5.0, 1.0, 4096
 
 
@@ -65,6 +66,7 @@ def run(
         if imports:
             findings += _imports(platform)
     findings += [*_free_space(resolved), *_limits(platform), *_ports()]
+    findings += _configured_ports(resolved)
     findings += [Finding("wrong", "configuration", line) for line in mistakes]
     if resolved is not None:
         findings += [
@@ -231,7 +233,7 @@ def _limits(platform: Platform | None) -> Iterator[Finding]:
 
 
 def _ports() -> Iterator[Finding]:
-    """Check the ports of `msrl cluster is_up`; a running cluster may use them."""
+    """Check the ports of `msrl cluster up`; a running cluster may use them."""
     from msrl.cluster.launch import head_record
     from msrl.cluster.probe import LOOPBACK, check_port_free
 
@@ -244,5 +246,35 @@ def _ports() -> Iterator[Finding]:
             yield Finding(
                 "ok" if is_up else "note",
                 f"port {port}",
-                "in use by the cluster that is is_up" if is_up else str(error),
+                "in use by the cluster that runs here" if is_up else str(error),
             )
+
+
+def _configured_ports(resolved: Resolved | None) -> Iterator[Finding]:
+    """Check the range of `cluster.ports`, and the kernel's range, from which other ports come."""
+    from msrl.cluster.launch import recorded_nodes
+    from msrl.cluster.ports import Ports
+    from msrl.cluster.probe import check_port_free
+
+    low, high = map(int, _LOCAL_PORTS.read_text().split())
+    text = f"{low}-{high} (net.ipv4.ip_local_port_range)"
+    yield Finding("ok", "ports of collectives", text)
+    if resolved is None or resolved.config.cluster.ports is None:
+        return
+    what = f"cluster.ports {resolved.config.cluster.ports}"
+    try:
+        ports = Ports.parse(resolved.config.cluster.ports)
+    except MsrlError:
+        return  # it is among the findings on the configuration
+    if ports.first <= high and low <= ports.last:
+        text = f"overlaps the kernel's ports {low}-{high}, so that some may be in use. Change it."
+        yield Finding("note", what, text)
+    is_up = any(record.alive for record in recorded_nodes())
+    try:
+        for port in ports.services:
+            check_port_free("0.0.0.0", port, flag="cluster.ports")
+        yield Finding("ok", what, "free")
+    except MsrlError as error:
+        yield Finding(
+            "ok" if is_up else "note", what, "in use by the node" if is_up else str(error)
+        )

@@ -2,7 +2,7 @@
 
 A_t = G_t - B_t with the return G_t and, over the completions of a prompt that reach token t, B_t =
 sum(W_t G_t) / sum(W_t). W_t sums 1 - 2 p + sum over the vocabulary of p^2, the squared norm of the
-gradient of log p by the logits, over the tokens up to t. Where only one completion goes on, the
+gradient of log p by the logits, over the tokens up to t. Where only one completion continues, the
 baseline is 0, as in verl.
 
 P prompts, G completions per prompt, T tokens of the longest one, N tokens of all. There is no
@@ -35,7 +35,7 @@ def advantages(
     returns[runs] = rewards.returns(1.0)
     norms[runs] = 1.0 - 2.0 * np.exp(logprobs) + squared_probabilities
     weights = norms.cumsum(axis=2) * runs
-    first = runs.argmax(axis=1)[:, None]  # [P, 1, T], the first completion that goes on
+    first = runs.argmax(axis=1)[:, None]  # [P, 1, T], the first completion that continues
     # Distances from one return, so that equal returns give exactly 0.
     origin = np.take_along_axis(returns, first, axis=1)
     shift, total = (weights * (returns - origin)).sum(axis=1), weights.sum(axis=1)  # [P, T]

@@ -59,4 +59,5 @@ def _total_variation(new: Tensor, old: Tensor) -> Tensor:  # [N] each -> [N]
 def _binary_kl(new: Tensor, old: Tensor) -> Tensor:  # [N] each -> [N]
     """Return the divergence of two coins with the token's old and new probability."""
     rest_log_ratio = torch.log((1.0 - old.exp() + _EPS) / (1.0 - new.exp() + _EPS))
-    return old.exp() * (old - new) + (1.0 - old.exp()) * rest_log_ratio
+    token = (old.exp() * (old - new)).masked_fill(old.exp() == 0, 0.0)  # 0 log 0 is 0
+    return token + (1.0 - old.exp()) * rest_log_ratio

@@ -10,6 +10,7 @@ from msrl.algorithms.losses import vanilla
 from msrl.algorithms.tokens import PolicyTokens, TokenLosses
 
 OWN_RATIO = True
+NO_RATIO = True
 
 
 def policy_loss(tokens: PolicyTokens) -> TokenLosses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msrl.algorithms.tokens import PolicyTokens, TokenLosses
 
 OWN_RATIO = True
+NO_RATIO = True
 
 
 def policy_loss(tokens: PolicyTokens) -> TokenLosses:

@@ -253,19 +253,25 @@ def _if_set(value: Callable[[Shape], float | None]) -> Expected:
 
 
 def _query_groups(shape: Shape, recorded: Arguments) -> object:
-    """Megatron ignores the number of query groups without --group-query-attention."""
+    """Return the number of query groups, which Megatron reads with --group-query-attention."""
     return shape.num_query_groups if recorded.get("group_query_attention") else NO_COUNTERPART
 
 
 def _interleaved(shape: Shape, recorded: Arguments) -> object:
-    """MindSpeed-LLM interleaves with --use-glm-rope; latent attention has its own setting."""
+    """Return True if rotated channels are interleaved.
+
+    MindSpeed-LLM interleaves them with --use-glm-rope, and latent attention has another argument.
+    """
     if shape.mla is not None or recorded.get("use_glm_rope"):
         return NO_COUNTERPART
     return shape.rotary_interleaved
 
 
 def _normalized_weights(shape: Shape, recorded: Arguments) -> object:
-    """Without `norm_topk_prob`, a softmax over the selected experts normalizes too."""
+    """Return True if the weights of the selected experts are normalized.
+
+    Without `norm_topk_prob`, a softmax over the selected experts normalizes them too.
+    """
     if shape.moe is None or not recorded.get("norm_topk_prob"):
         return NO_COUNTERPART
     return shape.moe.normalize
@@ -279,7 +285,7 @@ def _scaling_type(shape: Shape) -> str | None:
 
 
 def _scaling_factor(shape: Shape, recorded: Arguments) -> object:
-    """Megatron has a default factor, which is not in force without a type of scaling."""
+    """Return the RoPE scaling factor. Megatron's default is not used unless a type is set."""
     scaling = shape.rope_scaling
     if isinstance(scaling, Llama3RopeScaling | YarnRopeScaling) and (
         recorded.get("rope_scaling_type") or recorded.get("use_rope_scaling")
@@ -289,7 +295,10 @@ def _scaling_factor(shape: Shape, recorded: Arguments) -> object:
 
 
 def _uses_rope_scaling(shape: Shape, recorded: Arguments) -> object:
-    """Megatron's switch means Llama 3's scaling; MindSpeed-LLM has `rope_scaling_type` instead."""
+    """Return True if Llama 3's scaling is used, as Megatron's flag means.
+
+    MindSpeed-LLM has `rope_scaling_type` instead.
+    """
     if not recorded.get("use_rope_scaling"):
         return NO_COUNTERPART
     return isinstance(shape.rope_scaling, Llama3RopeScaling)
@@ -412,7 +421,7 @@ def contradictions(arguments: Arguments, shape: Shape) -> Iterator[Contradiction
 def _has_parser_defaults(arguments: Arguments) -> bool:
     """Return True for arguments of MindSpeed-LLM's first converter.
 
-    It parses a command line of its own and fills in only some arguments of the model. Source:
+    It has a separate command line parser and fills in only some arguments of the model. Source:
     `get_sys_argv` in tasks/checkpoint/models.py of MindSpeed-LLM 2.0.0.
     """
     return arguments.get("mock_data") is True and arguments.get("perform_initialization") is False

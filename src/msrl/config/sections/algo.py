@@ -283,6 +283,13 @@ class AlgoConfig(Section):
         default_factory=dict[str, Any],
         description="Additional options of the advantage estimator and the policy loss, by name.",
     )
+    old_logprobs: Literal["trainer", "behavior", "log-linear"] = Field(
+        default="trainer",
+        description="Log-probabilities in the denominator of the likelihood ratio: those of the "
+        "policy before the first update of a step (trainer), those of the engine when it sampled "
+        "the token (behavior), or an interpolation that approximates trainer without its forward "
+        "pass (log-linear).",
+    )
     clip: ClipConfig = Field(
         default=ClipConfig(), description="Clip range of the likelihood ratio."
     )

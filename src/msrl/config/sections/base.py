@@ -34,6 +34,7 @@ NonNegative = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(gt=0, le=1)]
 UpToOne = Annotated[float, Strict(), Field(ge=0, le=1)]
 BelowOne = Annotated[float, Strict(), Field(ge=0, lt=1)]
+SleepLevel = Annotated[int, Strict(), Field(ge=0, le=2)]
 TopK = Annotated[int, Strict(), Field(ge=-1)]
 
 
@@ -49,6 +50,7 @@ def _split(value: object) -> object:
 
 LayerNumbers = Annotated[tuple[Size, ...], BeforeValidator(_split)]
 
+DeviceNumbers = Annotated[tuple[Size, ...], Field(min_length=1)]
 Platform = Annotated[str, OneOf(("auto", *registry.names(registry.PLATFORMS)))]
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]

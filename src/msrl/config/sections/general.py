@@ -16,13 +16,13 @@ from msrl.config.sections.base import (
     OneOf,
     Platform,
     Positive,
-    Schedule,
     Seconds,
     Section,
     Seed,
     Size,
     Text,
 )
+from msrl.config.sections.roles import RolesConfig
 from msrl.config.templates import template_names
 
 Tracker = Annotated[str, OneOf(registry.names(registry.TRACKERS))]
@@ -83,7 +83,7 @@ class DataConfig(Section):
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float],
-        description="Weights of several datasets of train-sft by prefix, instead of data.train.",
+        description="Weights of several datasets by prefix, instead of data.train.",
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(
@@ -111,51 +111,21 @@ class DataConfig(Section):
     )
 
 
-class CriticOptimizerConfig(Section):
-    """Learning rate of the critic. Its other AdamW settings are those of the policy."""
+class TlsConfig(Section):
+    """Certificates of this machine for TLS between the processes of a Ray cluster.
 
-    lr: Positive | None = Field(
-        default=None, description="Peak learning rate. Default: train.optimizer.lr."
-    )
-    min_lr: NonNegative | None = Field(
+    All three files are PEM. Every machine of the cluster needs them.
+    """
+
+    cert: Text | None = Field(
         default=None,
-        description="Learning rate at the end of a decaying schedule. "
-        "Default: train.optimizer.min_lr.",
+        description="Certificate of this machine. It must name its IP address. Default: no TLS.",
     )
-    schedule: Schedule | None = Field(
-        default=None,
-        description="Learning rate schedule after the warm-up. Default: train.optimizer.schedule.",
+    key: Text | None = Field(
+        default=None, description="Private key of the certificate, readable by its owner only."
     )
-    warmup: Size | BelowOne | None = Field(
-        default=None,
-        description="Linear warm-up: number of optimizer updates (integer) or fraction of all "
-        "updates (below 1). Default: train.optimizer.warmup.",
-    )
-    weight_decay: NonNegative | None = Field(
-        default=None,
-        description="Decoupled weight decay of matrices. Default: train.optimizer.weight_decay.",
-    )
-
-
-class CriticConfig(Section):
-    """Value model of gae. The policy's ranks train it with the policy's parallel layout."""
-
-    load: Text | None = Field(
-        default=None,
-        description="Hugging Face or mcore folder of the critic's initial weights. A reward model "
-        "keeps its score head, other models get a head of zeros. Default: the policy's weights.",
-    )
-    optimizer: CriticOptimizerConfig = Field(
-        default=CriticOptimizerConfig(), description="Learning rate of the critic."
-    )
-
-
-class RolesConfig(Section):
-    """Models in addition to the policy. All models share the training devices."""
-
-    critic: CriticConfig = Field(
-        default=CriticConfig(),
-        description="Value model, used with algo.advantage.estimator=gae only.",
+    ca: Text | None = Field(
+        default=None, description="Certificate of the authority that signed all certificates."
     )
 
 
@@ -187,11 +157,29 @@ class ClusterConfig(Section):
         description="Maximum time in seconds to wait for a worker or a collective before the run "
         "ends with an error.",
     )
+    ports: Text | None = Field(
+        default=None,
+        description="Range FIRST-LAST of the ports of each machine for Ray, rendezvous and "
+        "engines (docs/clusters.md). Default: free ports.",
+    )
+    max_restarts: Size = Field(
+        default=3,
+        description="Number of times that lost training ranks or engines are restarted before the "
+        "next step. 0 ends the run when a worker is lost.",
+    )
+    wait_for_nodes_s: NonNegative = Field(
+        default=60.0,
+        description="Maximum time in seconds to wait for the devices of a cluster, at the start "
+        "and after a machine was lost.",
+    )
     env: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="Environment variables of all workers."
     )
+    tls: TlsConfig = Field(
+        default=TlsConfig(), description="Certificates for TLS in a cluster of machines."
+    )
     roles: RolesConfig = Field(
-        default=RolesConfig(), description="Models in addition to the policy."
+        default=RolesConfig(), description="Devices and models of the roles besides training."
     )
 
 
@@ -265,8 +253,19 @@ class LogConfig(Section):
         description="Trackers that receive the metrics in addition to metrics.jsonl. The variables "
         "WANDB_PROJECT, WANDB_MODE etc. configure wandb.",
     )
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]],
+        description="Options of the trackers by name. wandb: project, entity, group, name, tags, "
+        "notes, dir and mode. tensorboard: dir.",
+        examples=[{"wandb": {"project": "math"}}],
+    )
     save_rollouts: Bool = Field(
         default=True,
-        description="Write all prompts and responses with their rewards to rollouts/*.jsonl and "
-        "eval/*.jsonl in the folder of the run.",
+        description="Write all prompts and responses with their rewards to rollouts/ and eval/ in "
+        "the folder of the run.",
+    )
+    rollouts: Literal["jsonl", "parquet"] = Field(
+        default="jsonl",
+        description="Format of the files in rollouts/: one line of text per response, or the "
+        "rollout record, which also has the values of every token.",
     )

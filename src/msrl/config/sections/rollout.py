@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict, create_model
 
 from msrl.config.sections.base import (
     Bool,
@@ -14,6 +14,7 @@ from msrl.config.sections.base import (
     NonNegative,
     Section,
     Size,
+    SleepLevel,
     Text,
     TopK,
     UpToOne,
@@ -57,7 +58,22 @@ class EngineConfig(Section):
 
     name: Literal["vllm"] = Field(default="vllm", description="Inference engine.")
     tp: Count = Field(default=1, description="Tensor-parallel size of one engine, in devices.")
-    dp: Count = Field(default=1, description="Number of engines that share the prompts.")
+    ep: Count = Field(
+        default=1,
+        description="Expert-parallel size of one engine: 1, or tp to distribute whole experts "
+        "over its devices.",
+    )
+    dp: Count | None = Field(
+        default=None,
+        description="Number of engines that share the prompts. Default: engines on every device "
+        "that generates. On CPU, one engine uses all cores.",
+    )
+    sleep: SleepLevel | None = Field(
+        default=None,
+        description="Memory that engines release while the same devices train: none (0), all, "
+        "with the weights moved to host memory (1), or all, with the weights discarded (2). "
+        "Default: 1, and 0 on CPU.",
+    )
     memory_fraction: Fraction = Field(
         default=0.5, description="Fraction of the device memory that the engine may use."
     )
@@ -82,6 +98,35 @@ class EngineConfig(Section):
     )
     prefix_cache: Bool = Field(
         default=True, description="Share the KV cache of common prompt prefixes."
+    )
+    options: dict[Text, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Further engine arguments of vLLM by their names, as in "
+        "{block_size: 32}. Unknown names are refused.",
+    )
+
+
+DEVICE_WAYS = ("ipc", "nccl")  # of weights, from device to device
+COLOCATED_WAYS = ("ipc",)  # between processes that share devices
+
+
+class WeightsConfig(Section):
+    """Transfer of new weights from the training ranks to the engines."""
+
+    transfer: Literal["auto", "shared_memory", "ray", "ipc", "nccl"] = Field(
+        default="auto",
+        description="Way of the weights: memory that processes of one machine share, Ray objects, "
+        "or vLLM's engines for colocated (ipc) and separate devices (nccl, which is HCCL on Ascend "
+        "NPUs). auto: shared_memory on one machine, ray on several.",
+    )
+    bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
+        default=1 << 26,
+        description="Size of a bucket in bytes. Larger tensors travel in several buckets.",
+    )
+    verify: Literal["first", "every", "never"] = Field(
+        default="first",
+        description="Versions whose weights in the engines are compared with those of the training "
+        "ranks by digests.",
     )
 
 
@@ -118,7 +163,59 @@ class FilterConfig(Section):
     )
 
 
-class RolloutConfig(Section):
+class AsyncConfig(Section):
+    """Generation while the policy trains."""
+
+    max_staleness: Size = Field(
+        default=0,
+        description="Largest number of policy updates between the oldest token of a group and the "
+        "step that trains on it. 0 alternates generation and training.",
+    )
+    on_stale: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="Treatment of a group that would exceed max_staleness: the trainer waits for "
+        "the oldest groups (wait), or the group is dropped and its prompt is sampled once more "
+        "(drop), which favors short responses.",
+    )
+    weight_update: Literal["in_flight", "drain"] = Field(
+        default="in_flight",
+        description="Time at which an engine loads new weights: between two steps (in_flight), or "
+        "when all its running responses are finished (drain).",
+    )
+    recompute_kv: Bool = Field(
+        default=True,
+        description="Recompute the keys and values of unfinished responses after an update. "
+        "false is faster, but later tokens then belong to no policy version exactly.",
+    )
+    partial: Bool = Field(
+        default=False,
+        description="Stop generation while the policy trains, and continue unfinished responses "
+        "in the next step.",
+    )
+    max_running_groups: Count | None = Field(
+        default=None,
+        description="Maximum number of groups that generate at the same time. "
+        "Default: as many as max_staleness allows.",
+    )
+    allow_uncorrected: Bool = Field(
+        default=False,
+        description="Allow max_staleness above 0 without an off-policy correction. Such runs often "
+        "collapse.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if generation and training do not simply alternate."""
+        return self.max_staleness > 0
+
+
+_ASYNC = Field(default=AsyncConfig(), description="Generation while the policy trains.")
+# `async` is a Python keyword, so a class body cannot declare this field.
+_KEYWORD: dict[str, Any] = {"async": (AsyncConfig, _ASYNC)}
+_WithAsync: type[Section] = create_model("_WithAsync", __base__=Section, **_KEYWORD)
+
+
+class RolloutConfig(_WithAsync):
     """Generation of the responses of one train-grpo step."""
 
     prompts_per_step: Count = Field(default=32, description="Number of prompts per step.")
@@ -138,3 +235,11 @@ class RolloutConfig(Section):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="Transfer of new weights to the engines."
+    )
+
+    @property
+    def asynchronous(self) -> AsyncConfig:
+        """Value of the key `async`."""
+        return getattr(self, "async")

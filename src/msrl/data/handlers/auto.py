@@ -9,7 +9,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping, make_columns
 from msrl.data.handlers import alpaca, r1, sharegpt
-from msrl.data.rows.formats import recognize, unknown_columns
+from msrl.data.rows.formats import recognize, refuse_context, unknown_columns
 from msrl.errors import MsrlError
 from msrl.types import Conversation
 
@@ -37,4 +37,6 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
         {**row_format.map_keys, **columns.paths},
         getattr(module, "ANSWER", None),
     )
+    if row_format.messages is None:
+        refuse_context(row, mapping.paths.values())
     return module.conversation(row, mapping)

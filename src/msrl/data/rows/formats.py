@@ -12,12 +12,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msrl.errors import MsrlError
+
 _TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "problem", "input", "inputs", "user")
+_CONTEXTS = ("context", "passage", "document")
 _ANSWERS = (
     "output", "response", "answer", "completion", "solution", "target", "targets", "assistant",
 )  # fmt: skip
@@ -48,8 +52,9 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
     if row_format is not None:
         return f"columns: {names}: a row for handler {row_format.handler}. Use that handler."
     return (
-        f"columns: {names}: not a known format. Use sharegpt, alpaca or r1 with --map-keys, or a "
-        "handler of your own (path/file.py:NAME)."
+        f"columns: {names}: not a known format. Name the columns, as in --handler alpaca "
+        """--map-keys '{"prompt": "COLUMN", "response": "COLUMN"}' (r1 for prompts of """
+        "train-grpo), or write a handler (path/file.py:NAME)."
     )
 
 
@@ -82,12 +87,30 @@ def _recognize_answers(columns: Mapping[str, Any]) -> RowFormat | None:
         return RowFormat("r1", keys)
     answer = next((name for name in _ANSWERS if name in columns), None)
     if question and answer:
-        query = "input" if question == "instruction" and "input" in columns else ""
         handler = "r1" if _is_turns(columns[question]) else "alpaca"
-        return RowFormat(handler, {"prompt": question, "query": query, "response": answer})
+        keys = {"prompt": question, "query": _query(question, columns), "response": answer}
+        system = {"system": "system_prompt"} if "system_prompt" in columns else {}
+        return RowFormat(handler, {**keys, **system})
     if question and not answer and _is_turns(columns[question]):
         return RowFormat("r1", {"prompt": question, "query": "", "response": ""})
     return RowFormat("pretrain") if isinstance(columns.get("text"), str) else None
+
+
+def _query(question: str, columns: Mapping[str, Any]) -> str:
+    """Return the column of the input of an instruction, or ""."""
+    names = ("input", "context") if question == "instruction" else ()
+    return next((name for name in names if name in columns), "")
+
+
+def refuse_context(row: Mapping[str, Any], columns: Iterable[str]) -> None:
+    """Raise MsrlError if a row has a text for its question that no field reads."""
+    unread = [name for name in _CONTEXTS if name not in columns and row.get(name)]
+    if unread:
+        example = json.dumps({"query": unread[0]})
+        raise MsrlError(
+            f"column {unread[0]!r} would not be part of the question. Add it with "
+            f"--map-keys '{example}', or remove the column."
+        )
 
 
 def _is_turns(value: Any) -> bool:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
-from msrl.importers.critic import assign_critic_optimizer, record_unused
+from msrl.importers.critic import NOT_GAE, assign_critic_optimizer, record_unused
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
-from msrl.importers.sections import Keys, hydra_layers, same_path
-from msrl.importers.table import load_table
+from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
+from msrl.importers.sections import Keys, hydra_layers, put_tracker_options, same_path
+from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 MARKS = (
@@ -57,6 +58,7 @@ class _RlFile:
         self.models = hydra_layers(self._section("defaults"), file, self.translation)
         self.megatron = self._megatron()
         self.rl, self.generate = self._keys("rl_config"), self._keys("generate_config")
+        self._separate = set[str]()  # roles with separate devices
         sampling = self.generate.get("sampling_config")
         path = "" if sampling is None else sampling.path
         nested = self.translation.entries(
@@ -98,7 +100,6 @@ class _RlFile:
                 ("rl_config", "kl_penalty"): "kl",
             }
         world = self._world()
-        self._other_resources()
         megatron = MegatronKeys(translation, self.megatron)
         megatron.apply(by_tokens=self.rl.value("use_dynamic_bsz") is True)
         megatron.apply_shapes()
@@ -115,6 +116,8 @@ class _RlFile:
             ranks=data_parallel(self.megatron, world),
             micro_batch=self.megatron.get("micro_batch_size"),
         ).apply()
+        self._other_resources()
+        self._integrated_reference()
         self._engines(world)
         self._lengths()
         self._trackers()
@@ -190,20 +193,50 @@ class _RlFile:
         return count
 
     def _other_resources(self) -> None:
-        """Record the devices of the other roles, which share those of training in msrl."""
-        for name in ("reference_resource", "reward_resource", "critic_resource", "vit_resource"):
-            resource = self.rl.get(name)
-            for entry in (
-                self.translation.entries(resource.node, "resource", resource.path)
-                if resource is not None
-                else ()
-            ):
-                self.translation.record(
-                    entry, KeyStatus.SAME, "all roles share the devices of training"
-                )
+        """Translate the devices of reference, critic and reward model, if they are separate."""
+        for role in ("reference", "reward"):
+            self._resource(f"{role}_resource", role, self._sharing(role))
+        self._resource("critic_resource", "critic", self._sharing("critic"))
+        self._resource("vit_resource", "", "used for images only")
+
+    def _resource(self, name: str, role: str, sharing: str) -> None:
+        """Translate the devices of a role, or record why it shares those of training."""
+        resource = self.rl.get(name)
+        if resource is None or resource.value is None:
+            return
+        for entry in self.translation.entries(resource.node, "resource", resource.path):
+            if sharing or entry.value is None:
+                reason = sharing or "no devices are set"
+                self.translation.record(entry, KeyStatus.PLACEMENT, reason)
+            else:
+                self.translation.assign(entry, [f"cluster.roles.{role}.devices"], entry.value)
+                self._separate.add(role)
+        self.translation.record(resource, KeyStatus.APPLIED, "key by key")
+
+    def _has_critic(self) -> bool:
+        return self.translation.algorithm == "ppo" and self.rl.value("adv_estimator") == "gae"
+
+    def _sharing(self, role: str) -> str:
+        """Return the reason why a role shares the devices of training; empty if it does not."""
+        if role == "reference" and not needs_reference(self.translation):
+            return "without a KL term, the run has no reference"
+        if role == "critic" and not self._has_critic():
+            return NOT_GAE
+        if role == "reward" and self.rl.value("rule_reward") is not False:
+            return "with rule_reward: true, no reward model scores"
+        keys = ["colocate_all_models", *(["colocate_actor_ref"] if role == "reference" else [])]
+        if any(self.rl.value(key) is True for key in keys):
+            return "colocate_all_models or colocate_actor_ref shares the devices of training"
+        is_integrated = self.rl.value("use_integrated_worker")
+        if is_integrated is None:  # true by default in the second generation
+            is_integrated = not self._is_first_generation()
+        if is_integrated is True:
+            return "with use_integrated_worker, the workers of training hold the model"
+        return ""
 
     def _engines(self, world: int | None) -> None:
         """Set the number of engines: data_parallel_size, else one per tp devices."""
+        self._experts()
         tp, entry = (
             self.generate.number("infer_tensor_parallel_size"),
             self.generate.get("data_parallel_size"),
@@ -219,6 +252,18 @@ class _RlFile:
             )
         engines = wrap(world // tp, self.generate.origin("infer_tensor_parallel_size"))
         return self.translation.set("rollout.engine.dp", engines)
+
+    def _experts(self) -> None:
+        """Translate the expert-parallel size of the engine, which in msrl is its number of devices.
+
+        Another size changes only where the experts are.
+        """
+        size, tp = (
+            self.generate.number(f"infer_{kind}_parallel_size") for kind in ("expert", "tensor")
+        )
+        if size not in (None, 1, tp):
+            text = "the engine shards experts over its tensor-parallel devices"
+            self.generate.record("infer_expert_parallel_size", KeyStatus.SPEED, text)
 
     def _lengths(self) -> None:
         """Check that max_model_len holds seq_length; a native check covers prompt and response."""
@@ -255,7 +300,7 @@ class _RlFile:
         total = (prompt or 0) + (response or 0)
         if limit is None or limit >= total or self.sampling.get("max_tokens") is None:
             return self.generate.assign("max_model_len", [native], limit)
-        text = f"the original cuts sequences at {limit} tokens, fewer than prompt plus response"
+        text = f"the original truncates at {limit} tokens, fewer than prompt plus response"
         self.translation.approximate(entry, native, total, text)
         budget = node_at(self.translation.tree, ["train", "max_tokens_per_micro_batch"])
         if budget is not None and isinstance(budget.value, int) and budget.value < total:
@@ -289,6 +334,12 @@ class _RlFile:
             self.translation.set_default("log.trackers", [])
         for name in on:
             self.rl.record(f"use_{name}", KeyStatus.OFF, "")
+        put_tracker_options(
+            self.rl,
+            "wandb",
+            {"wandb_project": "project", "wandb_save_dir": "dir"},
+            is_on=on["wandb"],
+        )
         experiment = self.rl.get("wandb_exp_name")
         if experiment is not None and experiment.value:
             return self.translation.assign(experiment, ["run.name"], experiment.value)
@@ -310,7 +361,7 @@ class _RlFile:
             if entry:
                 self.translation.add_error(entry, "file not found")
             return
-        tree = read(path)
+        tree = read(path, is_old=True)
         entries = tree.value if isinstance(tree.value, dict) else {}
         put_environment(self.translation, entries.get("env_vars", Node({}, tree.origin)))
         if entry:
@@ -337,7 +388,11 @@ class _RlFile:
                     load, KeyStatus.APPLIED, "the reference starts from checkpoint.load"
                 )
             else:
-                self.translation.assign(load, ["cluster.roles.reference.load"], load.value)
+                put_reference_weights(self.translation, load, load.value)
+        roles = {"ref_config": "reference", "reward_config": "reward", "critic_config": "critic"}
+        role = roles[name]
+        if role in self._separate:
+            put_layout(self.translation, role, keys, self.megatron, self._shared_sizes())
         if name == "critic_config" and self.translation.algorithm == "ppo":
             self._critic(name, keys)
         why = {
@@ -355,6 +410,26 @@ class _RlFile:
                 KeyStatus.DEAD if unread else KeyStatus.SAME,
                 "read by ppo only" if unread else why,
             )
+
+    def _shared_sizes(self) -> dict[str, int]:
+        """Return the sizes that megatron_training sets for all roles."""
+        node = self._section("megatron_training")
+        entries = node.value if node is not None and isinstance(node.value, dict) else {}
+        return {
+            canonical(key): value.value
+            for key, value in entries.items()
+            if isinstance(value.value, int) and not isinstance(value.value, bool)
+        }
+
+    def _integrated_reference(self) -> None:
+        """Translate integrated_mode_config.ref_model_load_path, the weights of the reference."""
+        entry = self.rl.get("integrated_mode_config")
+        if entry is None or entry.value is None:
+            return None
+        path = plain(entry.node).get("ref_model_load_path") if _is_mapping(entry) else None
+        if not isinstance(path, str):
+            return self.translation.add_error(entry, "must be {ref_model_load_path: PATH}")
+        return put_reference_weights(self.translation, entry, path)
 
     def _reward_model(self, load: SourceKey | None) -> None:
         """Translate the reward model of rule_reward: false, which runs on the training ranks."""
@@ -378,6 +453,10 @@ class _RlFile:
             (entry for entry in keys if entry.section == "megatron"),
             self.megatron,
         )
+
+
+def _is_mapping(entry: SourceKey) -> bool:
+    return isinstance(entry.node.value, dict)
 
 
 def put_environment(translation: Translation, variables: Node) -> None:

@@ -17,6 +17,7 @@ from msrl.importers.critic import assign_critic_optimizer, record_unused
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
+from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
 from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
 from msrl.importers.table import Table, load_table
 from msrl.importers.translation import KeyStatus, Translation
@@ -202,11 +203,36 @@ class _RayGptFile:
                 "do_sample", "must be true: greedy samples of a prompt are identical"
             )
         self.actor.record("do_sample", KeyStatus.SAME, "msrl always samples")
+        devices = self._engine_devices(world)
         tp = self.megatron.number("tensor_model_parallel_size")
-        if tp is not None and world is not None and world % tp == 0:
+        if tp is not None and devices is not None and devices % tp == 0:
             origin = self.megatron.origin("tensor_model_parallel_size")
             self.translation.set("rollout.engine.tp", wrap(tp, origin))
-            self.translation.set("rollout.engine.dp", wrap(world // tp, origin))
+            self.translation.set("rollout.engine.dp", wrap(devices // tp, origin))
+
+    def _engine_devices(self, world: int | None) -> int | None:
+        """Return the number of devices of the engines, and translate separate ones.
+
+        They are separate unless the pool of actor_rollout has room for only one of both.
+        """
+        num_infer, pool = self.actor.number("num_gpus_for_infer"), self._pool_size("actor_rollout")
+        entry = self.actor.get("num_gpus_for_infer")
+        if entry is None or num_infer is None or world is None:
+            return world
+        if pool is not None and pool < world + num_infer:
+            why = f"resource_pool.actor_rollout={pool}: engines share the devices of training"
+            self.translation.record(entry, KeyStatus.PLACEMENT, why)
+            return min(world, num_infer)
+        self.translation.assign(entry, ["cluster.roles.rollout.devices"], num_infer)
+        return num_infer
+
+    def _pool_size(self, key: str) -> int | None:
+        """Return the number of devices in a resource pool, such as [4]."""
+        value = self.pool.value(key)
+        items = as_list(value)
+        if value is None or not all(type(item) is int for item in items):
+            return None
+        return sum(items)
 
     def _kl(self) -> None:
         """Translate kl_ctrl of algorithm, or kl_coef of the actor in the oldest files.
@@ -268,22 +294,22 @@ class _RayGptFile:
                 load, KeyStatus.APPLIED, "the reference starts from checkpoint.load"
             )
         elif load is not None:
-            self.translation.assign(load, ["cluster.roles.reference.load"], load.value)
-        _record_all(
-            self.ref, KeyStatus.SAME, "the reference has the parallel layout and dtype of the actor"
+            put_reference_weights(self.translation, load, load.value)
+        self._separate("ref", "reference", self.ref, is_used=needs_reference(self.translation))
+        has_model = (
+            self.reward.value("verifier") is not True and self.reward.get("load") is not None
         )
-        _record_all(
-            self.reward,
-            KeyStatus.SAME,
-            "the reward model has the parallel layout and dtype of the actor",
-        )
+        self._separate("reward", "reward", self.reward, is_used=has_model)
+        _record_all(self.ref, KeyStatus.SAME, "the reference has the settings of the actor")
+        _record_all(self.reward, KeyStatus.SAME, "the reward model has the settings of the actor")
+        self._separate("critic", "critic", self.critic, is_used=self._has_critic())
         self._critic()
         self.pool.record(
             "actor_rollout",
-            KeyStatus.SAME,
-            "training and rollout share the devices of num_gpus_for_train",
+            KeyStatus.PLACEMENT,
+            "num_gpus_for_train and num_gpus_for_infer are the devices of training and rollout",
         )
-        _record_all(self.pool, KeyStatus.SAME, "all roles share the devices of training")
+        _record_all(self.pool, KeyStatus.PLACEMENT, "the model shares the devices of training")
         for keys in (self.actor, self.algorithm):
             entry = keys.get("missing_eos_penalty")
             if entry is not None:
@@ -294,9 +320,23 @@ class _RayGptFile:
                     "read by ppo only, which subtracts it from the score",
                 )
 
+    def _separate(self, pool: str, role: str, keys: Keys, *, is_used: bool) -> None:
+        """Translate the devices and the layout of a model with a separate resource pool."""
+        size, entry = self._pool_size(pool), self.pool.get(pool)
+        if entry is None or not is_used:
+            return self.pool.record(pool, KeyStatus.PLACEMENT, "the run has no such model")
+        if size is None:
+            return self.translation.add_error(entry, "must be a list of numbers of devices, as [4]")
+        self.translation.assign(entry, [f"cluster.roles.{role}.devices"], size)
+        return put_layout(self.translation, role, keys, self.megatron)
+
+    def _has_critic(self) -> bool:
+        is_ppo = self.translation.algorithm == "ppo"
+        return is_ppo and self.algorithm.value("adv_estimator") == "gae"
+
     def _critic(self) -> None:
         """Translate weights, learning rate, lambda and value clip of the critic of ppo."""
-        if self.translation.algorithm != "ppo" or self.algorithm.value("adv_estimator") != "gae":
+        if not self._has_critic():
             record_unused(
                 self.translation,
                 [*self.critic, *([lam] if (lam := self.algorithm.get("lam")) else [])],

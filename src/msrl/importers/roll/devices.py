@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msrl.config.sources import wrap
+from msrl.importers.model_roles import needs_reference, put_layout
 from msrl.importers.roll.training import put_recomputation, put_virtual_stages
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus
@@ -25,33 +26,48 @@ def device_count(mapping: object) -> int | None:
     >>> device_count("list(range(0,16))"), device_count([0, 1]), device_count("exit()")
     (16, 2, None)
     """
-    if isinstance(mapping, list):
-        return len(mapping)  # pyright: ignore[reportUnknownArgumentType]
+    devices = device_numbers(mapping)
+    return None if devices is None else len(devices)
+
+
+def device_numbers(mapping: object) -> list[int] | None:
+    """Return the device numbers of a mapping; None for other values.
+
+    >>> device_numbers("list(range(8,10)) + [3]")
+    [8, 9, 3]
+    """
     try:
-        return _length(ast.parse(str(mapping), mode="eval").body)
+        return _numbers(ast.parse(str(mapping), mode="eval").body)
     except (SyntaxError, ValueError):
         return None
 
 
-def _length(node: ast.expr) -> int:
+def _numbers(node: ast.expr) -> list[int]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _length(node.left) + _length(node.right)
+        return _numbers(node.left) + _numbers(node.right)
     if isinstance(node, ast.List):
-        return len(node.elts)
+        return [_number(item) for item in node.elts]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id == "list" and len(node.args) == 1:
-            return _length(node.args[0])
+            return _numbers(node.args[0])
         if node.func.id == "range" and 1 <= len(node.args) <= 3:
-            return len(range(*(ast.literal_eval(argument) for argument in node.args)))
+            return list(range(*(_number(argument) for argument in node.args)))
     raise ValueError
+
+
+def _number(node: ast.expr) -> int:
+    value = ast.literal_eval(node)
+    if not isinstance(value, int):
+        raise ValueError
+    return value
 
 
 @dataclass(frozen=True)
 class Devices:
     """Devices of a run.
 
-    `world` is the number of devices of actor_train, which all roles share; `sizes` are the tensor,
-    pipeline and context parallel sizes.
+    `world` is the number of devices of actor_train; `sizes` are the tensor, pipeline and context
+    parallel sizes. Roles share the devices of actor_train, or have only other devices.
     """
 
     top: Keys
@@ -111,7 +127,7 @@ class Devices:
             "device_mapping",
             ["cluster.devices_per_node"],
             self.world // nodes,
-            why="all roles share them",
+            why="the devices of training",
         )
         if nodes > 1:
             top.translation.set("cluster.nodes", wrap(nodes, own.origin("device_mapping")))
@@ -143,7 +159,7 @@ class Devices:
         config.apply_remaining()
 
     def _engines(self) -> None:
-        """Translate the engines, which share the training devices; vLLM replaces SGLang."""
+        """Translate the engines and their devices; vLLM replaces SGLang."""
         own, config, args = (
             self.infer.own,
             self.infer.sections["strategy_config"],
@@ -166,10 +182,54 @@ class Devices:
         )
         if keys.get(key):
             keys.assign(key, ["rollout.engine.tp"], tp)
+        self._engine_devices(tp)
+        config.apply_remaining()
+
+    def _engine_devices(self, tp: int) -> None:
+        """Translate the devices of actor_infer: separate ones, or a part of those of training."""
+        own = self.infer.own
         mapping = own.get("device_mapping")
-        if mapping is not None and self.world is not None:
-            num_devices = device_count(mapping.value) or self.world
+        if mapping is None or self.world is None:
+            return
+        num_devices = device_count(mapping.value) or self.world
+        if self.is_separate(self.infer):
+            key, why = "cluster.roles.rollout.devices", "devices that training does not use"
+            own.assign("device_mapping", [key], num_devices, why=why)
+        else:
             engines = max(1, min(num_devices, self.world) // tp)
             why = "engines share the devices of training"
             own.assign("device_mapping", ["rollout.engine.dp"], engines, why=why)
-        config.apply_remaining()
+
+    def is_separate(self, worker: Worker) -> bool:
+        """Return True if a worker has devices that no other worker of the run has."""
+        others = {"actor_train": self.train, "actor_infer": self.infer}
+        taken = {
+            number
+            for name, other in others.items()
+            if name != worker.name
+            for number in device_numbers(_mapping(other)) or ()
+        }
+        devices = device_numbers(_mapping(worker))
+        return bool(devices) and taken.isdisjoint(devices)
+
+    def put_reference(self, reference: Worker) -> None:
+        """Translate separate devices of the reference, if the run has one."""
+        if needs_reference(self.top.translation):
+            self.put_model("reference", reference)
+
+    def put_model(self, role: str, worker: Worker) -> None:
+        """Translate separate devices of a model, with its parallel layout."""
+        translation, entry = self.top.translation, worker.own.get("device_mapping")
+        if entry is None or not self.is_separate(worker):
+            return
+        count, policy = device_count(entry.value), self.train.sections["strategy_config"]
+        translation.assign(entry, [f"cluster.roles.{role}.devices"], count)
+        put_layout(translation, role, worker.sections["strategy_config"], policy)
+        batch = worker.own.get("infer_batch_size")
+        if batch is not None:
+            translation.assign(batch, [f"cluster.roles.{role}.micro_batch"], batch.value)
+
+
+def _mapping(worker: Worker) -> object:
+    entry = worker.own.get("device_mapping")
+    return None if entry is None else entry.value

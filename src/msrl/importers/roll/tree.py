@@ -39,7 +39,7 @@ def _with_defaults(tree: Node, file: Path, translation: Translation) -> Node:
             translation.errors.append(f"{item.origin}: defaults: file not found: {path}")
             continue
         try:
-            base = merge(base, read(path))
+            base = merge(base, read(path, is_old=True))
         except MsrlError as error:
             translation.errors.append(str(error))
     return merge(base, tree)

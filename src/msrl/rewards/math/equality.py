@@ -16,22 +16,30 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 from mpmath.libmp import to_rational
 
+from msrl.rewards.math.notation import intervals, unified
+from msrl.rewards.math.numbers import amount, comparable, is_qualified, number
+
 MAX_CHARACTERS = 4096
 MAX_AMOUNT_CHARACTERS = 100
 _ROUNDING = Fraction(1, 10**9)
 _SMALL = Fraction(1, 1000)  # below this, six decimals are less than three significant digits
 
-_NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
 _SPACED_NUMBER = re.compile(r"[-+]?\s*(?:\\?\$\s*)?\d{1,3}(?: \d{3})+(?:\.\d*)?")
-_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
-_MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
 _MATH_MODE = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])|(?<!\\)\\[!,;: ]")
 _WIDE_SPACE = re.compile(r"~|\\q?quad(?![a-zA-Z])")
 _SPACE_OF_DIGITS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d)")
 _DEGREE = re.compile(r"(?<!\s)\s*(?:°|\^?\{?\\degree(?![a-zA-Z])\}?)")
 _NARROW_THOUSANDS = re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))")
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|tt|sf|sl|sc|normal|up)?|math(?:rm|bf|it|sf|tt)|mbox|emph"
+    r"|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_PERCENT = re.compile(r"\s*\\?%$")
+# Words whose case means nothing; single letters are variables, and commands are symbols.
+_CASELESS = re.compile(
+    r"(?<![\\A-Za-z])(?:[^\W\d_]{3,}|[^\W\d_]{2}(?=\s[^\W\d_]{3})|[AaPp][Mm](?![A-Za-z]))"
+)
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 _SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # spaces that do not separate words or numbers
 _SPACED_THOUSANDS = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
@@ -50,6 +58,12 @@ _DIGIT = re.compile(r"\d")
 _SUBSCRIPT = re.compile(r"[\d)\]}]\s*_")
 _NEIGHBORS = re.compile(r"\d\s+\d+(?![\d\s]*/)")  # not 9 1/2
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-HJ-Za-hj-z]$")
+_CAPITALS = re.compile(
+    r"\\(Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega)(?![A-Za-z])"
+)
+_NOT_VARIABLES = re.compile(
+    r"\\(?:text|math|mbox|operatorname)[a-z]*\s*\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]{3,}"
+)
 _OPERATOR = re.compile("[-+=<>]")
 _MAX_EXPONENT = 1 << 20  # bits; a larger number would exhaust the memory as a fraction
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
@@ -76,7 +90,7 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
         return bool(answer.strip())
     if len(response) > MAX_CHARACTERS:
         return False
-    answer, response = _plain(answer), _plain(response)
+    answer, response = _plain(unified(answer)), _plain(unified(response))
     if _compact(answer) == _compact(response):
         return bool(answer)
     if _WORDS.fullmatch(answer):
@@ -85,10 +99,16 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
 
 
 def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:
-    true = _number(answer)
-    claimed = _number(response if true is None else _join_thousands(response))
+    if _PERCENT.search(answer) and _PERCENT.search(response):
+        answer, response = _PERCENT.sub("", answer), _PERCENT.sub("", response)
+    true = amount(answer)
+    claimed = amount(response if true is None else _join_thousands(response))
     if true is not None and claimed is not None:
-        return _same_number(true, claimed, tolerance, percent)
+        values = comparable(true, claimed)
+        return values is not None and _same_number(*values, tolerance, percent)
+    if true is not None and is_qualified(response):
+        return False
+    answer, response = intervals(answer), intervals(response)
     compared = _compare_compound(answer, response, tolerance, percent)
     if compared is not None:
         return compared
@@ -118,13 +138,17 @@ def _plain(text: str) -> str:
     text = _DEGREE.sub(lambda _: "^\\circ", text)
     text = _SIZES.sub("", text).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
-    return (words.group(1) if words else text).strip()
+    return (words.group(1).strip().removesuffix(".") if words else text).strip()
 
 
 def _compact(text: str) -> str:
-    """Return the text without differences in spaces, case and the size of fractions."""
-    text = _SPACES.sub("", text)
-    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").casefold()
+    """Return the text without text commands and without differences in spaces and size.
+
+    The case of words is ignored, unlike that of variables and commands.
+    """
+    text = _SPACES.sub("", re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", text).strip()))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _CASELESS.sub(lambda match: match[0].casefold(), text)
 
 
 def _is_balanced(text: str) -> bool:
@@ -141,7 +165,7 @@ def _is_balanced(text: str) -> bool:
 
 def _compare_compound(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
     """Compare compound answers that math-verify would merge or truncate; None for other answers."""
-    numerals = _numeral(answer) or _number(answer), _numeral(response)
+    numerals = _numeral(answer) or number(answer), _numeral(response)
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
     if any(holds(response) and not holds(answer) for holds in _IGNORED_CONTENT):
@@ -182,7 +206,7 @@ def _numeral(text: str) -> int | str | None:
 
     A numeral whose digits do not fit its base is returned as text.
     """
-    match = _NUMERAL.fullmatch(text)
+    match = _NUMERAL.fullmatch(_TEXT.sub(r"\1", text))
     if match is None:
         return None
     try:
@@ -209,7 +233,7 @@ def _numbers(text: str) -> list[Fraction] | None:
     items = text.split(",")
     if len(items) < 2 or _THOUSANDS.search(text):
         return None
-    values = [value for item in items if (value := _number(item.strip())) is not None]
+    values = [value for item in items if (value := number(item.strip())) is not None]
     return sorted(values) if len(values) == len(items) else None
 
 
@@ -254,35 +278,6 @@ def _assignments(text: str) -> dict[str, str] | None:
     return values if all(map(_is_balanced, values.values())) else None
 
 
-def _number(text: str) -> Fraction | None:
-    r"""Return the exact value of a plain number; None for other text.
-
-    Plain numbers are for example `-1,234.5`, `3/4`, `1 3/4`, `\frac{3}{4}` and `\$18`.
-    """
-    if text.startswith(("$", "\\$")):
-        text = text.removeprefix("\\").removeprefix("$").strip()
-    if len(text) > 64:
-        return None
-    if mixed := _MIXED.fullmatch(text):
-        return _mixed_number(*mixed.groups())
-    match = _FRACTION.fullmatch(text) or _NUMBER.fullmatch(text)
-    if match is None or not any(c.isdigit() for c in match.group(2)):
-        return None
-    denominator = int(match.group(3) or 1)
-    if denominator == 0:
-        return None
-    value = Fraction(match.group(2).replace(",", "")) / denominator
-    return -value if match.group(1) == "-" else value
-
-
-def _mixed_number(sign: str, whole: str, top: str, bottom: str) -> Fraction | None:
-    """Return the value of a mixed number (`9 1/2`)."""
-    if int(bottom) == 0:
-        return None
-    value = int(whole) + Fraction(int(top), int(bottom))
-    return -value if sign == "-" else value
-
-
 def _same_number(true: Fraction, claimed: Fraction, tolerance: float, percent: bool) -> bool:
     accepted = (true, true / 100, true * 100) if percent else (true,)
     return any(value == claimed or _close(value, claimed, tolerance) for value in accepted)
@@ -295,7 +290,7 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 
 
 def _symbolically_equal(answer: str, response: str, tolerance: float, percent: bool) -> bool:
-    if not _is_balanced(response):
+    if not _is_balanced(response) or _differ_in_case(answer, response):
         return False
     true, claimed = formula(_keep_variable(answer)), formula(_keep_variable(response))
     if verified(true, claimed):
@@ -307,6 +302,16 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
     if true_value is None or claimed_value is None:
         return False
     return _same_number(true_value, claimed_value, tolerance, percent)
+
+
+def _differ_in_case(answer: str, response: str) -> bool:
+    """Return True if variables differ only in their case, which math-verify ignores."""
+    if set(_CAPITALS.findall(answer)) != set(_CAPITALS.findall(response)):
+        return True
+    true, claimed = (set(_NOT_VARIABLES.sub("", text)) for text in (answer, response))
+    letters, others = ({c for c in text if c.isalpha()} for text in (true, claimed))
+    is_same = {c.casefold() for c in letters} == {c.casefold() for c in others}
+    return is_same and letters != others
 
 
 def verified(true: list[Any], claimed: list[Any]) -> bool:

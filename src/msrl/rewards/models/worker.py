@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from msrl.rewards.worker import LENGTH, send
+from msrl.rewards.worker import LENGTH, leave_signals_to_parent, send
 
 Answer = tuple[float | None, str | None]
 
@@ -38,7 +37,7 @@ def main() -> None:
     """Serve batches until the input ends."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     settings: Settings = _read(source)
     try:
         model = Classifier(settings)

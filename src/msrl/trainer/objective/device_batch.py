@@ -80,7 +80,7 @@ def to_device(
     multiple: int,
     reference: Distribution | None = None,
 ) -> DeviceBatch:
-    """Return this rank's share of a micro-batch; its token count divides by `multiple`."""
+    """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`."""
     tokens, labels, mask = (
         torch.from_numpy(array).to(device)
         for array in (batch.token_ids, batch.labels, batch.loss_mask)

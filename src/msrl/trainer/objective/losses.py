@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from msrl import registry
 from msrl.algorithms import kl
 from msrl.algorithms.aggregate import weighted_sum
 from msrl.algorithms.mismatch import Correction, mismatch_statistics, off_policy_mask
+from msrl.algorithms.proximal import log_linear
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
 from msrl.algorithms.value import value_loss
 
+OldLogprobs = Literal["trainer", "behavior", "log-linear"]
 Sums = dict[str, Tensor]
 _MEANS = ("kl", "entropy")  # reported as means over tokens for every aggregation
 
@@ -79,10 +81,11 @@ class PolicyLoss:
     Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and
     its global denominators. The mismatch correction multiplies each token's policy loss and no
     other term. Without the field `old_logprobs` the current log-probabilities, detached, replace
-    them (a single update per rollout). The KL estimator `full` is the exact divergence over the
-    vocabulary, which the outputs must then contain. `kl_bias_correction` multiplies each token's KL
-    by its likelihood ratio. The off-policy mask and the field `selected` also set policy losses to
-    0.
+    them (a single update per rollout). With `old_logprobs="behavior"` those of the sampler replace
+    them, with "log-linear" an approximation that reads the field `proximal_shares`. The KL
+    estimator `full` is the exact divergence over the vocabulary, which the outputs must then
+    contain. `kl_bias_correction` multiplies each token's KL by its likelihood ratio. The off-policy
+    mask and the field `selected` also set policy losses to 0.
     """
 
     temperature: float
@@ -98,6 +101,7 @@ class PolicyLoss:
     rl_coef: float = 1.0
     sft_coef: float = 0.0
     correction: Correction = field(default_factory=Correction)
+    old_logprobs: OldLogprobs = "trainer"
     off_policy_limit: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs_entropy: bool = True
@@ -115,8 +119,10 @@ class PolicyLoss:
         tokens.
         """
         mask, weights = torch.ones_like(outputs.logprobs, dtype=torch.bool), fields["weights"]
-        before = fields.get("old_logprobs", outputs.logprobs.detach())
-        factors, sums = self._corrected(before, fields, mask, outputs.sequences)
+        before = self._before(outputs.logprobs, fields)
+        # The ratio to the behavior policy is measured for the policy in training.
+        trainer = outputs.logprobs.detach() if self.old_logprobs == "behavior" else before
+        factors, sums = self._corrected(trainer, fields, mask, outputs.sequences)
         tokens = PolicyTokens.of(
             outputs.logprobs,
             before,
@@ -145,6 +151,14 @@ class PolicyLoss:
             for name, values in {**policy.stats, **_movement(tokens)}.items()
         }
         return loss, {**sums, "loss": loss.detach() * num_tokens}
+
+    def _before(self, logprobs: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities in the denominator of the likelihood ratio."""
+        if self.old_logprobs == "behavior":
+            return fields["sampler_logprobs"]
+        if self.old_logprobs == "log-linear":
+            return log_linear(logprobs, fields["sampler_logprobs"], fields["proximal_shares"])
+        return fields.get("old_logprobs", logprobs.detach())
 
     def _policy(self, tokens: PolicyTokens) -> TokenLosses:
         plugin = registry.load(registry.LOSSES, self.policy_loss, key="algo.policy_loss")
@@ -187,7 +201,8 @@ class PolicyLoss:
                 values = values * bounded.exp()
             terms["kl"] = (self.rl_coef * self.kl_coef, values)
         if self.sft_coef:
-            terms["sft_loss"] = (self.sft_coef, -outputs.logprobs * (fields["advantages"] > 0))
+            is_good = fields["advantages"] > 0
+            terms["sft_loss"] = (self.sft_coef, -outputs.logprobs.masked_fill(~is_good, 0.0))
         if outputs.entropy is not None:  # a reported entropy is cheap, a differentiated one is not
             terms["entropy"] = (-self.entropy_coef, outputs.entropy)
         return terms

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -20,12 +21,29 @@ from msrl.plan.derived import eval_response_tokens, samples_per_step
 from msrl.rewards.score import Scorer, Scores, Source
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
-from msrl.types import SamplingParams, ScoredGroup, StepReport
-from msrl.workflows.rl.engine_group import EngineGroup
+from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
+
+
+class Sampler(Protocol):
+    """Engines that answer held-out prompts."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
+        """Return a group per prompt that `policy_version` samples."""
+        ...
+
+    def onload(self) -> None:
+        """Take the devices' memory if it was released."""
+        ...
+
+    def forget_prompts(self) -> None:
+        """Clear records of past prompts that would influence later completions."""
+        ...
 
 
 class RolloutEvaluator:
@@ -33,7 +51,7 @@ class RolloutEvaluator:
 
     is_loss = False
 
-    def __init__(self, job: RLSetup, engines: EngineGroup, scorer: Scorer, log: RolloutLog) -> None:
+    def __init__(self, job: RLSetup, engines: Sampler, scorer: Scorer, log: RolloutLog) -> None:
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval
         self._judge = judge(job.config)
@@ -73,7 +91,7 @@ class RolloutEvaluator:
         A batch has at most as many answers as a step has samples, so that it meets the
         cluster.rpc_timeout_s of a step.
         """
-        engines = self._job.config.rollout.engine.dp
+        engines = self._job.plan.num_engines
         num_prompts = samples_per_step(self._job.config) // self._section.samples_per_prompt
         return max(engines, num_prompts)
 

@@ -5,15 +5,20 @@ vLLM is imported in methods, so that the driver can import this module without i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from msrl.models.families import load_shape
 from msrl.platforms import get
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
+from msrl.rollout.weights.channel import machine_id
+from msrl.rollout.weights.digest import Digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.training.weight_transfer import Bucket, unpack
+from msrl.workflows.rl.weight_offer import WeightOffer, received_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from msrl.rollout.engine import EngineSettings
 
 
@@ -23,6 +28,9 @@ class RolloutActor:
     def __init__(self, settings: EngineSettings, platform: str) -> None:
         self._settings, self._platform = settings, platform
         self._is_offloaded = False
+        self._received = dict[str, "Tensor"]()
+        self._must_verify = False
+        self._digests = dict[int, Sequence[Digests]]()  # of versions that the loop has loaded
 
     def start(self) -> None:
         """Start the engine.
@@ -32,6 +40,7 @@ class RolloutActor:
         """
         from msrl.rollout.vllm import VllmEngine
 
+        self._shape = load_shape(self._settings.model_dir)
         self._engine = VllmEngine(self._settings, get(self._platform))
 
     def release(self) -> None:
@@ -44,22 +53,95 @@ class RolloutActor:
         """Return a group of completions per prompt."""
         return self._engine.generate(prompts, sampling, policy_version)
 
-    def offload(self) -> None:
+    def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""
         if not self._is_offloaded:
-            self._engine.sleep()
+            self._engine.sleep(discard_weights=discard_weights)
         self._is_offloaded = True
 
-    def onload(self) -> None:
+    def onload(self, before_loading: bool) -> None:
         """Take the device's memory again, if it was released."""
         if self._is_offloaded:
-            self._engine.wake()
+            self._engine.wake(before_loading=before_loading)
         self._is_offloaded = False
 
     def forget_prompts(self) -> None:
         """Clear the records of past prompts."""
         self._engine.forget_prompts()
 
-    def load_weights(self, *stages: tuple[Bucket, ...]) -> None:
-        """Load the weights that the ranks of all stages export."""
-        self._engine.load_weights(unpack(itertools.chain.from_iterable(stages)))
+    def machine(self) -> str:
+        """Return the machine within which weights can be sent through shared memory."""
+        return machine_id()
+
+    def load_weights(self, offer: WeightOffer) -> Sequence[Digests]:
+        """Receive and load weights, tensor by tensor; return digests if the offer requests them."""
+        tensors = received_tensors(offer, self._shape)
+        return self._engine.load_weights(tensors, verify=offer.verify)
+
+    def receive_weights(self, offer: WeightOffer) -> None:
+        """Receive weights and hold them in main memory, which later versions overwrite."""
+        self._received = dict(received_tensors(offer, self._shape, self._received))
+        self._must_verify = offer.verify
+
+    def apply_weights(self) -> Sequence[Digests]:
+        """Load the weights that were received; return digests if their offer requested them."""
+        return self._engine.load_weights(self._received.items(), verify=self._must_verify)
+
+    def call_vllm(self, method: str, *arguments: Any) -> None:
+        """Call a method of vLLM's workers, for transfers from device to device."""
+        self._engine.call_workers(method, *arguments)
+
+    def begin_digests(self) -> None:
+        """Begin to compute digests of the weights that are loaded from a device."""
+        self._engine.call_workers("begin_digests", str(self._settings.model_dir))
+
+    def end_digests(self) -> Sequence[Digests]:
+        """Return the digests since `begin_digests`, one for each process of the engine."""
+        return self._engine.call_workers("end_digests")
+
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that were loaded from a device."""
+        self._engine.finish_device_loading()
+
+    # Asynchronous rollouts. No other method may be called between `start_loop` and `stop_loop`.
+
+    def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:
+        """Start to run the engine in a thread. Its weights have this version."""
+        self._loop = EngineLoop(
+            self._engine, version, waits_for_requests=waits_for_requests, recompute=recompute
+        )
+        self._loop.start()
+
+    def exchange(self, message: LoopMessage, timeout_s: float) -> LoopReport:
+        """Pass a message to the loop and return its report, as `EngineLoop.exchange` does."""
+        return self._loop.exchange(message, timeout_s)
+
+    def update_weights(self, offer: WeightOffer) -> None:
+        """Receive weights, which the loop loads between two steps. Does not wait for that."""
+        memory, self._received = self._received, {}  # None of the versions that the loop may read
+        tensors = dict(received_tensors(offer, self._shape, memory))
+        self._loop.update(offer.version, lambda: self._load(tensors, offer))
+
+    def loaded_digests(self) -> dict[int, Sequence[Digests]]:
+        """Return the digests of the versions that the loop has loaded since the last call."""
+        digests, self._digests = self._digests, {}
+        return digests
+
+    def _load(self, tensors: dict[str, Tensor], offer: WeightOffer) -> None:
+        """Load the weights in the thread of the loop; the next version may use their memory."""
+        digests = self._engine.load_weights(tensors.items(), verify=offer.verify)
+        if offer.verify:
+            self._digests[offer.version] = digests
+        self._received = tensors
+
+    def pause_loop(self) -> None:
+        """Stop after the current step, and keep the requests."""
+        self._loop.pause()
+
+    def resume_loop(self) -> None:
+        """Continue after `pause_loop`."""
+        self._loop.resume()
+
+    def stop_loop(self) -> None:
+        """End the thread after the current step."""
+        self._loop.close()

@@ -1,26 +1,43 @@
-"""JSONL files of rollouts and evaluations: prompts, responses, engine tokens and scores."""
+"""Files of rollouts and evaluations: prompts, responses, engine tokens and scores.
+
+T tokens of a sequence: prompt, then response.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from msrl.algorithms.packing import Sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
-from msrl.types import ScoredGroup, TrainingSample
+from msrl.tracking.rollouts import RolloutRecord, write_records
+from msrl.types import Floats, Prompt, ScoredGroup, TrainingSample
+
+RolloutFormat = Literal["jsonl", "parquet"]
 
 
 class RolloutLog:
     """Writer of `rollouts/step_000001.jsonl` and so on, and `eval/...`, in the folder of a run.
 
-    Each file appears atomically. With `is_on` False, nothing is written.
+    Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
+    rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL.
     """
 
-    def __init__(self, run_dir: Path, tokenizer: TextTokenizer, *, is_on: bool) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        tokenizer: TextTokenizer,
+        *,
+        is_on: bool,
+        format: RolloutFormat = "jsonl",
+    ) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
+        self._format = format
 
     def write(
         self,
@@ -28,14 +45,28 @@ class RolloutLog:
         groups: Sequence[ScoredGroup],
         samples: Sequence[TrainingSample],
         dropped_groups: Sequence[ScoredGroup] = (),
+        *,
+        sequences: Sequences | None = None,
+        times: Mapping[str, float] | None = None,
     ) -> None:
         """Write the rollouts of a step.
 
-        `samples` holds one sample per completion of `groups`, in order. Rows of `dropped_groups`
-        come last and have no sample.
+        Args:
+            step: Step, counted from 1.
+            groups: Groups of the step.
+            samples: One sample per completion of `groups`, in order.
+            dropped_groups: Groups without samples, whose rows come last.
+            sequences: Sequences of `samples` with the log-probabilities of trainer and reference as
+                fields, for the format `parquet`.
+            times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
         """
         if not self._is_on:
-            return
+            return None
+        if self._format == "parquet":
+            records = self._records(step, groups, samples, dropped_groups, sequences, times or {})
+            path = self._run_dir / "rollouts" / f"step_{step:06d}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            return write_records(path, list(records))
         rows: list[dict[str, object]] = []
         for row, sample in zip(self._rows(groups), samples, strict=True):
             advantages = sample.advantages
@@ -43,7 +74,67 @@ class RolloutLog:
             rows.append({**row, "advantage": mean, "is_learnt": sample.is_trained})
         for row in self._rows(dropped_groups):
             rows.append({**row, "advantage": 0.0, "is_learnt": False})
-        self._write("rollouts", step, rows)
+        return self._write("rollouts", step, rows)
+
+    def _records(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        samples: Sequence[TrainingSample],
+        dropped_groups: Sequence[ScoredGroup],
+        sequences: Sequences | None,
+        times: Mapping[str, float],
+    ) -> Iterator[RolloutRecord]:
+        fields = {} if sequences is None else sequences.fields
+        places = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
+        for number, ((g, c), sample) in enumerate(zip(places, samples, strict=True)):
+            logprobs = {
+                column: fields[name][number] for column, name in _LOGPROBS.items() if name in fields
+            }
+            yield self._record(step, g, c, groups[g], sample, times, logprobs)
+        for g, group in enumerate(dropped_groups, start=len(groups)):
+            for c in range(len(group.rewards)):
+                yield self._record(step, g, c, group, None, times, {})
+
+    def _record(
+        self,
+        step: int,
+        g: int,
+        c: int,
+        group: ScoredGroup,
+        sample: TrainingSample | None,
+        times: Mapping[str, float],
+        logprobs: Mapping[str, Floats],
+    ) -> RolloutRecord:
+        prompt, completion = group.rollout.prompt, group.rollout.completions[c]
+        num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
+        is_sampled = np.arange(num_prompt + num_response) >= num_prompt
+        is_trained = sample is not None and sample.is_trained
+        advantages = np.zeros(num_prompt + num_response, np.float32)
+        if sample is not None:
+            advantages[num_prompt:] = sample.advantages
+        return RolloutRecord(
+            step=step,
+            group=g,
+            sample=c,
+            prompt_index=prompt.index,
+            token_ids=np.concatenate((prompt.token_ids, completion.token_ids)),
+            loss_mask=is_sampled & is_trained,
+            is_sampled=is_sampled,
+            behavior_logprobs=np.concatenate(
+                (np.zeros(num_prompt, np.float32), completion.logprobs)
+            ),
+            versions=tuple((run.version, run.num_tokens) for run in completion.version_runs),
+            trainer_version=step - 1,
+            advantages=advantages,
+            reward=group.rewards[c].total,
+            scores=dict(group.rewards[c].scores),
+            finish_reason=completion.finish_reason,
+            messages=(("prompt", self._text(prompt)), ("assistant", completion.text)),
+            answer=prompt.answer,
+            times=times,
+            **logprobs,
+        )
 
     def write_evaluation(
         self,
@@ -74,18 +165,29 @@ class RolloutLog:
     def _row(self, group: ScoredGroup, c: int) -> dict[str, object]:
         prompt, completion = group.rollout.prompt, group.rollout.completions[c]
         reward = group.rewards[c]
-        prompt_ids = prompt.token_ids.tolist()
+        versions = [list(run) for run in completion.versions]
+        greedy = {} if group.greedy is None else {"greedy_reward": group.greedy.rewards[0].total}
         return {
             "prompt_index": prompt.index,
-            "prompt": self._tokenizer.backend.decode(prompt_ids, skip_special_tokens=False),
-            "prompt_ids": prompt_ids,
+            "prompt": self._text(prompt),
+            "prompt_ids": prompt.token_ids.tolist(),
             "response": completion.text,
             "response_ids": completion.token_ids.tolist(),
             "logprobs": [round(float(value), 6) for value in completion.logprobs],
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),
+            **greedy,
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            **({"versions": versions} if versions else {}),
         }
+
+    def _text(self, prompt: Prompt) -> str:
+        token_ids = prompt.token_ids.tolist()
+        return self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+
+
+# Columns of the rollout record by the field of the sequences that holds them.
+_LOGPROBS = {"trainer_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}

@@ -11,8 +11,10 @@ import numpy as np
 from msrl.algorithms.samples import score_matrix
 from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
+from msrl.errors import MsrlError
+from msrl.plan.derived import needs_greedy
 from msrl.rewards.score import Scorer, Scores
-from msrl.types import Prompt, ScoredGroup
+from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
@@ -46,6 +48,12 @@ class Rollouts:
         self._job, self._engines, self._scorer = job, engines, scorer
         self._num_groups = job.config.rollout.prompts_per_step
         self._filter = job.config.rollout.filter
+        if "rollouts" in state:
+            raise MsrlError(
+                "rollout.async.max_staleness=0: the checkpoint is of an asynchronous run and has "
+                "unfinished groups. Resume with the max_staleness of that run."
+            )
+        self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
         num_used = state.get("prompts_taken", job.start_step * self._num_groups)
         self._num_used_prompts = int(num_used)
 
@@ -105,8 +113,12 @@ class Rollouts:
         with clock("rollout"):
             self._engines.onload()  # reward models on the ranks take the device's memory
             groups = self._engines.generate(prompts, self._job.sampling, policy_version=step)
+            greedy: tuple[RolloutGroup, ...] = ()
+            if self._greedy is not None:
+                greedy = self._engines.generate(prompts, self._greedy, policy_version=step)
         with clock("reward"):
-            return self._scorer.score(groups)
+            scores = self._scorer.score(groups)
+            return with_greedy(scores, self._scorer.score(greedy)) if greedy else scores
 
     def _select_groups(self, scores: Scores, num_refills: int) -> StepRollouts:
         """Select the first informative groups, then uninformative ones, in the order of prompts."""
@@ -129,6 +141,20 @@ class Rollouts:
         train_groups = tuple(scores.groups[number] for number in selected)
         dropped_groups = tuple(scores.groups[number] for number in dropped)
         return StepRollouts(scores, train_groups, dropped_groups, metrics)
+
+
+def greedy_sampling(sampling: SamplingParams) -> SamplingParams:
+    """Return the sampling of one greedy response per prompt."""
+    return replace(sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
+
+def with_greedy(scores: Scores, greedy: Scores) -> Scores:
+    """Return scored groups with their greedy responses, and the failures of both scorings."""
+    groups = tuple(
+        replace(group, greedy=baseline)
+        for group, baseline in zip(scores.groups, greedy.groups, strict=True)
+    )
+    return replace(scores.joined(greedy), groups=groups)
 
 
 def _missing_note(informative: Flags, num_refills: int) -> str:

@@ -13,31 +13,41 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.checks.asynchronous import is_corrected
+from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.cluster.state import tls_files
+from msrl.config.sections.rollout import DEVICE_WAYS
+from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
+from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.run_log import counted
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.settings import (
     rank_settings,
 )
-from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_trainers, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
@@ -53,13 +63,16 @@ CURVES = (
 )
 
 
+_MAX_EMPTY_STEPS = 10  # in succession
+
+
 def run(plan: RunPlan) -> None:
     """Train a model as configured.
 
     Raises:
         MsrlError: The configuration is invalid. It is checked before Ray starts.
     """
-    config, job = plan.config, prepare(plan)
+    job = prepare(plan)
     if job.resume is not None and job.resume.step == job.num_steps:
         finish_completed(plan, job.resume, CURVES)
         return
@@ -73,16 +86,21 @@ def run(plan: RunPlan) -> None:
     ) as session:
         start_time = time.perf_counter()
         ranks = counted(plan.world_size, "training rank")
-        engines = counted(config.rollout.engine.dp, "engine")
+        engines = counted(plan.num_engines, "engine")
         session.note(
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
-        with _workers(job) as workers:
+        with _workers(job, session.restarts) as workers:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
-            _train(job, workers, session)
+            is_async = job.config.rollout.asynchronous.is_on
+            train = _train_asynchronously if is_async else _train
+            session.run(
+                lambda resume: train(replace(job, resume=resume), workers, session),
+                lambda resume: _restart(job, workers, resume),
+            )
         session.finish()
 
 
@@ -90,8 +108,9 @@ def run(plan: RunPlan) -> None:
 class _Workers:
     """Workers of a run."""
 
-    trainers: TrainerGroup
+    trainers: ModelGroups
     engines: EngineGroup
+    weights: WeightTransfer
     scorer: Scorer
 
 
@@ -101,7 +120,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     state = job.resume.state()["extra"] if job.resume else {}
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
-    rollout_log = RolloutLog(session.run_dir, job.tokenizer, is_on=config.log.save_rollouts)
+    rollout_log = _rollout_log(job, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -109,22 +128,101 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             clock = Clock()
             batch = rollouts.generate(step, clock)
             with clock("weights"):
-                engines.offload()
+                engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
-                weights = trainers.weights()
-                trainers.offload()
-                engines.onload()
-                engines.load_weights(weights)
+                workers.weights.update(step + 1)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            rollout_log.write(step + 1, batch.train_groups, prepared.samples, batch.dropped_groups)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
             if session.after_step(report):
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
                 trainers.offload()
                 engines.onload()
+
+
+def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
+    """Run the remaining steps while the engines generate for later ones."""
+    config, trainers = job.config, workers.trainers
+    options = config.rollout.asynchronous
+    if options.allow_uncorrected and not is_corrected(config.algo):
+        session.note(
+            f"rollout.async.max_staleness={options.max_staleness}: the run trains on samples of "
+            "older policies without a correction"
+        )
+    state = job.resume.state()["extra"] if job.resume else {}
+    updater = Updater(config, trainers, job.num_steps, state)
+    engines = LoopingEngines(workers.engines.workers, workers.engines.restart_lost)
+    publish = workers.weights.publish
+    rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
+    rollout_log = _rollout_log(job, session)
+    evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
+    empty_steps = 0
+    trainers.onload()
+    with session.training(trainers, evaluator), rollouts:
+        session.evaluate_at_start()
+        for step in session.steps():
+            clock = Clock()
+            batch = rollouts.take(step, clock)
+            if options.partial:
+                rollouts.pause()
+            prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            empty_steps = _count_empty(prepared, empty_steps)
+            trained = updater.update(prepared, step, clock)
+            with clock("weights"):
+                rollouts.publish(step + 1)
+            if options.partial:
+                rollouts.resume()
+            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
+            if session.after_step(report):
+                session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
+    log = job.config.log
+    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
+
+
+def _write_rollouts(
+    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
+) -> None:
+    """Write the rollouts of a step with the values that the trainer computed for them."""
+    log.write(
+        step,
+        batch.train_groups,
+        prepared.samples,
+        batch.dropped_groups,
+        sequences=prepared.sequences,
+        times=clock.ended_at,
+    )
+
+
+def _count_empty(prepared: PreparedStep, num_before: int) -> int:
+    """Return the number of successive steps that have no token to train on.
+
+    Raises:
+        MsrlError: There are too many.
+    """
+    if num_loss_tokens(prepared.sequences):
+        return 0
+    if num_before + 1 == _MAX_EMPTY_STEPS:
+        raise MsrlError(
+            f"rollout.filter: {_MAX_EMPTY_STEPS} successive steps have no group to train on. Check "
+            "the rewards, or relax rollout.filter and algo.mask."
+        )
+    return num_before + 1
+
+
+def _restart(job: RLSetup, workers: _Workers, resume: SavedTraining | None) -> None:
+    """Restart the ranks. The engines stay, and load the weights of the checkpoint."""
+    workers.trainers.end()
+    workers.engines.offload(discard_weights=True)
+    workers.trainers.restart(resume, save_plan(job.plan))
+    workers.weights.reconnect()
+    workers.weights.update(resume.step if resume is not None else 0)
 
 
 def _step_report(
@@ -159,7 +257,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
 
 @contextmanager
-def _workers(job: RLSetup) -> Iterator[_Workers]:
+def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
@@ -170,16 +268,18 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 num_devices=job.placement.num_devices,
                 resource_name=platform.ray_resource,
                 env=cluster.env,
+                tls=tls_files(cluster.tls),
             )
         )
-        placed = session.create_placement(job.placement)
+        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
         # Ray returns the devices of the engines only before any actor is started.
         collectives = platform.collective_environment(
             "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
         )
         env = {**collectives, **cluster.env}
-        engine_env = engine_environments(placed, platform, job.config.rollout.engine, env)
-        trainers = _trainer_group(job, scorer, session, placed)
+        ports = None if cluster.ports is None else Ports.parse(cluster.ports)
+        engine_env = engine_environments(placed, platform, env, ports)
+        trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
                 session,
@@ -189,57 +289,71 @@ def _workers(job: RLSetup) -> Iterator[_Workers]:
                 [(_engine_settings(job.plan), platform.name)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
-            )
+                silence_s=cluster.rpc_timeout_s,
+                wait_for_nodes_s=cluster.wait_for_nodes_s,
+                watched=("actor", "rollout"),
+            ),
+            restarts,
+            shares_devices=not job.plan.has_separate_engines,
         )
-        _start(trainers, engines, job)
+        weights = _start(trainers, engines, job)
+        engines.restore_with(weights.reload)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield _Workers(trainers, engines, scorer)
+        yield _Workers(trainers, engines, weights, scorer)
         engines.release()
 
 
-def _trainer_group(
+def _model_groups(
     job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
-) -> TrainerGroup:
-    """Create the actors of the training ranks, which also hold the reward models of `scorer`."""
-    config, platform = job.config, job.platform
+) -> ModelGroups:
+    """Create the actors of all ranks. They also hold the reward models of `scorer`."""
+    config, plan, platform = job.config, job.plan, job.platform
     reward_models = {
         name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
     }
-    settings = rank_settings(
-        job.plan,
-        platform.name,
-        resume=job.resume,
-        reference=job.plan.model.weights if job.plan.needs_reference else None,
-        reward_models=reward_models,
-    )
+    settings = rank_settings(plan, platform.name, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
-    return ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    separate = separate_groups(plan, session, placed, platform, reward_models)
+    return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 
 
-def _start(trainers: TrainerGroup, engines: EngineGroup, job: RLSetup) -> None:
-    """Load the models of ranks and engines.
+def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+    """Load the models of ranks and engines; return the transfer between them.
 
-    They load at the same time only in main memory: on a device, engines measure the free memory, so
-    they start after the ranks.
+    They load at the same time only in main memory or on separate devices: on a shared device,
+    engines measure the free memory, so they start after the ranks.
     """
-    pending = engines.begin_start() if job.platform.shares_main_memory else None
+    at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
+    pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
+    trainers.start_separate(job.resume)
     engines.finish_start(engines.begin_start() if pending is None else pending)
-    weights = trainers.weights()
-    trainers.offload()
-    engines.load_weights(weights)
+    weights = connect(
+        trainers,
+        engines,
+        job.config.rollout.weights,
+        job.config.cluster.rpc_timeout_s,
+        is_staged=not at_once,
+        processes_per_engine=job.config.rollout.engine.tp,
+        shares_main_memory=job.platform.shares_main_memory,
+        shares_devices=not job.plan.has_separate_engines,
+    )
+    weights.update(job.start_step)
+    return weights
 
 
 def _rank_scores(
-    trainers: TrainerGroup,
+    trainers: ModelGroups,
     engines: EngineGroup,
     name: str,
     token_ids: Sequence[Ints],
     batch: int,
 ) -> list[float]:
-    """Return the scores of a reward model on the ranks, which needs the devices' memory."""
-    engines.offload()
+    """Return the scores of a reward model on ranks, which may need the engines' memory."""
+    if not trainers.has_separate("reward"):
+        engines.offload()
     return trainers.scores(name, token_ids, batch)
 
 
@@ -273,4 +387,13 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
         max_model_len=plan.max_model_len,
         random_weights=True,
     )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
+    if plan.has_separate_engines:
+        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
+    rollout = plan.config.rollout
+    way = rollout.weights.transfer
+    return replace(
+        settings,
+        tokenizer_dir=plan.tokenizer_dir,
+        is_stepped=rollout.asynchronous.is_on,
+        weight_backend=way if way in DEVICE_WAYS else None,
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from msrl.cluster.placement import Placement
 from msrl.config.schema import Config
-from msrl.data.dataset import PromptDataset
-from msrl.data.order import RowOrder
+from msrl.data.dataset import PromptDataset, PromptMixture, check_templates
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.derived import updates_per_step
@@ -31,6 +34,7 @@ from msrl.workflows.training.settings import (
     checkpoint_to_resume,
     order_state,
     policy_schedule,
+    separate_critic,
 )
 
 
@@ -61,9 +65,9 @@ class RLSetup:
 class Prompts:
     """Prompts that fit `rollout.max_prompt_tokens`, and their order."""
 
-    dataset: PromptDataset
+    dataset: PromptDataset | PromptMixture
     rows: tuple[int, ...]  # of the dataset
-    order: RowOrder
+    order: RowOrder | BlendOrder
 
     def after(self, position: int, count: int) -> list[Prompt]:
         """Return `count` prompts, starting at `position` in the order."""
@@ -78,18 +82,16 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     Raises:
         MsrlError: The configuration, the data or the checkpoint is invalid.
     """
-    config, prefix = plan.config, plan.data.train
-    if prefix is None:
-        raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
+    config = plan.config
     platform = platform or resolve(config.cluster.platform)
+    _check_async_platform(plan, platform)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
-    prompts = _checked_prompts(plan, prefix, tokenizer)
+    prompts = _training_prompts(plan, tokenizer)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
     eval_prompts = _eval_prompts(plan, tokenizer)
-    _check_rows(config, (prompts.dataset[row] for row in prompts.rows), eval_prompts)
     num_steps = count_steps(config, len(prompts.rows))
     resume, state = _checkpoint_and_state(plan, prompts.order, num_steps)
     return RLSetup(
@@ -108,24 +110,50 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     )
 
 
-def _checked_prompts(plan: RunPlan, prefix: str, tokenizer: TextTokenizer) -> Prompts:
-    """Return the prompts of a dataset that fits the model. Raises MsrlError."""
-    prompts = _prompts(plan.config, prefix, tokenizer)
-    check_data(prompts.dataset.manifest, plan, prefix)
-    verify_data(prompts.dataset, plan)
-    return prompts
+def _check_async_platform(plan: RunPlan, platform: Platform) -> None:
+    """Raise MsrlError if engines cannot generate while the ranks on their devices train."""
+    staleness = plan.rollout.asynchronous.max_staleness
+    if staleness and not (platform.shares_main_memory or plan.has_separate_engines):
+        raise MsrlError(
+            f"rollout.async.max_staleness={staleness}: engines share the devices of the training "
+            f"ranks on {platform.name}, so they cannot generate while these train. Set "
+            "cluster.roles.rollout.devices, or set it to 0."
+        )
+
+
+def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
+    """Return the prompts of `data.train` or `data.blend`, which fit the model. Raises MsrlError."""
+    config, data = plan.config, plan.data
+    if data.train is None and not data.blend:
+        raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
+    keys = {f"data.blend.{prefix}": prefix for prefix in data.blend}
+    if data.train is not None:
+        keys = {"data.train": data.train}
+    fitting = [_fitting_prompts(plan, key, prefix, tokenizer) for key, prefix in keys.items()]
+    batch, seed, shuffle = config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
+    if not data.blend:
+        dataset, rows = fitting[0]
+        return Prompts(dataset, rows, RowOrder(len(rows), batch, seed, shuffle))
+    datasets = [dataset for dataset, _ in fitting]
+    check_templates(datasets)
+    counts = tuple(len(rows) for _, rows in fitting)
+    order = BlendOrder(counts, tuple(data.blend.values()), batch, seed, shuffle)
+    starts = accumulate((len(dataset) for dataset in datasets), initial=0)
+    numbers = [np.array(rows) + start for (_, rows), start in zip(fitting, starts, strict=False)]
+    return Prompts(PromptMixture(datasets), tuple(np.concatenate(numbers).tolist()), order)
 
 
 def _eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
     """Return the first `eval.prompts` prompts of `data.eval`; all if it is not set."""
     if not plan.data.eval:
         return ()
-    held_out, count = _checked_prompts(plan, plan.data.eval, tokenizer), plan.config.eval.prompts
-    return tuple(held_out.dataset[row] for row in held_out.rows[: count or None])
+    count = plan.config.eval.prompts or None
+    dataset, rows = _fitting_prompts(plan, "data.eval", plan.data.eval, tokenizer, count)
+    return tuple(dataset[row] for row in rows)
 
 
 def _checkpoint_and_state(
-    plan: RunPlan, order: RowOrder, num_steps: int
+    plan: RunPlan, order: RowOrder | BlendOrder, num_steps: int
 ) -> tuple[SavedTraining | None, dict[str, Any]]:
     """Return the checkpoint to resume from and the state for the resume checks of later runs.
 
@@ -146,23 +174,45 @@ def _checkpoint_and_state(
     state = {**order_state(order), **resume_checks.remembered(plan, rates)}
     if resume:
         resume_checks.check(resume, state)
+        _check_critic(plan, resume)
     check_room(root, resume)
     num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
     resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
     return resume, state
 
 
-def _check_rows(config: Config, train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
-    """Raise MsrlError for the first row that the reward sources cannot score."""
-    sources = RowSources(tuple(Source.of(section) for section in config.reward.sources))
-    for key, prefix, prompts in (
-        ("data.train", config.data.train, train),
-        ("data.eval", config.data.eval, held_out),
-    ):
-        try:
-            sources.check(prompts)
-        except MsrlError as error:
-            raise MsrlError(f"{key}={prefix}: {error}") from error
+def _check_critic(plan: RunPlan, resume: SavedTraining) -> None:
+    """Raise MsrlError if the checkpoint of a critic with separate devices is absent or damaged."""
+    critic = separate_critic(plan, resume)
+    problem = critic.damage() if critic is not resume else None
+    if problem is not None:
+        raise MsrlError(
+            f"checkpoint.resume: the critic of step {resume.step} cannot be loaded: {problem}. "
+            "Resume from another checkpoint."
+        )
+
+
+def _fitting_prompts(
+    plan: RunPlan, key: str, prefix: str, tokenizer: TextTokenizer, count: int | None = None
+) -> tuple[PromptDataset, tuple[int, ...]]:
+    """Return a dataset that fits the model, and its rows that are not too long.
+
+    Only the first `count` rows are returned; None returns all.
+
+    Raises:
+        MsrlError: The data is damaged or does not fit the model, or the reward sources cannot score
+            one of the rows.
+    """
+    dataset, rows = _short_prompts(plan.config, prefix, tokenizer)
+    check_data(dataset.manifest, plan, prefix)
+    verify_data(dataset, plan)
+    rows = rows[:count]
+    sources = RowSources(tuple(Source.of(section) for section in plan.config.reward.sources))
+    try:
+        sources.check(dataset[row] for row in rows)
+    except MsrlError as error:
+        raise MsrlError(f"{key}={prefix}: {error}") from error
+    return dataset, rows
 
 
 def difficulty(prompt: Prompt) -> float:
@@ -204,12 +254,14 @@ def count_steps(config: Config, num_prompts: int) -> int:
     return count
 
 
-def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
-    """Return the prompts of a prefix that are not too long; print how many were dropped."""
+def _short_prompts(
+    config: Config, prefix: str, tokenizer: TextTokenizer
+) -> tuple[PromptDataset, tuple[int, ...]]:
+    """Return a dataset and its rows that are not too long; print how many were dropped."""
     dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
-    limit, rows = config.rollout.max_prompt_tokens, range(len(dataset))
+    limit, rows = config.rollout.max_prompt_tokens, tuple(range(len(dataset)))
     if dataset.max_tokens > limit:
-        rows = [row for row in rows if len(dataset[row].token_ids) <= limit]
+        rows = tuple(row for row in rows if len(dataset[row].token_ids) <= limit)
         num_dropped = len(dataset) - len(rows)
         print(
             f"{prefix}: dropped {num_dropped} of {len(dataset)} prompts that are longer than "
@@ -221,7 +273,4 @@ def _prompts(config: Config, prefix: str, tokenizer: TextTokenizer) -> Prompts:
             f"rollout.max_prompt_tokens={limit}: every prompt of {prefix} is longer. Raise it; the "
             f"longest has {dataset.max_tokens} tokens."
         )
-    order = RowOrder(
-        len(rows), config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
-    )
-    return Prompts(dataset, tuple(rows), order)
+    return dataset, rows

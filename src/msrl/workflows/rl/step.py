@@ -14,10 +14,11 @@ from msrl.rewards.score import Scores
 
 
 class Clock:
-    """Seconds per stage of a step."""
+    """Seconds per stage of a step, and the time at which each stage last ended (since 1970)."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.ended_at: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -27,6 +28,7 @@ class Clock:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+            self.ended_at[stage] = time.time()
 
 
 def step_metrics(
@@ -48,7 +50,7 @@ def step_metrics(
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(truncated_matrix(groups).mean()),
-        "rollout/tokens_per_s": num_response_tokens / max(seconds["rollout"], 1e-9),
+        "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
         **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),
     }

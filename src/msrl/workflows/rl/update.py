@@ -17,6 +17,7 @@ from msrl import registry
 from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.algorithms.proximal import proximal_shares
 from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
 from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_samples
 from msrl.algorithms.token_rewards import Reals, TokenRewards
@@ -25,6 +26,7 @@ from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
     needs_distribution,
+    needs_greedy,
     updates_per_step,
 )
 from msrl.rewards.process import RewardSteps
@@ -116,9 +118,15 @@ class Updater:
             metrics["reward_kl"] = float(divergence.mean())
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
         distribution = _distribution(plain, logprobs)
-        advantages = estimate_advantages(algo, rewards, values, distribution)
+        greedy_rewards = None
+        if needs_greedy(self._config):
+            greedy_rewards = self._rewards.greedy_rewards(groups)
+            metrics["greedy_reward"] = float(greedy_rewards.mean())
+        advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
+        if algo.old_logprobs == "log-linear":
+            sequences = with_versions(sequences, groups)
         if not keep.all():
             metrics["masked"] = 1.0 - float(keep.mean())
         critic_sequences = None
@@ -196,6 +204,9 @@ class Updater:
             sequences = select(prepared.sequences, indices)
             if self._config.algo.top_entropy < 1.0:
                 sequences = with_top_entropy(sequences, self._config.algo.top_entropy)
+            if self._config.algo.old_logprobs == "log-linear":
+                version = step + self._config.algo.value.warmup_steps
+                sequences = with_proximal_shares(sequences, version, number / len(batches))
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, mode, constant)
                 update_loss = self._normalized(loss, sequences)
@@ -235,6 +246,8 @@ class Updater:
     @property
     def _needs_old_logprobs(self) -> bool:
         """True if the updates of a step need the log-probabilities from before the first one."""
+        if self._config.algo.old_logprobs != "trainer":
+            return False
         return updates_per_step(self._config) > 1 or self._config.algo.mismatch.normalize
 
     def _statistic(self, sequences: Sequences, name: TokenStatistic) -> tuple[Floats, ...]:
@@ -291,6 +304,7 @@ def policy_loss(config: Config) -> PolicyLoss:
         correction=Correction(
             mismatch.weight, mismatch.upper, mismatch.filter, mismatch.low, mismatch.high
         ),
+        old_logprobs=algo.old_logprobs,
         off_policy_limit=mismatch.off_policy_limit,
         options={
             name: value
@@ -318,6 +332,7 @@ def estimate_advantages(
     rewards: TokenRewards,
     values: Reals | None = None,  # [N], if the estimator needs a critic
     distribution: Mapping[str, Reals] | None = None,  # [N] each, if the estimator needs it
+    greedy_rewards: Reals | None = None,  # [P], if the estimator needs them
 ) -> Reals:  # [N]
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
@@ -337,6 +352,7 @@ def estimate_advantages(
         "lam": advantage.lam,
         "values": values,
         "turns": None,
+        "greedy_rewards": greedy_rewards,
         **(distribution or {}),
     }
     return estimate(rewards, **required_arguments(estimate, arguments), **options)
@@ -423,6 +439,29 @@ def with_top_entropy(sequences: Sequences, share: float) -> Sequences:
     for row, mask, piece in zip(selected, sequences.loss_masks, pieces, strict=True):
         row[mask] = piece
     return sequences._replace(fields={**fields, "selected": selected})
+
+
+def with_versions(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequences:
+    """Return the sequences with the version that sampled each token as `behavior_versions`.
+
+    It is 0 on prompts. Sequences are in the order of the groups' completions.
+    """
+    completions = [item for group in groups for item in group.rollout.completions]
+    rows = list[Floats]()
+    for token_ids, completion in zip(sequences.token_ids, completions, strict=True):
+        versions, counts = zip(*completion.version_runs, strict=True)
+        response = np.repeat(np.array(versions, np.float32), counts)
+        prompt = np.zeros(len(token_ids) - len(response), np.float32)
+        rows.append(np.concatenate([prompt, response]))
+    return sequences._replace(fields={**sequences.fields, "behavior_versions": tuple(rows)})
+
+
+def with_proximal_shares(sequences: Sequences, version: int, fraction: float) -> Sequences:
+    """Return the sequences of an update with `proximal_shares` in place of `behavior_versions`."""
+    fields = dict(sequences.fields)
+    rows = fields.pop("behavior_versions")
+    shares = tuple(proximal_shares(row, version, fraction) for row in rows)
+    return sequences._replace(fields={**fields, "proximal_shares": shares})
 
 
 def mean_importance_weight(correction: Correction, sequences: Sequences) -> float:

@@ -62,8 +62,12 @@ def run(plan: RunPlan) -> None:
             f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
         )
         with open_trainers(plan.config, job.settings, platform) as trainers:
-            trainers.start(job.resume, save_plan(plan))
-            _train(job, trainers, session)
+            saves = save_plan(plan)
+            trainers.start(job.resume, saves)
+            session.run(
+                lambda _: _train(job, trainers, session),
+                lambda resume: trainers.restart(resume, saves),
+            )
         session.finish()
 
 
@@ -141,7 +145,7 @@ def prepare(plan: RunPlan, platform: Platform) -> SftSetup:
         config=config,
         shape=plan.shape,
         platform=platform,
-        settings=rank_settings(plan, platform.name, resume=resume),
+        settings=rank_settings(plan, platform.name),
         train=train,
         held_out=held_out,
         schedule=rates,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from msrl.config.schema import Config
-from msrl.data.dataset import SftDataset
+from msrl.data.dataset import SftDataset, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.models.shape import Shape
@@ -45,7 +45,7 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
         return open_text(config)
     if config.data.blend:
         datasets = [SftDataset(prefix) for prefix in config.data.blend]
-        _check_templates(datasets)
+        check_templates(datasets)
         mixed = tuple(open_rows(config, dataset) for dataset in datasets)
         held_out = config.data.eval and open_rows(config, SftDataset(config.data.eval))
         return MixedRows(mixed), held_out or None
@@ -61,17 +61,6 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     if config.data.eval is not None:
         return train, open_rows(config, SftDataset(config.data.eval))
     return train, open_rows(config, dataset, held_out) if held_out else None
-
-
-def _check_templates(datasets: Sequence[SftDataset]) -> None:
-    """Raise MsrlError if the datasets of a blend were preprocessed with different templates."""
-    manifests = [d.manifest for d in datasets if d.manifest is not None]
-    templates = {m.chat_template: m.template for m in manifests}
-    if len(templates) > 1:
-        raise MsrlError(
-            f"data.blend: the datasets have different templates: {', '.join(templates.values())}. "
-            "Preprocess all with one template."
-        )
 
 
 def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:

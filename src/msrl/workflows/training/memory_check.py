@@ -11,6 +11,7 @@ from msrl.errors import MsrlError
 from msrl.memory.estimate import Memory, bytes_text, table, training_memory, with_engine
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.rollout.engine import sleep_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
 def _with_engine(memory: Memory, plan: RunPlan, platform: Platform) -> Memory:
     if not plan.is_grpo:
         return memory
-    sleeps = bool(platform.engine_arguments().get("enable_sleep_mode"))
+    sleeps = sleep_level(plan.rollout.engine, platform) > 0
     return with_engine(
         memory,
         plan,
@@ -102,7 +103,8 @@ def _on_machine(memory: Memory, plan: RunPlan, platform: Platform) -> int:
         return memory.peak
     ranks, engine = plan.world_size // plan.config.cluster.nodes, plan.rollout.engine
     alone = replace(memory, engine_weights=0, kv_cache=0, resting=frozenset())
-    return alone.training * ranks + memory.engine * engine.tp * engine.dp
+    separate = sum(memory.separate[model.role] * model.num_ranks for model in plan.separate_models)
+    return alone.training * ranks + memory.engine * engine.tp * plan.num_engines + separate
 
 
 def remedies(train: TrainConfig, memory_fit: Fit) -> str:

@@ -59,9 +59,15 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
             else {}
         ),
     }
+    if plan.critic is not None:
+        is_separate = plan.separate_model("critic") is not None
+        keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
-    if lora.rank is not None or plan.needs_reference:
+    if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = digest_of_ends(_weight_files(plan.model.weights))
+    if plan.reference is not None and plan.has_own_reference:
+        key = "cluster.roles.reference.load"
+        contents[key] = digest_of_ends(_weight_files(plan.reference.weights))
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 

@@ -99,6 +99,15 @@ class RunLog:
         self._config = config
         self._curves = tuple(curves)
         resumed_step = start_step if config.checkpoint.resume != "none" else None
+        self._names = config.log.trackers if trackers is None else trackers
+        self._num_steps, self._last_step = num_steps, start_step
+        self._trackers = self._open_trackers(resumed_step)
+        self._is_completed = False
+        self._log_file = LogFile(self.path / LOG_FILE)
+        self._stack = ExitStack()
+
+    def _open_trackers(self, resumed_step: int | None) -> Trackers:
+        """Return the trackers, without the steps after `resumed_step`, which are repeated."""
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
         if metrics.num_dropped:
             print(
@@ -107,22 +116,22 @@ class RunLog:
                 file=sys.stderr,
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
-        names = config.log.trackers if trackers is None else trackers
-        self._trackers = Trackers(
-            [
-                metrics,
-                StepConsole(num_steps, every_steps=config.log.every_steps),
-                *open_trackers(names, self.path, resumed_step=resumed_step),
-            ]
+        console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
+        others = open_trackers(
+            self._names, self.path, resumed_step=resumed_step, options=self._config.log.options
         )
-        self._num_steps, self._last_step = num_steps, start_step
-        self._is_completed = False
-        self._log_file = LogFile(self.path / LOG_FILE)
-        self._stack = ExitStack()
+        return Trackers([metrics, console, *others])
+
+    def rewind(self, step: int) -> None:
+        """Remove the reports of the steps after `step`, which the run repeats."""
+        with self._writing("the last reports"):
+            self._trackers.close()
+        self._trackers = self._open_trackers(step)
+        self._last_step = step
 
     def note(self, text: str) -> None:
-        """Print a line on standard error before work that takes long."""
-        print(text, file=sys.stderr, flush=True)
+        """Print a line on standard error, without secrets of the configuration."""
+        print(redacted(text, self._config), file=sys.stderr, flush=True)
 
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""

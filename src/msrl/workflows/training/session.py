@@ -7,11 +7,12 @@ and writes the report. SFT and GRPO run their steps in it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from msrl.errors import ProcessFailedError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -25,6 +26,7 @@ from msrl.workflows.training.interrupts import (
     lasting_output,
     was_stopped_early,
 )
+from msrl.workflows.training.restarts import Restarts, newest_checkpoint
 from msrl.workflows.training.run_log import RunLog
 from msrl.workflows.training.settings import retention
 from msrl.workflows.training.trainer_group import TrainerGroup
@@ -62,10 +64,15 @@ class TrainingSession:
         resume: SavedTraining | None,
     ) -> None:
         self._plan, self._config, self._log = plan, plan.config, log
-        self._start_step, self._num_steps, self._step = start_step, num_steps, start_step
-        self._saved = resume
-        self._best = Best.of(resume.state()["extra"]) if resume is not None else None
+        self._num_steps, self._first = num_steps, resume
         self._interrupts = Interrupts()
+        self.restarts = Restarts(plan.config.cluster.max_restarts, log.note, start_step)
+        self._begin_at(start_step, resume)
+
+    def _begin_at(self, step: int, saved: SavedTraining | None) -> None:
+        """Set the state of a session that begins after `step` steps."""
+        self._start_step, self._step, self._saved = step, step, saved
+        self._best = Best.of(saved.state()["extra"]) if saved is not None else None
         self._early_stop: str | None = None  # its reason
         self._is_over = False  # decided once per step, since a signal may come at any time
         self._is_saving = False  # True if a save in the background may be in progress
@@ -96,6 +103,42 @@ class TrainingSession:
                 raise
             self._add_saved(trainers.finish_saves())
 
+    def run(
+        self,
+        train: Callable[[SavedTraining | None], None],
+        restart: Callable[[SavedTraining | None], object],
+    ) -> None:
+        """Call `train`, and after each loss of a rank `restart` and `train` again.
+
+        Both get the checkpoint from which the run continues, None for the initial weights.
+
+        Raises:
+            ProcessFailedError: More than `cluster.max_restarts` restarts completed no new step.
+        """
+        resume, is_lost = self._first, False
+        while True:
+            try:
+                if is_lost:
+                    restart(resume)
+                train(resume)
+            except ProcessFailedError as error:
+                resume, is_lost = self._rewind(error), True
+            else:
+                return
+
+    def _rewind(self, error: ProcessFailedError) -> SavedTraining | None:
+        """Return to the newest complete checkpoint after the loss of a rank, and return it."""
+        if self._interrupts.asked:
+            raise error
+        self.restarts.begin("the training ranks", error)
+        saved = newest_checkpoint(self._plan.checkpoint_dir, self._first)
+        step = saved.step if saved is not None else 0
+        self._log.rewind(step)
+        self._begin_at(step, saved)
+        where = f"the checkpoint of step {step}" if saved is not None else "the initial weights"
+        self.note(f"Continuing from {where}")
+        return saved
+
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, counted from 0, until the run ends.
 
@@ -118,6 +161,7 @@ class TrainingSession:
     def after_step(self, report: StepReport) -> bool:
         """Evaluate if it is due and log the report; return True if a checkpoint is due."""
         self._step, is_best = report.step, False
+        self.restarts.complete_step(report.step)
         if self._evaluator is not None and self._evaluator.is_due(report.step):
             report = self._evaluator.evaluate(report)
             value, is_loss = self._evaluator.value(report), self._evaluator.is_loss

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from msrl.config.messages import written
 from msrl.config.schema import Config
+from msrl.config.sections.train import OffloadConfig, ParallelConfig
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.plan.derived import critic_optimizer, updates_per_step
+from msrl.models.shape import Shape
+from msrl.plan.derived import critic_optimizer, layout_from, updates_per_step
+from msrl.plan.roles import SeparateModel
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
@@ -21,6 +24,8 @@ from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_
 from msrl.types import ChatFormat
 from msrl.workflows.training.best import Best
 
+CRITIC_FOLDER = "critic"  # in the folder of the checkpoints
+
 
 def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     """Return the folders that a training loads weights from.
@@ -28,8 +33,10 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     The checkpoint to resume from is verified elsewhere and not included.
     """
     folders = list[Path]()
-    if resume is None or plan.train.lora.rank is not None or plan.needs_reference:
+    if resume is None or plan.train.lora.rank is not None:
         folders.append(plan.model.weights)
+    if plan.reference is not None and plan.reference.weights not in folders:
+        folders.append(plan.reference.weights)
     if plan.critic is not None and resume is None:
         folders.append(plan.critic.weights)
     return [*folders, *(model.weights for model in plan.reward_models.values())]
@@ -108,45 +115,81 @@ def rank_settings(
     plan: RunPlan,
     platform: str,
     *,
-    resume: SavedTraining | None,
-    reference: Path | None = None,
     reward_models: Mapping[str, Path] | None = None,
 ) -> RankSettings:
-    """Return the settings of the training ranks.
+    """Return the settings of the training ranks of a new training.
 
-    `reward_models` are those that the ranks hold, by the names of their sources.
+    `reward_models` are those that the ranks hold, by the names of their sources. Models with
+    separate devices are not on these ranks. A rank that resumes replaces the policy's weights by
+    those of the checkpoint.
     """
-    config, parallel = plan.config, plan.train.parallel
-    has_adapters, shape = plan.train.lora.rank is not None, plan.shape_or_none
+    has_reward_models = plan.separate_model("reward") is None
+    return replace(
+        _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none),
+        policy=_policy_settings(plan),
+        reference=_shared_reference(plan),
+        critic=_critic_settings(plan) if plan.separate_model("critic") is None else None,
+        reward_models=_reward_settings(plan, reward_models) if has_reward_models else {},
+    )
+
+
+def separate_rank_settings(
+    plan: RunPlan, platform: str, model: SeparateModel, reward_models: Mapping[str, Path]
+) -> RankSettings:
+    """Return the settings of the ranks of a model with separate devices."""
+    own = plan.models(model.role)
+    common = _common_settings(plan, platform, model.parallel, own[0].shape if own else None)
+    if model.role == "reference":
+        return replace(common, reference=_reference_settings(plan))
+    if model.role == "critic":
+        return replace(common, critic=_critic_settings(plan))
+    return replace(common, reward_models=_reward_settings(plan, reward_models))
+
+
+def _common_settings(
+    plan: RunPlan, platform: str, parallel: ParallelConfig, shape: Shape | None
+) -> RankSettings:
+    """Return the settings of ranks that hold no model yet."""
+    config, sizes = plan.config, layout_from(parallel).as_json()
     is_mixture = shape is not None and shape.moe is not None
     return RankSettings(
         platform=platform,
-        layout=Layout(**plan.layout.as_json(), sp=parallel.sp or is_mixture, cp=parallel.cp),
+        layout=Layout(**sizes, sp=parallel.sp or is_mixture, cp=parallel.cp),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
         deterministic=config.run.deterministic,
         chat=_chat_format(plan),
-        policy=_policy_settings(
-            plan, None if has_adapters else resume
-        ),  # a checkpoint of adapters has no other weights
-        reference=None
-        if reference is None or has_adapters
-        else _reference_settings(plan, reference),
-        critic=_critic_settings(plan),
-        reward_models={
-            name: ReplicaSettings(path, offload=config.train.offload)
-            for name, path in (reward_models or {}).items()
-        },
     )
 
 
-def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSettings:
-    """Return the settings of the policy, which starts from `weights` or the configured model."""
+def _reward_settings(
+    plan: RunPlan, models: Mapping[str, Path] | None
+) -> dict[str, ReplicaSettings]:
+    offload = _offload(plan, "reward")
+    return {name: ReplicaSettings(path, offload=offload) for name, path in (models or {}).items()}
+
+
+def separate_critic(plan: RunPlan, saved: SavedTraining) -> SavedTraining:
+    """Return the checkpoint that holds the critic of a training's checkpoint.
+
+    A critic with separate devices has checkpoints of its own, in a folder beside the policy's.
+    """
+    if plan.separate_model("critic") is None:
+        return saved
+    return SavedTraining(saved.root / CRITIC_FOLDER, saved.step)
+
+
+def _offload(plan: RunPlan, role: str) -> OffloadConfig:
+    """Return what a model offloads: nothing on separate devices."""
+    return plan.train.offload if plan.separate_model(role) is None else OffloadConfig()
+
+
+def _policy_settings(plan: RunPlan) -> ReplicaSettings:
+    """Return the settings of the policy, which starts from the configured model."""
     train = plan.train
     return ReplicaSettings(
-        model=weights.root.absolute() if weights else plan.model.weights,
-        iteration=weights.step if weights else None,
+        model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
         optimizer=train.optimizer,
         freeze=train.freeze,
@@ -160,11 +203,23 @@ def _policy_settings(plan: RunPlan, weights: SavedTraining | None) -> ReplicaSet
     )
 
 
-def _reference_settings(plan: RunPlan, model: Path) -> ReplicaSettings:
+def _shared_reference(plan: RunPlan) -> ReplicaSettings | None:
+    """Return the settings of the reference on the training ranks; None if they hold none.
+
+    With adapters, the reference is the policy without them, unless it has its own weights.
+    """
+    if not plan.needs_reference or plan.separate_model("reference") is not None:
+        return None
+    is_policy = plan.train.lora.rank is not None and not plan.has_own_reference
+    return None if is_policy else _reference_settings(plan)
+
+
+def _reference_settings(plan: RunPlan) -> ReplicaSettings:
+    assert plan.reference is not None
     return ReplicaSettings(
-        model,
-        hf_dir=plan.model.hf_dir,
-        offload=plan.train.offload,
+        plan.reference.weights,
+        hf_dir=plan.reference.hf_dir,
+        offload=_offload(plan, "reference"),
         logit_chunk=plan.train.chunk,
     )
 
@@ -177,7 +232,7 @@ def _critic_settings(plan: RunPlan) -> ReplicaSettings | None:
         critic_optimizer(plan.config),
         hf_dir=plan.critic.hf_dir,
         recompute=plan.train.recompute,
-        offload=plan.train.offload,
+        offload=_offload(plan, "critic"),
         max_skipped=plan.train.max_skipped,
         bad_batch_dir=_bad_batch_dir(plan) / "critic",
     )

@@ -10,18 +10,24 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.platforms import get
+from msrl.rollout.weights.channel import ChannelAddress
+from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron
-from msrl.trainer.settings import RankSettings
+from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, TokenStatistic
-from msrl.workflows.training.weight_transfer import Bucket, pack
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from msrl.cluster.rendezvous import Rendezvous
+    from msrl.rollout.vllm_sender import DeviceSender
+    from msrl.rollout.weights.sender import WeightSender
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
 
@@ -48,8 +54,40 @@ class SavePlan:
     in_background: bool  # write checkpoints while training continues
 
 
+@dataclass(frozen=True, slots=True)
+class SenderAddress:
+    """Pipeline stage of a rank that sends weights, and the address of its channel."""
+
+    stage: int
+    channel: ChannelAddress
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Engines that receive weights on their devices.
+
+    Attributes:
+        way: Name of vLLM's weight transfer engine.
+        address: Host and port for the rendezvous of rank 0 with the engines.
+        engines: Ray actors of the engines.
+        processes_per_engine: Number of processes of an engine.
+        bucket_bytes: Size of a bucket.
+        is_colocated: Whether the engines use the devices of the ranks.
+    """
+
+    way: str
+    address: str
+    engines: tuple[Any, ...]
+    processes_per_engine: int
+    bucket_bytes: int
+    is_colocated: bool
+
+
 class TrainWorker:
     """Worker of one training rank."""
+
+    _sender: WeightSender
+    _device_sender: DeviceSender
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
@@ -66,9 +104,10 @@ class TrainWorker:
         from msrl.trainer.checkpointing.saver import Saver
         from msrl.trainer.rank import TrainingRank
 
-        self._training_rank = TrainingRank(
-            self._settings, self._rank, self._world_size, init_method
-        )
+        settings = self._settings
+        if resume is not None:
+            settings = resumed_settings(settings, resume.root, resume.step)
+        self._training_rank = TrainingRank(settings, self._rank, self._world_size, init_method)
         extra = checkpoints.load_training_state(self._training_rank, resume) if resume else {}
         self._saver = Saver(
             self._training_rank, saves.root, saves.hf_dir, in_background=saves.in_background
@@ -126,14 +165,81 @@ class TrainWorker:
 
     # Weights and memory
 
-    def weights(self) -> tuple[Bucket, ...]:
-        """Return the policy's weights of this stage by Hugging Face name.
+    def connect_weights(self, bucket_bytes: int, timeout_s: float) -> SenderAddress | None:
+        """Prepare the transfer of weights to the engines; return the address of this sender.
 
-        Only the first rank of a stage returns weights; all ranks must call it.
+        None if another rank sends all weights of this rank.
         """
-        from msrl.trainer.weights import export
+        from msrl.rollout.weights.sender import WeightSender
+        from msrl.trainer.weights import sends_weights
 
-        return pack(export(self._training_rank.policy))
+        if not sends_weights(self._training_rank.policy):
+            return None
+        self._sender = WeightSender(bucket_bytes, timeout_s)
+        return SenderAddress(self._training_rank.position.pp_rank, self._sender.address)
+
+    def send_weights(self, version: int, num_receivers: int, verify: bool) -> Digests:
+        """Send the weights of this rank through shared memory.
+
+        Returns:
+            The parts of the weights' digests that they contribute, if requested.
+        """
+        from msrl.trainer.weights import local_shards
+
+        shards = local_shards(self._training_rank.policy)
+        return self._sender.send(shards, version, num_receivers, verify=verify)
+
+    def store_weights(self, version: int, verify: bool) -> tuple[list[Any], Digests]:
+        """Copy the weights of this rank to Ray's object store.
+
+        Returns:
+            References to the buckets, and the parts of the weights' digests.
+        """
+        import ray
+
+        from msrl.trainer.weights import local_shards
+
+        shards = local_shards(self._training_rank.policy)
+        return self._sender.store(shards, version, ray.put, verify=verify)
+
+    def connect_devices(self, group: DeviceGroup) -> None:
+        """Connect vLLM's weight transfer engines with this rank; all ranks must call it."""
+        from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
+
+        host = group.address.rpartition(":")
+        self._device_sender = DeviceSender(
+            TransferGroup(
+                group.way,
+                self._rank,
+                (host[0], int(host[2])),
+                len(group.engines) * group.processes_per_engine,
+                group.bucket_bytes,
+            ),
+            EngineClient(
+                partial(_call_engines, group.engines),
+                len(group.engines),
+                group.processes_per_engine,
+            ),
+            partial(self._collected, everywhere=group.is_colocated),
+        )
+
+    def send_to_devices(self, verify: bool) -> Digests:
+        """Send the weights with vLLM's engines; return this rank's part of the digests."""
+        from msrl.rollout.weights.sender import digest_parts
+        from msrl.trainer.weights import local_shards
+
+        self._device_sender.send()
+        return digest_parts(local_shards(self._training_rank.policy)) if verify else {}
+
+    def _collected(self, *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights on rank 0 or everywhere; all ranks must call it."""
+        from msrl.rollout.weights.collection import ShardedModel, collect
+        from msrl.trainer.weights import local_shards
+
+        policy = self._training_rank.policy
+        position = policy.position
+        model = ShardedModel(policy.shape, position.layout, position.dtype, position.device)
+        return collect(model, local_shards(policy), everywhere=everywhere)
 
     def offload(self) -> None:
         """Release the device's memory of what `train.offload` names."""
@@ -176,18 +282,41 @@ class TrainWorker:
             raise
 
 
+def _call_engines(
+    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]
+) -> None:
+    """Call a method of vLLM's workers in all engines and wait."""
+    import ray
+
+    ray.get(
+        [
+            engine.call_vllm.remote(method, *own_arguments)
+            for engine, own_arguments in zip(engines, arguments, strict=True)
+        ]
+    )
+
+
 class TrainActor(TrainWorker):
     """Ray actor of one training rank."""
 
-    def rendezvous(self) -> str:
-        """Return the rendezvous address of the ranks.
+    def rendezvous(self, ports: Sequence[int]) -> str:
+        """Return the rendezvous address of the ranks, on one of these ports.
 
         Rank 0 reserves it until all ranks have joined.
         """
         from msrl.cluster.rendezvous import Rendezvous
 
-        self._rendezvous: Rendezvous | None = Rendezvous()
+        self._ports = ports
+        self._rendezvous: Rendezvous | None = Rendezvous(ports)
         return self._rendezvous.init_method
+
+    def free_address(self) -> str:
+        """Return host and port for the rendezvous of rank 0 with the engines."""
+        from msrl.cluster.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous(self._ports)
+        rendezvous.close()
+        return rendezvous.init_method.removeprefix("tcp://")
 
     def start(
         self, init_method: str, resume: SavedTraining | None, saves: SavePlan

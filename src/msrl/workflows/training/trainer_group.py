@@ -16,7 +16,7 @@ from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Workers
 
 if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValueLoss
@@ -33,6 +33,11 @@ class TrainerGroup:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
+    @property
+    def workers(self) -> Workers:
+        """The workers of the ranks."""
+        return self._workers
+
     def start(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         """Load the models on all ranks and return the workflow's state in the checkpoint."""
         if resume is not None:  # the workers may have another working directory
@@ -41,6 +46,15 @@ class TrainerGroup:
         self._positions = [position for position, _ in started]
         self.dp_size = 1 + max(position.dp_rank for position in self._positions)
         return started[0][1]
+
+    def end(self) -> None:
+        """End all ranks at once, also ones that hang. Only `restart` may follow."""
+        self._workers.end()
+
+    def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
+        """Replace all ranks by new ones and load the models as `start` does."""
+        self._workers.restart()
+        return self.start(resume, saves)
 
     def close(self) -> None:
         """Release the models and leave the process groups on all ranks."""
@@ -129,10 +143,6 @@ class TrainerGroup:
         Gradients and optimizer states follow within an update.
         """
         self._workers.call("onload")
-
-    def weights(self) -> Calls:
-        """Begin to export the new weights; each rank returns a tuple of buckets, mostly empty."""
-        return self._workers.begin("weights")
 
     # Checkpoints
 

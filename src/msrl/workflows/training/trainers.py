@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msrl.cluster.ports import Ports
 from msrl.config.schema import Config
 from msrl.plan.derived import world_size
 from msrl.plan.run_plan import RunPlan
@@ -42,6 +43,7 @@ def open_trainers(
         num_workers=world_size(config),
         platform=platform,
         env=worker_variables(config, platform),
+        silence_s=config.cluster.rpc_timeout_s,
     ) as workers:
         trainers = TrainerGroup(workers)
         yield trainers
@@ -54,14 +56,20 @@ def _cluster_trainers(
 ) -> Iterator[TrainerGroup]:
     from msrl.cluster.placement import Role, plan
     from msrl.cluster.session import ray_session
+    from msrl.cluster.state import tls_files
 
     cluster, num_ranks, resource = config.cluster, world_size(config), platform.ray_resource
     with ray_session(
-        cluster.address, num_devices=0, resource_name=resource, env=cluster.env
+        cluster.address,
+        num_devices=0,
+        resource_name=resource,
+        env=cluster.env,
+        tls=tls_files(cluster.tls),
     ) as session:
         roles, ranks_per_node = [Role("actor", num_ranks)], num_ranks // cluster.nodes
         placed = session.create_placement(
-            plan(roles, ranks_per_node, cluster.nodes, resource=resource)
+            plan(roles, ranks_per_node, cluster.nodes, resource=resource),
+            timeout_s=cluster.wait_for_nodes_s,
         )
         # A step, an evaluation and a save may take any time; collectives have their own timeout.
         yield ray_trainers(session, placed, config, settings, platform, timeout_s=math.inf)
@@ -77,11 +85,27 @@ def ray_trainers(
     timeout_s: float,
 ) -> TrainerGroup:
     """Create the actors of the training ranks. A call takes at most `timeout_s` seconds."""
+    return ray_ranks(session, placed, config, settings, platform, role="actor", timeout_s=timeout_s)
+
+
+def ray_ranks(
+    session: Session,
+    placed: PlacedWorkers,
+    config: Config,
+    settings: RankSettings,
+    platform: Platform,
+    *,
+    role: str,
+    timeout_s: float,
+) -> TrainerGroup:
+    """Create the actors of the ranks of a placed role."""
     from msrl.workflows.training.transport.ray_actors import RayWorkers
 
-    num_ranks, nodes = world_size(config), config.cluster.nodes
+    plan = placed.placement.role(role)
+    num_ranks, nodes = plan.num_workers, len(set(plan.nodes))
+    cluster = config.cluster
     env = {
-        **platform.worker_environment(num_ranks // nodes, spans_machines=nodes > 1),
+        **platform.worker_environment(-(-num_ranks // nodes), spans_machines=nodes > 1),
         **worker_variables(config, platform),
     }
     arguments = [(settings, rank, num_ranks) for rank in range(num_ranks)]
@@ -89,13 +113,23 @@ def ray_trainers(
         RayWorkers(
             session,
             placed,
-            "actor",
+            role,
             TrainActor,
             arguments,
             [env] * num_ranks,
             timeout_s=timeout_s,
+            silence_s=cluster.rpc_timeout_s,
+            wait_for_nodes_s=cluster.wait_for_nodes_s,
+            watched=(role,),
+            rendezvous_ports=_rendezvous_ports(config),
         )
     )
+
+
+def _rendezvous_ports(config: Config) -> Sequence[int]:
+    """Return the ports for the rendezvous of the ranks; 0 stands for any free one."""
+    ports = config.cluster.ports
+    return (0,) if ports is None else Ports.parse(ports).rendezvous
 
 
 def save_plan(plan: RunPlan) -> SavePlan:

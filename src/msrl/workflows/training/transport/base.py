@@ -29,6 +29,14 @@ class Workers(ABC):
         """Return torch's `init_method` for process groups of the workers."""
 
     @abstractmethod
+    def end(self) -> None:
+        """End all workers at once, also ones that hang. Only `restart` may follow."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Start all workers again with the same arguments; end those that still run."""
+
+    @abstractmethod
     def share(self, value: object) -> Any:
         """Return a handle to `value` for the arguments of several calls, which share one copy."""
 

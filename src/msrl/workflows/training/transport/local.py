@@ -56,6 +56,16 @@ class LocalWorkers(Workers):
         """Return the address of the store in the ranks' temporary folder."""
         return self._ranks.init_method
 
+    def end(self) -> None:
+        """Kill all processes."""
+        self._ranks.end()
+
+    def restart(self) -> None:
+        """Start new processes."""
+        self._ranks.restart()
+        self._messages = self._ranks.messages()
+        self._answers.clear()
+
     def share(self, value: object) -> _Shared:
         """Return the pickled value."""
         return _Shared(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
@@ -96,6 +106,7 @@ def local_workers(
     num_workers: int,
     platform: Platform,
     env: Mapping[str, str],
+    silence_s: float | None = None,
 ) -> Iterator[LocalWorkers]:
     """Start a process per worker and end all of them with the context.
 
@@ -105,6 +116,7 @@ def local_workers(
         num_workers: Number of processes.
         platform: Platform of the processes' devices.
         env: Additional environment variables.
+        silence_s: Time without a heartbeat after which a process counts as dead. Default: no limit.
 
     Raises:
         MsrlError: This machine has fewer devices than workers.
@@ -115,6 +127,7 @@ def local_workers(
         num_ranks=num_workers,
         platform=platform,
         env=env,
+        silence_s=silence_s,
     ) as ranks:
         yield LocalWorkers(ranks)
 

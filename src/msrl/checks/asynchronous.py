@@ -1,0 +1,113 @@
+"""Checks of `rollout.async` and of the off-policy correction that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msrl.config.loader import Resolved
+from msrl.config.schema import AlgoConfig
+from msrl.config.sections.rollout import AsyncConfig
+from msrl.plan.derived import needs_greedy, num_separate_devices, updates_per_step
+from msrl.registry import LOSSES
+from msrl.registry.declarations import declaration
+from msrl.rewards.sources import Source
+
+
+def check_async(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of `rollout.async` that is invalid or has no effect."""
+    options = resolved.config.rollout.asynchronous
+    if not options.is_on:
+        yield from _check_synchronous(resolved, options)
+        return
+    yield from _check_combinations(resolved, options)
+    yield from _check_unsupported(resolved)
+    if not options.allow_uncorrected and not is_corrected(resolved.config.algo):
+        yield resolved.mistake(
+            "rollout.async.max_staleness",
+            "needs an off-policy correction. Set algo.mismatch.weight or algo.mismatch.filter, or "
+            "force it with rollout.async.allow_uncorrected=true.",
+        )
+
+
+def check_old_logprobs(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting that contradicts `algo.old_logprobs`."""
+    algo = resolved.config.algo
+    if algo.old_logprobs == "trainer":
+        return
+    key = f"algo.old_logprobs={algo.old_logprobs}"
+    if algo.mismatch.normalize:
+        message = f"needs the log-probabilities of the trainer, but {key}. Set it to false."
+        yield resolved.mistake("algo.mismatch.normalize", message)
+    if algo.old_logprobs == "behavior" and algo.mismatch.weight != "none":
+        message = f"has no effect with {key}, whose ratio contains this weight. Set it to none."
+        yield resolved.mistake("algo.mismatch.weight", message)
+    if algo.old_logprobs == "log-linear" and updates_per_step(resolved.config) == 1:
+        yield resolved.mistake(
+            "algo.old_logprobs",
+            "has no effect with one update per step. Set it to trainer.",
+        )
+    if not _uses_ratio(algo) and algo.old_logprobs == "behavior":
+        yield resolved.mistake(
+            "algo.old_logprobs",
+            f"has no effect with algo.policy_loss={algo.policy_loss}, which uses no ratio. Set it "
+            "to trainer.",
+        )
+
+
+def is_corrected(algo: AlgoConfig) -> bool:
+    """Return True if the loss accounts for samples of older policies."""
+    mismatch = algo.mismatch
+    if mismatch.weight != "none" or mismatch.filter != "none":
+        return True
+    return algo.old_logprobs == "behavior" and _uses_ratio(algo)
+
+
+def _uses_ratio(algo: AlgoConfig) -> bool:
+    loss = declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
+    return not loss.constant("NO_RATIO")
+
+
+def _check_synchronous(resolved: Resolved, options: AsyncConfig) -> Iterator[str]:
+    """Yield a line for each option that needs staleness."""
+    for name in type(options).model_fields:
+        if name != "max_staleness" and resolved.is_set(f"rollout.async.{name}"):
+            yield resolved.mistake(
+                f"rollout.async.{name}",
+                "has no effect with rollout.async.max_staleness=0. Set that key to 1 or more.",
+            )
+
+
+def _check_combinations(resolved: Resolved, options: AsyncConfig) -> Iterator[str]:
+    if options.weight_update != "drain":
+        return
+    message = "has no effect with rollout.async.weight_update=drain. Remove it."
+    if options.partial:
+        yield resolved.mistake("rollout.async.partial", message)
+    if not options.recompute_kv:
+        yield resolved.mistake("rollout.async.recompute_kv", message)
+
+
+def _check_unsupported(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each other key that asynchronous rollouts do not support yet."""
+    config = resolved.config
+    has_ranks = num_separate_devices(config.cluster.roles.reward) > 0
+    if config.rollout.filter.refill:
+        yield resolved.mistake(
+            "rollout.filter.refill",
+            "is not supported with rollout.async.max_staleness above 0 yet. Set it to false.",
+        )
+    if needs_greedy(config):
+        yield resolved.mistake(
+            "algo.advantage.estimator",
+            "needs greedy completions, which are not supported with "
+            "rollout.async.max_staleness above 0 yet. Choose another estimator.",
+        )
+    for number, section in enumerate(config.reward.sources):
+        source = Source.of(section)
+        if source.kind == "model" and source.on_ranks and not has_ranks:
+            yield resolved.mistake(
+                f"reward.sources.{number}.model",
+                "runs on the training ranks, which train while groups are scored. Set "
+                "cluster.roles.reward.devices, use a reward server, or set "
+                "rollout.async.max_staleness to 0.",
+            )

@@ -1,0 +1,79 @@
+"""Checks of the rollout engine: its devices, its parallel sizes and vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msrl.config.loader import Resolved
+from msrl.errors import nearest
+from msrl.models.families import num_experts
+from msrl.plan.derived import num_engine_devices, num_engines
+from msrl.plan.run_plan import RunPlan
+from msrl.rollout.engine_arguments import REFUSED, SET_BY_MSRL, engine_argument_names
+
+_OPTIONS = "rollout.engine.options"
+
+
+def check_engine_options(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each engine argument that vLLM does not know or that msrl sets."""
+    options = resolved.config.rollout.engine.options
+    known = engine_argument_names() if options else None
+    for name in options:
+        key = f"{_OPTIONS}.{name}"
+        if name in SET_BY_MSRL:
+            remedy = f"Use {SET_BY_MSRL[name]}" if SET_BY_MSRL[name] else "Remove it"
+            yield resolved.mistake(key, f"msrl sets this engine argument. {remedy}.")
+        elif name in REFUSED:
+            yield resolved.mistake(key, f"not supported, because {REFUSED[name]}. Remove it.")
+        elif known is not None and name not in known:
+            hint = nearest(name, known - SET_BY_MSRL.keys() - REFUSED.keys())
+            yield resolved.mistake(key, f"the installed vLLM has no such engine argument; {hint}")
+
+
+def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check that the engines fit their devices and the model."""
+    engine, devices = resolved.config.rollout.engine, num_engine_devices(resolved.config)
+    count = num_engines(resolved.config)
+    if engine.tp * count > devices:
+        yield _too_few_devices(resolved, plan, count, devices)
+    yield from _model_sizes(resolved, plan)
+    if engine.ep not in (1, engine.tp):
+        yield resolved.mistake(
+            "rollout.engine.ep",
+            f"must be 1 or rollout.engine.tp={engine.tp}: vLLM distributes experts over all "
+            "devices of an engine",
+        )
+    if plan.has_separate_engines and engine.sleep:
+        yield resolved.mistake(
+            "rollout.engine.sleep",
+            "has no effect with cluster.roles.rollout.devices: no other role needs the memory. "
+            "Remove it.",
+        )
+
+
+def _too_few_devices(resolved: Resolved, plan: RunPlan, count: int, devices: int) -> str:
+    engine = resolved.config.rollout.engine
+    owner = "the rollout" if plan.has_separate_engines else "training"
+    remedy = "roles.rollout.devices" if plan.has_separate_engines else "devices_per_node"
+    return resolved.mistake(
+        "rollout.engine.tp" if engine.tp > devices else "rollout.engine.dp",
+        f"{count} engines with {engine.tp} devices each need {engine.tp * count} devices, but "
+        f"{owner} has {devices}. Set cluster.{remedy}.",
+    )
+
+
+def _model_sizes(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    engine, shape = resolved.config.rollout.engine, plan.shape_or_none
+    if shape is None:
+        return
+    if shape.num_attention_heads % engine.tp:
+        yield resolved.mistake(
+            "rollout.engine.tp",
+            f"must divide the model's {shape.num_attention_heads} attention heads",
+        )
+    if engine.ep > 1 and shape.moe is None:
+        yield resolved.mistake("rollout.engine.ep", "the model has no experts. Remove it.")
+    elif engine.ep > 1 and num_experts(shape) % engine.ep:
+        yield resolved.mistake(
+            "rollout.engine.ep", f"must divide the model's {num_experts(shape)} experts"
+        )

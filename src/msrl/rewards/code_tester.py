@@ -1,0 +1,638 @@
+"""Process that runs the tests of a row apart from the program that they test.
+
+The text of this file runs inside the sandbox (`code_harness.py`). It forks: the child runs the
+program, and the parent, the tester, runs the tests. A name of the program is a `Remote` in the
+tester, whose calls run in the child. Only plain data crosses the pipes, as JSON, so that patched
+builtins and objects that claim to be equal have no effect on the tests. The tester reads the tests
+after the fork and is not dumpable, so the program cannot read its memory or files.
+
+An object of the program that is not plain stays in the child. The tester compares only its plain
+value (`1` for a subclass of int, a list for a subclass of list). Without one, it differs from every
+plain value, and its arithmetic with plain values must not return one.
+
+Messages are lines of JSON: [operation, target, arguments, keywords] and its answer
+{"value": ...} or {"error": ...}. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import io
+import json
+import operator
+import os
+import signal
+import sys
+import traceback
+import types
+from itertools import islice
+from typing import Any
+
+DUMPABLE = 4  # prctl(2)
+MAX_ITEMS = 1_000_000  # of an object of the program that a test searches
+MAX_INTEGER = 1 << 62
+MODULE_ALIASES = {"np": "numpy", "pd": "pandas"}
+# Modules whose functions and classes a program may import for the tests.
+LIBRARY = frozenset(
+    (
+        "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq",
+        "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing",
+    )
+)  # fmt: skip
+# Types with a short list of constructor arguments.
+CONSTRUCTED: dict[tuple[str, str], Any] = {
+    ("builtins", "complex"): lambda v: [v.real, v.imag],
+    ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
+    ("builtins", "bytearray"): lambda v: [bytes(v)],
+    ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
+    ("decimal", "Decimal"): lambda v: [str(v)],
+    ("uuid", "UUID"): lambda v: [str(v)],
+    ("datetime", "date"): lambda v: [v.year, v.month, v.day],
+    ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
+    ("datetime", "time"): lambda v: [v.hour, v.minute, v.second, v.microsecond],
+    ("datetime", "datetime"): lambda v: [
+        v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond,
+    ],
+    ("collections", "deque"): lambda v: [list(v)],
+    ("collections", "Counter"): lambda v: [dict(v)],
+    ("collections", "OrderedDict"): lambda v: [list(v.items())],
+    ("collections", "defaultdict"): lambda v: [None, dict(v)],
+}  # fmt: skip
+CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+MUTABLE = (list, dict, set, bytearray)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+ORDER = ("lt", "le", "gt", "ge")
+UNARY = {
+    "len": len, "truth": bool, "str": str, "repr": repr, "hash": hash, "int": int, "float": float,
+    "abs": abs, "neg": operator.neg, "pos": operator.pos, "invert": operator.invert,
+    "index": operator.index, "iter": iter, "next": next, "reversed": reversed,
+}  # fmt: skip
+
+
+class Remote:
+    """Object of the other process."""
+
+    __slots__ = ("_remote_base", "_remote_id", "_remote_peer")
+
+    def __init__(self, peer: Peer, number: int, base: str) -> None:
+        object.__setattr__(self, "_remote_peer", peer)
+        object.__setattr__(self, "_remote_id", number)
+        object.__setattr__(self, "_remote_base", base)
+
+    @property
+    def __class__(self) -> type:
+        return next((base for base in BASES if base.__name__ == self._remote_base), Remote)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._remote_peer.call(self, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._remote_peer.request("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote_peer.request("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._remote_peer.request("del", self, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._remote_peer.request("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._remote_peer.request("setitem", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._remote_peer.request("delitem", self, key)
+
+    def __contains__(self, item: Any) -> bool:
+        return self._remote_peer.contains(self, item)
+
+    def __eq__(self, other: object) -> Any:
+        return self._remote_peer.equal(self, other)
+
+    def __ne__(self, other: object) -> Any:
+        result = self._remote_peer.equal(self, other)
+        return result if result is NotImplemented else not result
+
+    def __enter__(self) -> Any:
+        return self._remote_peer.request("enter", self)
+
+    def __exit__(self, *error: object) -> None:
+        self._remote_peer.request("exit", self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._remote_peer.request("round", self, digits)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return bool(self._remote_peer.request("instance", self, value))
+
+
+def _unary_method(name: str) -> Any:
+    return lambda self: self._remote_peer.request(name, self)
+
+
+def _binary_method(name: str, *, reflected: bool) -> Any:
+    return lambda self, other: self._remote_peer.binary(name, self, other, reflected)
+
+
+def _add_operators() -> None:
+    for name in UNARY:
+        setattr(Remote, "__bool__" if name == "truth" else f"__{name}__", _unary_method(name))
+    for name in BINARY:
+        bare = name.strip("_")
+        setattr(Remote, f"__{bare}__", _binary_method(name, reflected=False))
+        setattr(Remote, f"__r{bare}__", _binary_method(name, reflected=True))
+    for name in ORDER:
+        setattr(Remote, f"__{name}__", _binary_method(name, reflected=False))
+
+
+_add_operators()
+
+
+class Peer:
+    """One end of the connection, with the objects that the other end may name."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader = os.fdopen(reader, "rb")
+        self._writer = os.fdopen(writer, "wb")
+        self._objects: list[Any] = []
+
+    # --- Requests to the other process ---
+
+    def request(self, operation: str, target: Any, *arguments: Any) -> Any:
+        """Perform an operation on an object of the other process."""
+        return self.decode(self._exchange(operation, target, arguments, {})["value"])
+
+    def call(self, target: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+        """Call an object of the other process, which may change mutable arguments."""
+        answer = self._exchange("call", target, arguments, keywords)
+        for name, encoded in answer.get("changed", {}).items():
+            old = keywords[name] if name in keywords else arguments[int(name)]
+            _write_back(old, self.decode(encoded))
+        sys.stdout.write(answer.get("printed", ""))
+        return self.decode(answer["value"])
+
+    def binary(self, name: str, target: Any, other: Any, reflected: bool) -> Any:
+        """Perform a binary operation."""
+        return self.request("binary", target, name, other, reflected)
+
+    def equal(self, target: Any, other: Any) -> Any:
+        """Compare an object of the other process."""
+        return bool(self.request("eq", target, other))
+
+    def contains(self, target: Any, item: Any) -> bool:
+        """Return True if an object of the other process contains an item."""
+        return bool(self.request("contains", target, item))
+
+    def _exchange(self, operation: str, target: Any, arguments: Any, keywords: Any) -> Any:
+        encoded = [self.encode(argument) for argument in arguments]
+        named = {name: self.encode(value) for name, value in keywords.items()}
+        self._send([operation, self.encode(target), encoded, named])
+        while True:
+            message = self._receive()
+            if isinstance(message, list):
+                self._send(self._answer(message))
+                continue
+            if "error" in message:
+                raise self._error(message["error"], operation)
+            return message
+
+    # --- Requests of the other process ---
+
+    def serve(self) -> None:
+        """Answer requests until the other process ends."""
+        while True:
+            self._send(self._answer(self._receive()))
+
+    def _answer(self, message: list[Any]) -> dict[str, Any]:
+        try:
+            operation, target, arguments, keywords = message
+            values = [self.decode(argument) for argument in arguments]
+            named = {name: self.decode(value) for name, value in keywords.items()}
+            if operation == "call":
+                return self._answer_call(self.decode(target), message, values, named)
+            result = self.perform(operation, self.decode(target), values)
+            return {"value": self.encode(result)}
+        except BaseException as error:
+            return {"error": self._describe(error)}
+
+    def _answer_call(
+        self, target: Any, message: list[Any], values: list[Any], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        printed, stdout = io.StringIO(), sys.stdout
+        sys.stdout = printed
+        try:
+            result = self.perform("call", target, [values, named])
+        finally:
+            sys.stdout = stdout
+        changed = {}
+        sent = {**dict(enumerate(message[2])), **message[3]}
+        for name, value in {**dict(enumerate(values)), **named}.items():
+            encoded = self.encode(value) if type(value) in MUTABLE else sent[name]
+            if encoded != sent[name]:
+                changed[str(name)] = encoded
+        answer = {"value": self.encode(result), "changed": changed}
+        return {**answer, "printed": printed.getvalue()}
+
+    def perform(self, operation: str, target: Any, arguments: list[Any]) -> Any:
+        """Perform an operation on an object of this process."""
+        if operation == "call":
+            return target(*arguments[0], **arguments[1])
+        if operation in UNARY:
+            return UNARY[operation](target)
+        if operation == "binary":
+            name, other, reflected = arguments
+            function: Any = getattr(operator, name) if name in (*BINARY, *ORDER) else None
+            return function(other, target) if reflected else function(target, other)
+        return OPERATIONS[operation](target, *arguments)
+
+    def _describe(self, error: BaseException) -> dict[str, Any]:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        attributes = {}
+        for name, value in getattr(error, "__dict__", {}).items():
+            if not name.startswith("_"):
+                attributes[name] = self.encode(value)
+        arguments = [self.encode(value) for value in error.args]
+        return {"names": names, "arguments": arguments, "attributes": attributes}
+
+    def _error(self, description: dict[str, Any], operation: str) -> BaseException:
+        """Return an exception of the other process as one of this process."""
+        kind = self.error_class(description["names"], operation)
+        error = kind.__new__(kind)
+        error.args = tuple(self.decode(value) for value in description["arguments"])
+        for name, value in description["attributes"].items():
+            if not name.startswith("_"):
+                setattr(error, name, self.decode(value))
+        return error
+
+    def error_class(self, names: list[str], operation: str) -> type[BaseException]:
+        """Return the first class of the names that this process has."""
+        if names[0] == "StopIteration":
+            return StopIteration if operation == "next" else RuntimeError
+        for name in names:
+            kind = getattr(builtins, name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                return kind
+        return RuntimeError
+
+    # --- Values ---
+
+    def encode(self, value: Any) -> Any:
+        """Return a value as JSON data."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and _is_short(value)):
+            return value
+        if kind in (int, bytes):
+            return [kind.__name__, hex(value) if kind is int else value.hex()]
+        if kind is dict:
+            return ["dict", [[self.encode(k), self.encode(v)] for k, v in value.items()]]
+        if CONTAINERS.get(kind.__name__) is kind:
+            return [kind.__name__, [self.encode(item) for item in value]]
+        if kind is Remote and value._remote_peer is self:
+            return ["yours", value._remote_id]
+        return self._encode_object(value, kind)
+
+    def _encode_object(self, value: Any, kind: type) -> Any:
+        name = (kind.__module__, kind.__name__)
+        if name in CONSTRUCTED and getattr(value, "tzinfo", None) is None:
+            module = sys.modules.get(name[0])
+            if getattr(module, name[1], None) is kind:
+                return ["new", *name, self.encode(CONSTRUCTED[name](value))]
+        array = _encode_array(value, kind)
+        return array or self.encode_reference(value)
+
+    def encode_reference(self, value: Any) -> Any:
+        """Return a value that stays in this process."""
+        self._objects.append(value)
+        if isinstance(value, types.CoroutineType):
+            base = "coroutine"
+        else:
+            base = next((base.__name__ for base in BASES if isinstance(value, base)), "")
+        return ["mine", len(self._objects) - 1, base]
+
+    def decode(self, data: Any) -> Any:
+        """Return the value of JSON data."""
+        if not isinstance(data, list):
+            return data
+        kind, content = data[0], data[1]
+        if kind in CONTAINERS:
+            return CONTAINERS[kind](self.decode(item) for item in content)
+        if kind == "dict":
+            return {self.decode(key): self.decode(value) for key, value in content}
+        if kind == "yours":
+            return self._objects[content]
+        if kind == "mine":
+            remote = Remote(self, int(content), str(data[2]))
+            return _wait(remote) if data[2] == "coroutine" else remote
+        return SCALARS[kind](*data[1:]) if kind in SCALARS else self.decode_named(kind, data[1:])
+
+    def decode_named(self, kind: str, content: list[Any]) -> Any:
+        """Return an object of the standard library."""
+        if kind == "new" and (content[0], content[1]) in CONSTRUCTED:
+            constructor = getattr(importlib.import_module(content[0]), content[1])
+            return constructor(*self.decode(content[2]))
+        raise ValueError(f"unknown value {kind}")
+
+    # --- Messages ---
+
+    def _send(self, message: Any) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.flush()
+
+    def _receive(self) -> Any:
+        line = self._reader.readline()
+        if not line:
+            raise EOFError("the other process has ended")
+        return json.loads(line)
+
+
+class Program(Peer):
+    """End of the process with the program. It performs every operation."""
+
+    def __init__(self, reader: int, writer: int, namespace: dict[str, Any]) -> None:
+        super().__init__(reader, writer)
+        self._namespace = namespace
+
+    def perform(self, operation: str, target: Any, arguments: list[Any]) -> Any:
+        if operation == "names":
+            return self._names(*arguments)
+        return super().perform(operation, target, arguments)
+
+    def _names(self, names: list[str], imports: list[str]) -> dict[str, Any]:
+        """Return the kind and value of each name of the program, and add the tests' imports."""
+        for statement in imports:
+            added: dict[str, Any] = {}
+            try:
+                exec(statement, added)
+            except ImportError:
+                continue
+            for name, value in added.items():
+                self._namespace.setdefault(name, value)
+        return {
+            name: self._name(self._namespace[name]) for name in names if name in self._namespace
+        }
+
+    def _name(self, value: Any) -> tuple[str, Any]:
+        if isinstance(value, types.ModuleType):
+            return "module", value.__name__
+        if isinstance(value, type) and issubclass(value, Exception):
+            return "error", (value, [kind.__name__ for kind in value.__mro__])
+        if isinstance(value, type):
+            return "class", (value, value.__module__, value.__qualname__)
+        if isinstance(value, FUNCTIONS):
+            return "function", (value, value.__module__ or "", value.__qualname__)
+        return "value", value
+
+    def decode_named(self, kind: str, content: list[Any]) -> Any:
+        if kind == "global":
+            return operator.attrgetter(content[1])(importlib.import_module(content[0]))
+        if kind == "module":
+            return importlib.import_module(content[0])
+        return super().decode_named(kind, content)
+
+
+class Tester(Peer):
+    """End of the process with the tests. It trusts nothing that the program sends."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        super().__init__(reader, writer)
+        self._errors: dict[str, type[Exception]] = {}
+
+    def names(self, names: list[str], called: set[str], imports: list[str]) -> dict[str, Any]:
+        """Return the program's values of the names that the tests use.
+
+        Names of builtins and modules keep their meaning. A program may define the function that the
+        tests call under the name of a builtin, if they call no other function of the program.
+        """
+        defined = self.request("names", None, names, imports)
+        values = {
+            name: self._named(name, *defined[name], is_called=name in called)
+            for name in names
+            if name in defined
+        }
+        own = {name for name in values if not hasattr(builtins, name) and name in called}
+        return {
+            name: value for name, value in values.items() if not (own and hasattr(builtins, name))
+        }
+
+    def _named(self, name: str, kind: str, value: Any, *, is_called: bool) -> Any:
+        """Return the value of a name. The names of modules mean the real modules."""
+        module = name if name in sys.stdlib_module_names else MODULE_ALIASES.get(name)
+        if kind == "module" or (module and not is_called):
+            return importlib.import_module(module or str(value))
+        if kind == "error":
+            return self._add_error(name, value[1])
+        if kind == "value":
+            return value
+        remote, module, path = value
+        if module in LIBRARY:
+            return operator.attrgetter(path)(importlib.import_module(module))
+        return remote
+
+    def _add_error(self, name: str, bases: list[str]) -> type[Exception]:
+        """Return a class for an exception class of the program."""
+        known = getattr(builtins, bases[0], None)
+        if isinstance(known, type) and issubclass(known, Exception):
+            return known
+        parent: Any = self.error_class(bases[1:], "")
+        self._errors[bases[0]] = type(name, (parent,), {})
+        return self._errors[bases[0]]
+
+    def error_class(self, names: list[str], operation: str) -> type[BaseException]:
+        own = next((self._errors[name] for name in names if name in self._errors), None)
+        return own or super().error_class(names, operation)
+
+    def binary(self, name: str, target: Any, other: Any, reflected: bool) -> Any:
+        if type(other) is Remote:
+            return super().binary(name, target, other, reflected)
+        plain = self.request("plain", target)
+        function = getattr(operator, name)
+        if plain:
+            return function(other, plain[0]) if reflected else function(plain[0], other)
+        result = None if name in ORDER else super().binary(name, target, other, reflected)
+        if type(result) is not Remote:
+            raise TypeError("an object of the program cannot be compared with a plain value")
+        return result
+
+    def equal(self, target: Any, other: Any) -> Any:
+        if type(other) is Remote:
+            return super().equal(target, other)
+        plain = self.request("plain", target)
+        return plain[0] == other if plain else NotImplemented
+
+    def contains(self, target: Any, item: Any) -> bool:
+        return any(value is item or value == item for value in islice(target, MAX_ITEMS))
+
+    def perform(self, operation: str, target: Any, arguments: list[Any]) -> Any:
+        """Perform an operation of the program on an object of the tests.
+
+        Attributes lead from most objects to the tests, so only those of objects whose class the
+        tests define can be read.
+        """
+        is_own = type(target).__module__ == "__main__" and not isinstance(target, type)
+        is_stream = isinstance(target, (io.StringIO, io.BytesIO))
+        if operation in ("get", "set", "del"):
+            if not (is_own or is_stream) or arguments[0].startswith("_"):
+                raise AttributeError(arguments[0])
+        elif operation not in ("call", "iter", "next") and not is_own:
+            raise TypeError(f"the tests do not allow {operation}")
+        return super().perform(operation, target, arguments)
+
+    def encode_reference(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            module = sys.modules.get(str(value.__module__))
+            if value.__module__ != "__main__" and _attribute(module, value.__qualname__) is value:
+                return ["global", value.__module__, value.__qualname__]
+        return super().encode_reference(value)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    """Return an object of a module, or None."""
+    try:
+        return operator.attrgetter(path)(module)
+    except AttributeError:
+        return None
+
+
+def _await(coroutine: Any) -> Any:
+    """Return the result of a coroutine."""
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
+async def _wait(remote: Remote) -> Any:
+    """Return the result of a coroutine of the other process."""
+    return remote._remote_peer.request("await", remote)
+
+
+def _plain(value: Any) -> list[Any]:
+    """Return the plain value of an object as a list, or an empty list."""
+    for base in BASES:
+        if isinstance(value, base):
+            return [base(value)] if base is not bool else [bool(value)]
+    return []
+
+
+def _write_back(old: Any, new: Any) -> None:
+    """Change a mutable argument as the program changed its copy."""
+    if type(old) is not type(new) or type(old) not in MUTABLE:
+        return
+    if type(old) is list:
+        for index, (before, after) in enumerate(zip(old, new, strict=False)):
+            if type(before) is type(after) and type(before) in MUTABLE:
+                _write_back(before, after)
+                new[index] = before
+        old[:] = new
+    elif type(old) is bytearray:
+        old[:] = new
+    else:
+        old.clear()
+        old.update(new)
+
+
+def _encode_array(value: Any, kind: type) -> Any:
+    """Return a NumPy array or number as JSON data, or None for other values."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or kind.__module__ != "numpy":
+        return None
+    array = numpy.asarray(value)
+    if array.dtype.kind not in "biufcSU":
+        return None
+    return ["array", array.dtype.str, list(array.shape), array.tobytes().hex(), array is value]
+
+
+def _decode_array(dtype: str, shape: list[int], data: str, is_array: bool) -> Any:
+    numpy = importlib.import_module("numpy")
+    kind = numpy.dtype(dtype)
+    if kind.kind not in "biufcSU":
+        raise ValueError(f"unknown type {dtype}")
+    array = numpy.frombuffer(bytes.fromhex(data), kind).reshape(shape).copy()
+    return array if is_array else array[()]
+
+
+def _is_short(value: int) -> bool:
+    return abs(value) < MAX_INTEGER
+
+
+SCALARS: dict[str, Any] = {
+    "int": lambda text: int(text, 16), "bytes": bytes.fromhex, "array": _decode_array,
+}  # fmt: skip
+OPERATIONS: dict[str, Any] = {
+    "get": getattr, "set": setattr, "del": delattr,
+    "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
+    "contains": operator.contains, "eq": operator.eq, "plain": _plain,
+    "round": lambda v, digits: round(v) if digits is None else round(v, digits),
+    "instance": lambda kind, v: isinstance(v, kind),
+    "enter": lambda v: v.__enter__(), "exit": lambda v: v.__exit__(None, None, None),
+    "await": _await,
+}  # fmt: skip
+
+
+def _set_dumpable(value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(DUMPABLE, value, 0, 0, 0)
+
+
+def _run_program(source: str, reader: int, writer: int) -> None:
+    """Run the program and answer the tester."""
+    _set_dumpable(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    peer = Program(reader, writer, module.__dict__)
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    peer.serve()
+
+
+def _run_tests(text: str, peer: Tester) -> None:
+    tree = ast.parse(text, "tests")
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    operands = [operand for call in calls for operand in (call.func, *call.args)]
+    called = {operand.id for operand in operands if isinstance(operand, ast.Name)}
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    module.__dict__.update(
+        peer.names(sorted(names), called, [ast.unparse(node) for node in imports])
+    )
+    exec(compile(tree, "tests", "exec"), module.__dict__)
+
+
+def main(source: str) -> None:
+    """Run the tests of standard input, and print its first line if they pass."""
+    _set_dumpable(0)
+    to_program, to_tester = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(to_program[1])
+            os.close(to_tester[0])
+            _run_program(source, to_program[0], to_tester[1])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(to_program[0])
+    os.close(to_tester[1])
+    word, text = sys.stdin.read().split("\n", 1)
+    try:
+        _run_tests(text, Tester(to_tester[0], to_program[1]))
+    finally:
+        os.kill(child, signal.SIGKILL)
+    sys.stdout.flush()
+    os.write(1, word.encode())

@@ -1,0 +1,238 @@
+"""Exact values of plain numbers, and amounts of one unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_NUMBER_CHARACTERS = 64
+MAX_UNIT_CHARACTERS = 40
+MAX_EXPONENT = 1000
+
+_NUMBER = re.compile(r"([-+]?)\s*((?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:\s*/\s*(\d+))?")
+_DIGITS = r"(?:\{\s*(\d+)\s*\}|\s*(\d))"
+_FRACTION = re.compile(rf"([-+]?)\s*(\d*)\s*\\[dt]?frac\s*{_DIGITS}\s*{_DIGITS}")
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
+_TIMES = r"\s*(?:\\times|\\cdot|\*|(?<=\d) x(?= ))\s*10\s*\^\s*"
+_SCIENTIFIC = re.compile(
+    rf"([-+]?\s*[\d.,]*\d\.?)(?:{_TIMES}(?:\{{\s*([-+]?\d+)\s*\}}|(\d))|[eE]([-+]?\d+))"
+)
+_POWER = re.compile(r"([-+]?)\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))")
+_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_CURRENCY = (
+    r"(?:\\?\$|\\textdollar|\\text\s*\{\s*(?:\\?\$|\\textdollar|Rs\.?)\s*\}|[€£¥₹]"
+    r"|\\(?:euro|pounds|yen)(?![A-Za-z])|(?:USD|EUR|GBP|CNY|RMB|INR|Rs\.?)(?![A-Za-z]))"
+)
+_BEFORE = re.compile(rf"([-+]?)\s*{_CURRENCY}\s*(?=[\d.\\])")
+_AFTER = re.compile(rf"(?<=[\d}}.])\s*{_CURRENCY}$")
+
+_DOLLAR = re.compile(r"\$|dollar|USD")
+_WRAPPED = re.compile(r"\\(?:text(?:rm|up)?|math(?:rm|up)|mbox|operatorname)\s*\{([^{}]*)\}")
+_SPACES = r"\\[,;: ]|~|\\q?quad(?![A-Za-z])"
+_AMOUNT = re.compile(r"(.*?[\d}])(\s*)([A-Za-z][A-Za-z .,/-]*(?:\^(?:\{\d\}|\d))?)")
+_STOP_WORDS = frozenset(
+    (
+        "and", "or", "to", "not", "if", "maybe", "less", "more", "than", "no", "but", "is", "minus",
+        "plus", "times", "over", "of", "percent", "e", "pi", "i", "either", "neither", "both",
+        "between", "each", "mod", "base", "divided", "squared", "cubed",
+    )
+)  # fmt: skip
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12, "k": 1000,
+}  # fmt: skip
+# Values of units by dimension. Names are singular.
+_UNITS: dict[str, tuple[str, Fraction]] = {
+    name: (dimension, Fraction(value))
+    for dimension, names in {
+        "length": {
+            "mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000",
+            "millimeter": "1/1000", "centimeter": "1/100", "meter": "1", "kilometer": "1000",
+            "inch": "254/10000", "in": "254/10000", "foot": "3048/10000", "ft": "3048/10000",
+            "yard": "9144/10000", "yd": "9144/10000", "mile": "1609344/1000", "mi": "1609344/1000",
+        },
+        "mass": {
+            "mg": "1/1000", "g": "1", "kg": "1000", "gram": "1", "kilogram": "1000",
+            "milligram": "1/1000",
+        },
+        "time": {
+            "s": "1", "sec": "1", "second": "1", "min": "60", "minute": "60", "h": "3600",
+            "hr": "3600", "hour": "3600", "day": "86400", "week": "604800",
+        },
+        "volume": {"ml": "1/1000", "l": "1", "milliliter": "1/1000", "liter": "1", "litre": "1"},
+        "money": {"cent": "1/100", "dollar": "1"},
+    }.items()
+    for name, value in names.items()
+}  # fmt: skip
+_RATES = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
+_PLURALS = {"inches": "inch", "feet": "foot", "metres": "meter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number with a unit, which is empty for a plain number."""
+
+    value: Fraction
+    unit: str = ""
+
+
+def number(text: str) -> Fraction | None:
+    r"""Return the exact value of a plain number; None for other text.
+
+    Plain numbers are for example `-1,234.5`, `3/4`, `1 3/4`, `2\frac{3}{4}`, `1.5\times10^{5}`,
+    `1.5e5`, `0.1\overline{6}` and `\$18`.
+    """
+    text = text.strip()
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        return None
+    text = _AFTER.sub("", _BEFORE.sub(r"\1", text)).strip()
+    for pattern, read in _FORMS:
+        if match := pattern.fullmatch(text):
+            return read(*match.groups())
+    return None
+
+
+def amount(text: str) -> Amount | None:
+    """Return the value of a number with at most one unit; None for other text.
+
+    Words such as `million` multiply the number.
+    """
+    value = number(text)
+    if value is not None:
+        return Amount(value, "dollar" if _DOLLAR.search(text) else "")
+    if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
+        return None
+    text, num_wrapped = _WRAPPED.subn(r" \1", re.sub(_SPACES, " ", text))
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
+        return None
+    value = number(match[1])
+    unit = _unit(match[3], is_wrapped=num_wrapped > 0, is_separate=bool(match[2]))
+    if value is None or unit is None:
+        return None
+    return Amount(value * unit.value, unit.unit)
+
+
+def is_qualified(text: str) -> bool:
+    """Return True if words such as `less` or `not` follow a number, which is then not the value."""
+    if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
+        return False
+    match = _AMOUNT.fullmatch(_WRAPPED.sub(r" \1", text).strip())
+    if match is None or number(match[1]) is None:
+        return False
+    words = set(re.split(r"[\s,]+", match[3].lower()))
+    return bool(words & (_STOP_WORDS - {"percent", "times", "each"}))
+
+
+def comparable(true: Amount, claimed: Amount) -> tuple[Fraction, Fraction] | None:
+    """Return both values in one unit; None if the units measure different things.
+
+    A missing or unknown unit is that of the other amount.
+    """
+    units = [_dimension(item.unit) for item in (true, claimed)]
+    if units[0] is None or units[1] is None:
+        return true.value, claimed.value
+    if units[0][0] != units[1][0]:
+        return None
+    return true.value * units[0][1], claimed.value * units[1][1]
+
+
+def _plain_value(sign: str, digits: str, bottom: str | None) -> Fraction | None:
+    if not any(character.isdigit() for character in digits):
+        return None
+    return _quotient(sign, Fraction(digits.replace(",", "")), int(bottom or 1))
+
+
+def _fraction_value(sign: str, whole: str, *parts: str | None) -> Fraction | None:
+    top, bottom = int(parts[0] or parts[1] or 0), int(parts[2] or parts[3] or 0)
+    if bottom == 0:
+        return None
+    value = int(whole or 0) + Fraction(top, bottom)
+    return -value if sign == "-" else value
+
+
+def _mixed_value(sign: str, whole: str, top: str, bottom: str) -> Fraction | None:
+    return _fraction_value(sign, whole, top, None, bottom, None)
+
+
+def _scientific_value(digits: str, *exponents: str | None) -> Fraction | None:
+    factor = number(digits.replace(" ", ""))
+    exponent = int(next(filter(None, exponents)))
+    if factor is None or abs(exponent) > MAX_EXPONENT:
+        return None
+    return factor * Fraction(10) ** exponent
+
+
+def _repeating_value(
+    sign: str, whole: str, fixed: str, group: str | None, digit: str | None
+) -> Fraction | None:
+    repeated = group or digit or ""
+    value = Fraction(f"{whole or 0}.{fixed or 0}")
+    value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    return -value if sign == "-" else value
+
+
+def _quotient(sign: str, top: Fraction, bottom: int) -> Fraction | None:
+    if bottom == 0:
+        return None
+    return -top / bottom if sign == "-" else top / bottom
+
+
+_FORMS = (
+    (_NUMBER, _plain_value),
+    (_FRACTION, _fraction_value),
+    (_MIXED, _mixed_value),
+    (_SCIENTIFIC, _scientific_value),
+    (_POWER, lambda sign, *exponents: _scientific_value(f"{sign}1", *exponents)),
+    (_REPEATING, _repeating_value),
+)
+
+
+def _unit(text: str, *, is_wrapped: bool, is_separate: bool) -> Amount | None:
+    """Return the factor and the name of a unit; None if the text is not a unit.
+
+    Letters without a text command may be variables.
+    """
+    factor = 1
+    words = re.split(r"[\s,]+", text.strip().rstrip("."))
+    while words and words[0].lower() in _SCALES and (is_wrapped or len(words[0]) > 1):
+        factor *= _SCALES[words.pop(0).lower()]
+    is_known = len(words) == 1 and _dimension(words[0]) is not None
+    shortest = 2 if is_known else 3
+    shortest = 1 if is_wrapped or (is_known and is_separate) else shortest
+    for word in words:
+        letters = re.sub(r"[^A-Za-z]", "", word)
+        if word.lower() in _STOP_WORDS or len(letters) < shortest:
+            return None
+    if words and not (is_separate or is_wrapped or is_known):
+        return None
+    return Amount(Fraction(factor), " ".join(words))
+
+
+def _dimension(unit: str) -> tuple[str, Fraction] | None:
+    """Return the dimension of a unit or rate and its value in the dimension's base unit."""
+    unit = _RATES.get(unit.lower().rstrip("."), unit)
+    top, _, bottom = re.sub(r"\s*(?:/|\bper\b)\s*", "/", unit).partition("/")
+    parts = [_power(name) for name in (top, bottom) if name]
+    if not parts or None in parts:
+        return None
+    (dimension, value), *rate = [part for part in parts if part is not None]
+    if rate:
+        return f"{dimension}/{rate[0][0]}", value / rate[0][1]
+    return dimension, value
+
+
+def _power(unit: str) -> tuple[str, Fraction] | None:
+    name, _, power = unit.partition("^")
+    known = _UNITS.get(_singular(name))
+    if known is None:
+        return None
+    exponent = int(power.strip("{}") or 1)
+    return f"{known[0]}^{exponent}", known[1] ** exponent
+
+
+def _singular(name: str) -> str:
+    name = name.lower().rstrip(".")
+    name = _PLURALS.get(name, name)
+    return name[:-1] if name not in _UNITS and name.endswith("s") else name

@@ -1,0 +1,1 @@
+"""Asynchronous rollouts: admission and buffering of groups under a strict staleness bound."""

@@ -1,0 +1,152 @@
+"""Rollout record: one row per sample of a step, in a Parquet file per step.
+
+T tokens of a sequence: the tokens of the prompt, those of the model, and those of an environment.
+Token arrays have length T. `docs/rollouts.md` describes the columns for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from msrl.files import atomic_write
+from msrl.types import Bools, Floats, Ints
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "1"  # raised whenever a column changes its meaning
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One sample of a step.
+
+    Attributes:
+        step: Step, counted from 1.
+        group: Number of the group in the step. The samples of a group have the same prompt.
+        sample: Number of the sample in its group.
+        prompt_index: Row of the prompt in the data.
+        token_ids: Tokens of the sequence.
+        loss_mask: True for sampled tokens that the step trained on.
+        is_sampled: True for tokens that the model sampled.
+        behavior_logprobs: Log-probabilities of the sampling distribution; 0 if not sampled.
+        versions: Policy versions of the sampled tokens, in order, as (version, number of tokens).
+        trainer_version: Policy version at the start of the step's first update.
+        advantages: Advantages; 0 if not trained.
+        reward: Reward, after weights and before processing.
+        scores: Score of each reward source by name.
+        finish_reason: `stop` or `length`.
+        messages: Turns as (role, text). A rendered prompt is one turn with the role `prompt`.
+        answer: Ground truth of the prompt.
+        times: Seconds since 1970 at which stages of the step ended, by stage.
+        trainer_logprobs: The trainer's log-probabilities before the first update; 0 if not sampled.
+            None if the step did not compute them.
+        reference_logprobs: The same of the reference model.
+    """
+
+    step: int
+    group: int
+    sample: int
+    prompt_index: int
+    token_ids: Ints  # [T]
+    loss_mask: Bools  # [T]
+    is_sampled: Bools  # [T]
+    behavior_logprobs: Floats  # [T]
+    versions: Sequence[tuple[int, int]]
+    trainer_version: int
+    advantages: Floats  # [T]
+    reward: float
+    scores: Mapping[str, float]
+    finish_reason: str
+    messages: Sequence[tuple[str, str]]
+    answer: str = ""
+    times: Mapping[str, float] = field(default_factory=dict[str, float])
+    trainer_logprobs: Floats | None = None  # [T]
+    reference_logprobs: Floats | None = None  # [T]
+
+    @property
+    def staleness(self) -> int:
+        """Number of policy versions between the oldest sampled token and the trainer."""
+        return max((self.trainer_version - version for version, _ in self.versions), default=0)
+
+
+def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
+    """Write a Parquet file atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([_row(record) for record in records], schema=_schema())
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def read_records(path: Path) -> list[RolloutRecord]:
+    """Return the rows of a file that `write_records` has written."""
+    import pyarrow.parquet as pq
+
+    return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    numbers = pa.map_(pa.string(), pa.float64())
+    version = pa.struct([("version", pa.int64()), ("tokens", pa.int64())])
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    types: dict[str, pa.DataType] = {
+        "step": pa.int64(),
+        "group": pa.int64(),
+        "sample": pa.int64(),
+        "prompt_index": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "is_sampled": pa.list_(pa.bool_()),
+        "behavior_logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(version),
+        "trainer_version": pa.int64(),
+        "advantages": pa.list_(pa.float32()),
+        "reward": pa.float64(),
+        "scores": numbers,
+        "finish_reason": pa.string(),
+        "messages": pa.list_(message),
+        "answer": pa.string(),
+        "times": numbers,
+        "trainer_logprobs": pa.list_(pa.float32()),
+        "reference_logprobs": pa.list_(pa.float32()),
+    }
+    return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
+
+
+def _row(record: RolloutRecord) -> dict[str, Any]:
+    row = {column.name: getattr(record, column.name) for column in fields(record)}
+    versions = [{"version": version, "tokens": count} for version, count in record.versions]
+    messages = [{"role": role, "content": text} for role, text in record.messages]
+    arrays = {name: value.tolist() for name, value in row.items() if isinstance(value, np.ndarray)}
+    return {**row, **arrays, "versions": versions, "messages": messages}
+
+
+_DTYPES = {
+    "token_ids": np.int64,
+    "loss_mask": np.bool_,
+    "is_sampled": np.bool_,
+    "behavior_logprobs": np.float32,
+    "advantages": np.float32,
+    "trainer_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+}
+
+
+def _record(row: Mapping[str, Any]) -> RolloutRecord:
+    arrays = {
+        name: np.asarray(row[name], dtype)
+        for name, dtype in _DTYPES.items()
+        if row[name] is not None
+    }
+    versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
+    messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])
+    return RolloutRecord(**{**row, **arrays, "versions": versions, "messages": messages})

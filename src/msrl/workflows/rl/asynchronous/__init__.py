@@ -1,0 +1,1 @@
+"""Rollouts that are generated and scored while the policy trains."""

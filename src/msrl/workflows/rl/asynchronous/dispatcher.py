@@ -1,0 +1,110 @@
+"""Dispatch of group requests to engines, and collection of finished groups.
+
+One thread exchanges messages with all engines. It alone knows which engine has which request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msrl.rollout.runtime.engine_loop import GroupRequest, LoopCounters, LoopMessage, LoopReport
+from msrl.types import RolloutGroup
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+
+_POLL_S = 0.05  # longest time until an engine hears of new requests
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Last report of an engine."""
+
+    version: int
+    counters: LoopCounters = field(default_factory=LoopCounters)
+
+
+@dataclass(slots=True)
+class _Mail:
+    """Contents of the next message to an engine. It is kept until the engine has answered."""
+
+    requests: list[GroupRequest] = field(default_factory=list[GroupRequest])
+    aborted: list[str] = field(default_factory=list[str])
+    received: list[str] = field(default_factory=list[str])
+
+    def abort(self, key: str) -> None:
+        """Abort a group, which may not have been sent yet."""
+        self.requests = [request for request in self.requests if request.key != key]
+        self.aborted.append(key)
+
+    def message(self) -> LoopMessage:
+        """Return the message."""
+        return LoopMessage(tuple(self.requests), tuple(self.aborted), tuple(self.received))
+
+
+class Dispatcher:
+    """Requests that run on the engines. Only one thread may call `exchange`."""
+
+    def __init__(self, engines: LoopingEngines, version: int) -> None:
+        self._engines = engines
+        self._engine_by_key: dict[str, int] = {}
+        self._progress: dict[str, int] = {}
+        self._mail = [_Mail() for _ in range(engines.size)]
+        self.statuses = [EngineStatus(version)] * engines.size
+
+    @property
+    def version(self) -> int:
+        """Oldest policy version of all engines."""
+        return min(status.version for status in self.statuses)
+
+    def exchange(
+        self, requests: Sequence[GroupRequest], aborted: Sequence[str]
+    ) -> dict[str, RolloutGroup]:
+        """Start and abort groups; wait briefly and return groups that finished, by key."""
+        for key in aborted:
+            engine = self._engine_by_key.pop(key, None)
+            if engine is not None:
+                self._mail[engine].abort(key)
+        for request in requests:
+            engine = self._least_loaded()
+            self._engine_by_key[request.key] = engine
+            self._mail[engine].requests.append(request)
+        reports = self._engines.exchange([mail.message() for mail in self._mail], _POLL_S)
+        finished: dict[str, RolloutGroup] = {}
+        for engine, report in enumerate(reports):
+            finished |= self._receive(engine, report)
+        return finished
+
+    def lose(self, engine: int, version: int) -> list[str]:
+        """Forget all requests of an engine that was restarted with `version`; return their keys."""
+        lost = [key for key, holder in self._engine_by_key.items() if holder == engine]
+        for key in lost:
+            del self._engine_by_key[key]
+            self._progress.pop(key, None)
+        self._mail[engine] = _Mail()
+        self.statuses[engine] = EngineStatus(version)
+        return lost
+
+    def describe(self, key: str) -> str:
+        """Return where a running group is, for messages."""
+        engine = self._engine_by_key.get(key)
+        if engine is None:
+            return "no engine has it yet"
+        return f"rollout engine {engine} has it, with {self._progress.get(key, 0)} tokens so far"
+
+    def _least_loaded(self) -> int:
+        loads = [0] * self._engines.size
+        for engine in self._engine_by_key.values():
+            loads[engine] += 1
+        return loads.index(min(loads))
+
+    def _receive(self, engine: int, report: LoopReport) -> dict[str, RolloutGroup]:
+        """Record a report and return the finished groups that were not aborted."""
+        self._mail[engine] = _Mail(received=list(report.finished))
+        self.statuses[engine] = EngineStatus(report.version, report.counters)
+        self._progress |= report.progress
+        finished: dict[str, RolloutGroup] = {}
+        for key, group in report.finished.items():
+            self._progress.pop(key, None)
+            if self._engine_by_key.pop(key, None) is not None:
+                finished[key] = group
+        return finished

@@ -1,0 +1,99 @@
+"""Finished groups in a checkpoint, as JSON. Arrays keep their bits."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from msrl.errors import MsrlError
+from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, VersionRun
+
+
+def encode(state: BufferState[ScoredGroup]) -> dict[str, Any]:
+    """Return the state of a buffer as JSON. Prompts are stored by their number only."""
+    return {
+        "next_number": state.next_number,
+        "taken": state.taken,
+        "pending": [[ticket.number, ticket.attempt] for ticket in state.pending],
+        "finished": [
+            {
+                "number": item.ticket.number,
+                "attempt": item.ticket.attempt,
+                "oldest_version": item.oldest_version,
+                "prompt_index": item.group.rollout.prompt.index,
+                "completions": [_encode_completion(c) for c in item.group.rollout.completions],
+                "rewards": [[reward.total, dict(reward.scores)] for reward in item.group.rewards],
+            }
+            for item in state.finished
+        ],
+    }
+
+
+def decode(
+    values: Mapping[str, Any], find_prompt: Callable[[int], Prompt]
+) -> BufferState[ScoredGroup]:
+    """Return the state that `encode` stored. `find_prompt` returns the prompt of a number.
+
+    Raises:
+        MsrlError: A number has another prompt than before.
+    """
+    return BufferState(
+        next_number=values["next_number"],
+        taken=values["taken"],
+        pending=tuple(Ticket(number, attempt) for number, attempt in values["pending"]),
+        finished=tuple(_decode_group(item, find_prompt) for item in values["finished"]),
+    )
+
+
+def _decode_group(
+    values: Mapping[str, Any], find_prompt: Callable[[int], Prompt]
+) -> FinishedGroup[ScoredGroup]:
+    prompt = find_prompt(values["number"])
+    if prompt.index != values["prompt_index"]:
+        raise MsrlError(
+            f"data.train: prompt {values['number']} of the order is row {prompt.index}, but the "
+            f"checkpoint has a group of row {values['prompt_index']} for it. Resume with the data "
+            "of the checkpoint."
+        )
+    completions = tuple(_decode_completion(item) for item in values["completions"])
+    rewards = tuple(Reward(total, scores) for total, scores in values["rewards"])
+    ticket = Ticket(values["number"], values["attempt"])
+    group = ScoredGroup(RolloutGroup(prompt, completions), rewards)
+    return FinishedGroup(ticket, values["oldest_version"], group)
+
+
+def _encode_completion(completion: Completion) -> dict[str, Any]:
+    return {
+        "token_ids": _encode_array(completion.token_ids),
+        "logprobs": _encode_array(completion.logprobs),
+        "finish_reason": completion.finish_reason,
+        "policy_version": completion.policy_version,
+        "text": completion.text,
+        "versions": [list(run) for run in completion.versions],
+    }
+
+
+def _decode_completion(values: Mapping[str, Any]) -> Completion:
+    return Completion(
+        _decode_array(values["token_ids"], np.dtype(np.int64)),
+        _decode_array(values["logprobs"], np.dtype(np.float32)),
+        values["finish_reason"],
+        values["policy_version"],
+        values["text"],
+        tuple(VersionRun(*run) for run in values["versions"]),
+    )
+
+
+def _encode_array(array: NDArray[Any]) -> str:
+    little = array.astype(array.dtype.newbyteorder("<"))
+    return base64.b64encode(little.tobytes()).decode()
+
+
+def _decode_array(text: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    little = np.frombuffer(base64.b64decode(text), dtype.newbyteorder("<"))
+    return little.astype(dtype)

@@ -1,0 +1,344 @@
+"""Rollouts of an asynchronous run: generation and scoring in threads beside the training.
+
+The generation thread starts groups as the buffer allows, exchanges messages with the engines and
+passes finished groups to the scoring thread. The thread of the training takes batches.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from msrl.cluster.waiting import WorkerError
+from msrl.errors import MsrlError, ProcessFailedError
+from msrl.rewards.score import Scorer, Scores
+from msrl.rollout.engine import sample_seeds
+from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
+from msrl.rollout.runtime.engine_loop import GroupRequest
+from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
+from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
+from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
+from msrl.workflows.rl.asynchronous.records import decode, encode
+from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
+from msrl.workflows.rl.rollouts import StepRollouts
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.step import Clock
+
+_END_S = 10.0  # longest wait for a thread at the end; a reward may take longer
+_NO_SCORES = Scores((), {}, ())
+
+
+class AsyncRollouts:
+    """Generator of the scored groups of each step.
+
+    Its state has the finished groups and the numbers of unfinished ones.
+    """
+
+    def __init__(
+        self,
+        job: RLSetup,
+        engines: LoopingEngines,
+        scorer: Scorer,
+        publish: Callable[[int], None],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Start from `state()` of the checkpoint to resume from, or from an empty state.
+
+        `publish` sends the trainer's weights to all engines as those of a version.
+        """
+        self._job, self._engines, self._scorer, self._publish = job, engines, scorer, publish
+        self._options = job.config.rollout.asynchronous
+        batch = job.config.rollout.prompts_per_step
+        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling)
+        self._buffer = GroupBuffer[ScoredGroup](
+            batch,
+            self._options.max_staleness,
+            on_stale=self._options.on_stale,
+            max_running=self._options.max_running_groups,
+            num_groups=job.num_steps * batch,
+            state=self._initial_state(state),
+        )
+        self._dispatcher = Dispatcher(engines, job.start_step)
+        self._condition = threading.Condition()
+        self._tickets: dict[str, Ticket] = {}  # by the key of the request
+        self._aborted: list[str] = []
+        self._to_score: list[tuple[Ticket, RolloutGroup]] = []
+        self._direct: list[GroupRequest] = []
+        self._direct_requests: dict[str, GroupRequest] = {}
+        self._direct_results: dict[str, RolloutGroup | None] = {}
+        self._transfer = threading.Lock()  # while weights are sent or engines are restarted
+        self._needs_weights = False  # since engines were restarted
+        self._num_lost = 0
+        self._num_direct = 0
+        self._scores = _NO_SCORES  # failures and calls since the last step
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._statistics = StepStatistics()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("generation", self._generate), ("scoring", self._score))
+        ]
+
+    def __enter__(self) -> AsyncRollouts:
+        """Start the engines' loops and the threads."""
+        self._engines.start(self._job.start_step, self._options)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join(_END_S)
+        # After the loss of a worker, the run may be repeated with the engines that remain.
+        with nullcontext() if error is None else suppress(MsrlError, ProcessFailedError):
+            self._engines.stop()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save in a checkpoint."""
+        with self._condition:
+            state = self._buffer.state()
+        return {"prompts_taken": state.next_number, "rollouts": encode(state)}
+
+    # Called by the thread of the training
+
+    def take(self, step: int, clock: Clock) -> StepRollouts:
+        """Wait for the batch of a step, counted from 0.
+
+        Raises:
+            MsrlError: The batch is not complete after `cluster.rpc_timeout_s`, or a reward source
+                returned no score.
+        """
+        with clock("wait"):
+            finished, depth = self._wait_for_batch(step)
+        groups = tuple(item.group for item in finished)
+        with self._condition:
+            scores, self._scores = self._scores, _NO_SCORES
+            totals = self._totals()
+        scores.require_scores(f"step {step + 1}")
+        metrics = self._statistics.step(step, groups, totals, clock.seconds["wait"], depth)
+        return StepRollouts(replace(scores, groups=groups), groups, (), metrics)
+
+    def publish(self, version: int) -> None:
+        """Send the weights of the trainer to the engines. They load them between two steps."""
+        with self._transfer:
+            self._publish(version)
+
+    def pause(self) -> None:
+        """Stop generation after the current step of each engine."""
+        self._engines.pause()
+
+    def resume(self) -> None:
+        """Continue generation."""
+        self._engines.resume()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
+        """Return groups that `policy_version` samples, beside the rollouts and not counted there.
+
+        The trainer must not publish another version meanwhile.
+        """
+        count, seeds = sampling.num_samples, sample_seeds(prompts, sampling, policy_version)
+        keys: list[str] = []
+        with self._condition:
+            self._wait_for(lambda: self._dispatcher.version >= policy_version, policy_version)
+            for n, prompt in enumerate(prompts):
+                keys.append(f"direct {self._num_direct}")
+                self._num_direct += 1
+                own_seeds = tuple(seeds[n * count : (n + 1) * count])
+                request = GroupRequest(keys[-1], prompt, sampling, own_seeds)
+                self._direct.append(request)
+                self._direct_requests[keys[-1]], self._direct_results[keys[-1]] = request, None
+            self._wait_for(lambda: all(self._direct_results[key] for key in keys), policy_version)
+            groups = [self._direct_results.pop(key) for key in keys]
+            for key in keys:
+                del self._direct_requests[key]
+        return tuple(group for group in groups if group is not None)
+
+    def onload(self) -> None:
+        """Do nothing: the engines always hold their memory."""
+
+    def forget_prompts(self) -> None:
+        """Do nothing: each update clears the engines' caches, and versions have separate ones."""
+
+    def _wait_for(self, condition: Callable[[], bool], version: int) -> None:
+        """Wait for a condition, at most `cluster.rpc_timeout_s`. The caller holds the lock."""
+        limit_s = self._job.config.cluster.rpc_timeout_s
+        end = time.monotonic() + limit_s
+        while not condition():
+            self._raise_error()
+            self._replace_weights(version)
+            if time.monotonic() > end:
+                raise MsrlError(
+                    f"cluster.rpc_timeout_s={limit_s:g}: the engines did not answer the prompts of "
+                    "an evaluation in time. Raise it, or lower eval.max_response_tokens."
+                )
+            self._condition.wait(min(1.0, limit_s))
+
+    def _replace_weights(self, version: int) -> None:
+        """Send the trainer's weights again after engines were restarted.
+
+        The caller holds the lock, which is released meanwhile.
+        """
+        if not self._needs_weights:
+            return
+        self._needs_weights = False
+        self._condition.release()
+        try:
+            self.publish(version)
+        finally:
+            self._condition.acquire()
+
+    def _wait_for_batch(self, step: int) -> tuple[tuple[FinishedGroup[ScoredGroup], ...], int]:
+        """Return the batch of a step, and the number of finished groups that remain."""
+        limit_s = self._job.config.cluster.rpc_timeout_s
+        end = time.monotonic() + limit_s
+        with self._condition:
+            while True:
+                self._raise_error()
+                self._replace_weights(step)
+                self._drop_stale(step)
+                groups = self._buffer.take(step)
+                if groups is not None:
+                    self._condition.notify_all()
+                    return groups, self._buffer.count("finished")
+                if time.monotonic() > end:
+                    raise MsrlError(self._timeout_message(step, limit_s))
+                self._condition.wait(min(1.0, limit_s))
+
+    def _drop_stale(self, step: int) -> None:
+        for ticket in self._buffer.drop_stale(step):
+            self._aborted.append(_key(ticket))
+            self._tickets.pop(_key(ticket), None)
+
+    def _timeout_message(self, step: int, limit_s: float) -> str:
+        """Return a message that names the missing prompts and who holds them."""
+        missing = self._buffer.missing()
+        lines = [
+            f"prompt {self._prompts.find(ticket.number).index}: {self._describe(ticket, stage)}"
+            for ticket, stage in list(missing.items())[:8]
+        ]
+        return (
+            f"cluster.rpc_timeout_s={limit_s:g}: the batch of step {step + 1} is not complete: "
+            f"{len(missing)} groups are missing. " + "; ".join(lines)
+        )
+
+    def _describe(self, ticket: Ticket, stage: str) -> str:
+        if stage == "running":
+            return self._dispatcher.describe(_key(ticket))
+        if stage == "scoring":
+            return "the reward sources have not scored it"
+        return "waits for its start"
+
+    def _totals(self) -> Totals:
+        counters = [status.counters for status in self._dispatcher.statuses]
+        num_reissued = self._buffer.num_reissued + self._num_lost
+        return Totals.of(counters, self._buffer.num_dropped, num_reissued)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # Threads
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Run a thread and pass its exception to the thread of the training."""
+        try:
+            work()
+        except BaseException as error:
+            with self._condition:
+                self._error = self._error or error
+                self._condition.notify_all()
+
+    def _generate(self) -> None:
+        while True:
+            with self._condition:
+                if self._is_closing or self._error is not None:
+                    return
+                requests, aborted = self._next_requests()
+            try:
+                finished = self._dispatcher.exchange(requests, aborted)
+            except WorkerError as error:
+                self._restart_engines(error)
+                continue
+            with self._condition:
+                for key, group in finished.items():
+                    self._receive(key, group)
+                self._condition.notify_all()
+
+    def _restart_engines(self, error: WorkerError) -> None:
+        """Restart lost engines, and issue their groups again."""
+        with self._transfer:
+            lost = self._engines.restart(error)
+        with self._condition:
+            for engine in lost:
+                for key in self._dispatcher.lose(engine, NO_WEIGHTS):
+                    self._issue_again(key)
+            self._needs_weights = True
+            self._condition.notify_all()
+
+    def _issue_again(self, key: str) -> None:
+        if key in self._direct_requests:
+            self._direct.append(self._direct_requests[key])
+        ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            self._num_lost += len(self._buffer.requeue([ticket]))
+
+    def _next_requests(self) -> tuple[list[GroupRequest], list[str]]:
+        """Return the requests to send and the keys to abort."""
+        aborted, self._aborted = self._aborted, []
+        if self._dispatcher.version == NO_WEIGHTS:
+            return [], aborted  # of an engine that was restarted
+        requests, self._direct = self._direct, []
+        for ticket in self._buffer.issue(self._dispatcher.version):
+            self._tickets[_key(ticket)] = ticket
+            requests.append(self._prompts.request(ticket.number, _key(ticket)))
+        return requests, aborted
+
+    def _receive(self, key: str, group: RolloutGroup) -> None:
+        if key in self._direct_results:
+            self._direct_results[key] = group
+            return
+        ticket = self._tickets.pop(key, None)
+        oldest = min(completion.policy_version for completion in group.completions)
+        if ticket is not None and self._buffer.generated(ticket, oldest):
+            self._to_score.append((ticket, group))
+
+    def _score(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._to_score or self._is_closing)
+                if self._is_closing:
+                    return
+                waiting, self._to_score = self._to_score, []
+            scores = self._scorer.score([group for _, group in waiting])
+            with self._condition:
+                for (ticket, _), group in zip(waiting, scores.groups, strict=True):
+                    self._buffer.scored(ticket, group)
+                self._scores = self._scores.joined(replace(scores, groups=()))
+                self._condition.notify_all()
+
+    def _initial_state(self, state: Mapping[str, Any]) -> BufferState[ScoredGroup]:
+        batch, start_step = self._job.config.rollout.prompts_per_step, self._job.start_step
+        if "rollouts" in state:
+            return decode(state["rollouts"], self._prompts.find)
+        first = int(state.get("prompts_taken", start_step * batch))
+        return BufferState(next_number=first, taken=start_step * batch)
+
+
+def _key(ticket: Ticket) -> str:
+    return f"{ticket.number} {ticket.attempt}"

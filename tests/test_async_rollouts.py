@@ -1,0 +1,395 @@
+"""Asynchronous rollouts with scripted engines: threads, batches, errors and checkpoints.
+
+The engines run real loops in this process; `test_train_grpo_async.py` runs vLLM in Ray actors.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from msrl.algorithms.packing import Sequences
+from msrl.cluster.waiting import WorkerError
+from msrl.config.sections.rollout import AsyncConfig
+from msrl.data.order import RowOrder
+from msrl.errors import MsrlError
+from msrl.rewards.score import Scores
+from msrl.rollout.engine import NewTokens, sample_seeds
+from msrl.rollout.runtime.engine_loop import EngineLoop
+from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
+from msrl.workflows.rl.rollouts import Rollouts
+from msrl.workflows.rl.run import _count_empty
+from msrl.workflows.rl.setup import Prompts
+from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.training.transport.base import Calls, Workers
+from support import mentions
+
+ROWS, BATCH, STEPS = 12, 3, 6
+SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=5)
+
+
+class RandomEngine:
+    """Engine whose requests have random lengths and whose token is its number of updates."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.remaining, self.weights = random.Random(seed), dict[str, int](), 0
+        self.hangs = False
+
+    def add_request(
+        self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
+    ) -> None:
+        self.remaining[request] = self.random.randint(1, sampling.max_tokens)
+
+    def step(self) -> list[NewTokens]:
+        time.sleep(self.random.choice([0.0, 0.0, 0.002]))
+        outputs = list[NewTokens]()
+        for request in [] if self.hangs else list(self.remaining):
+            self.remaining[request] -= 1
+            reason = None if self.remaining[request] else "stop"
+            if reason:
+                del self.remaining[request]
+            tokens = np.array([self.weights], dtype=np.int64)
+            outputs.append(NewTokens(request, tokens, np.zeros(1, np.float32), reason))
+        return outputs
+
+    def abort_requests(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            del self.remaining[request]
+
+    def recompute_requests(self) -> None:
+        """Do nothing: there are no keys and values."""
+
+    def text(self, token_ids: Ints) -> str:
+        return ""
+
+
+class LocalEngines(Workers):
+    """Loops of two engines in this process, called without a transport."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.engines = [RandomEngine(seed) for seed in range(2)]
+        self.fails = False
+
+    def rendezvous(self) -> str:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def share(self, value: object) -> Any:
+        return value
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        if self.fails and method == "exchange":
+            raise MsrlError("rollout engine 1 failed")
+        return Calls({n: getattr(self, method)(n, *own) for n, own in arguments.items()})
+
+    def wait(self, calls: Calls) -> list[Any]:
+        return list(calls.references.values())
+
+    def start_loop(self, n: int, version: int, drains: bool, recompute: bool) -> None:
+        self.loops = getattr(self, "loops", {})
+        self.loops[n] = EngineLoop(
+            self.engines[n], version, waits_for_requests=drains, recompute=recompute
+        )
+        self.loops[n].start()
+
+    def exchange(self, n: int, *arguments: Any) -> Any:
+        return self.loops[n].exchange(*arguments)
+
+    def update_weights(self, n: int, version: int) -> None:
+        def apply() -> None:
+            self.engines[n].weights = version
+
+        self.loops[n].update(version, apply)
+
+    def stop_loop(self, n: int) -> None:
+        self.loops[n].close()
+
+
+class Scoring:
+    """Scorer that takes a random time and gives each completion its length."""
+
+    def __init__(self) -> None:
+        self.is_blocked = threading.Event()
+        self.random = random.Random(0)
+
+    def score(self, groups: Sequence[RolloutGroup]) -> Scores:
+        time.sleep(self.random.choice([0.0, 0.003]))
+        if self.is_blocked.is_set():
+            time.sleep(60)
+        scored = list[ScoredGroup]()
+        for group in groups:
+            rewards = [Reward(float(len(c.token_ids)), {}) for c in group.completions]
+            scored.append(ScoredGroup(group, tuple(rewards)))
+        return Scores(tuple(scored), {"slow/timeout": len(groups)}, ())
+
+
+def make_job(options: AsyncConfig, *, start_step: int = 0, timeout_s: float = 60.0) -> Any:
+    dataset: Any = [Prompt(row, np.arange(row, row + 4)) for row in range(ROWS)]
+    order = RowOrder(ROWS, BATCH, seed=0, shuffle=True)
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(prompts_per_step=BATCH, asynchronous=options),
+        cluster=SimpleNamespace(rpc_timeout_s=timeout_s),
+    )
+    return SimpleNamespace(
+        config=config,
+        prompts=Prompts(dataset, tuple(range(ROWS)), order),
+        sampling=SAMPLING,
+        start_step=start_step,
+        num_steps=STEPS,
+    )
+
+
+def train(
+    rollouts: AsyncRollouts, steps: range, *, update_s: float = 0.004
+) -> list[tuple[ScoredGroup, ...]]:
+    """Take the batch of each step and publish a version after it; return the batches."""
+    batches = list[tuple[ScoredGroup, ...]]()
+    for step in steps:
+        batch = rollouts.take(step, Clock())
+        assert set(batch.metrics) >= {"rollout/staleness_max", "perf/engine_idle"}
+        batches.append(batch.train_groups)
+        time.sleep(update_s)
+        rollouts.publish(step + 1)
+    return batches
+
+
+def make_rollouts(
+    options: AsyncConfig, workers: Workers | None = None, **changes: Any
+) -> AsyncRollouts:
+    state = changes.pop("state", {})
+    scorer: Any = changes.pop("scorer", Scoring())
+    workers = workers or LocalEngines()
+
+    def publish(version: int) -> None:
+        workers.call("update_weights", version)
+
+    engines = LoopingEngines(workers, getattr(workers, "restart_lost", None))
+    return AsyncRollouts(make_job(options, **changes), engines, scorer, publish, state)
+
+
+def rows_in_order(job: Any, count: int) -> list[int]:
+    return [prompt.index for prompt in job.prompts.after(0, count)]
+
+
+def rows_of(batches: Sequence[Sequence[ScoredGroup]]) -> list[int]:
+    return [group.rollout.prompt.index for batch in batches for group in batch]
+
+
+@pytest.mark.parametrize("weight_update", ["in_flight", "drain"])
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_each_prompt_is_trained_once_within_the_bound(
+    staleness: int, on_stale: Any, weight_update: Any
+) -> None:
+    options = AsyncConfig(max_staleness=staleness, on_stale=on_stale, weight_update=weight_update)
+    with make_rollouts(options) as rollouts:
+        batches = train(rollouts, range(STEPS))
+    expected = rows_in_order(make_job(options), STEPS * BATCH)
+    assert Counter(rows_of(batches)) == Counter(expected)
+    if on_stale == "wait":
+        assert rows_of(batches) == expected
+    for step, batch in enumerate(batches):
+        for group in batch:
+            for completion in group.rollout.completions:
+                versions = np.repeat(*np.transpose(completion.version_runs))
+                # The token of a scripted engine is the version of its weights.
+                assert versions.tolist() == completion.token_ids.tolist()
+                assert step - staleness <= versions.min() <= versions.max() <= step
+
+
+def test_the_seeds_are_those_of_a_synchronous_run() -> None:
+    options = AsyncConfig(max_staleness=2)
+    workers = LocalEngines()
+    seeds = dict[int, list[int | None]]()
+    for engine in workers.engines:
+        add_request = engine.add_request
+
+        def record(request: str, prompt: Prompt, *more: Any, add: Any = add_request) -> None:
+            seeds.setdefault(int(request.split()[0]), []).append(more[1])
+            add(request, prompt, *more)
+
+        engine.add_request = record  # type: ignore[method-assign]
+    with make_rollouts(options, workers) as rollouts:
+        train(rollouts, range(STEPS))
+    for step in range(STEPS):
+        prompts = make_job(options).prompts.after(step * BATCH, BATCH)
+        own = [seed for n in range(step * BATCH, (step + 1) * BATCH) for seed in seeds[n]]
+        assert own == sample_seeds(prompts, SAMPLING, policy_version=step)
+
+
+def test_a_resumed_run_trains_each_prompt_once_and_keeps_finished_groups() -> None:
+    options = AsyncConfig(max_staleness=2)
+    with make_rollouts(options) as rollouts:
+        first = train(rollouts, range(2), update_s=0.05)
+        state = json.loads(json.dumps(rollouts.state()))
+    finished = state["rollouts"]["finished"]
+    assert finished, "nothing was finished during the updates"
+    with make_rollouts(options, state=state, start_step=2) as rollouts:
+        second = train(rollouts, range(2, STEPS))
+    assert rows_of([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    (group, *_) = second[0]
+    if finished[0]["number"] == 2 * BATCH:
+        assert group.rollout.completions[0].policy_version == finished[0]["oldest_version"]
+        assert group.rewards[0].total == finished[0]["rewards"][0][0]
+
+
+def test_a_checkpoint_of_an_asynchronous_run_is_refused_by_a_synchronous_one() -> None:
+    with make_rollouts(AsyncConfig(max_staleness=1)) as rollouts:
+        train(rollouts, range(1))
+        state = rollouts.state()
+    job = make_job(AsyncConfig(), start_step=1)
+    job.config.rollout.filter = None
+    engines: Any = None
+    with pytest.raises(MsrlError, match=mentions("rollout.async.max_staleness=0")):
+        Rollouts(job, engines, engines, state)
+
+
+def test_other_data_than_that_of_the_checkpoint_is_refused() -> None:
+    options = AsyncConfig(max_staleness=2)
+    with make_rollouts(options) as rollouts:
+        train(rollouts, range(2), update_s=0.05)
+        state = rollouts.state()
+    state["rollouts"]["finished"][0]["prompt_index"] = 99
+    with pytest.raises(MsrlError, match=mentions("data.train", 99)):
+        make_rollouts(options, state=state, start_step=2)
+
+
+def test_an_evaluation_samples_one_version_and_changes_no_rollout() -> None:
+    options = AsyncConfig(max_staleness=1)
+    prompts = [Prompt(50 + n, np.arange(5)) for n in range(4)]
+    sampling = SamplingParams(max_tokens=5, num_samples=3, seed=9)
+    with make_rollouts(options) as rollouts:
+        batches = list[tuple[ScoredGroup, ...]]()
+        for step in range(STEPS):
+            batches.append(rollouts.take(step, Clock()).train_groups)
+            rollouts.publish(step + 1)
+            groups = rollouts.generate(prompts, sampling, step + 1)
+            assert [group.prompt.index for group in groups] == [50, 51, 52, 53]
+            completions = [item for group in groups for item in group.completions]
+            assert len(completions) == 12
+            assert {item.policy_version for item in completions} == {step + 1}
+            assert all(len(item.versions) == 1 for item in completions)
+    assert rows_of(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+
+
+def test_a_batch_that_does_not_come_ends_with_its_prompts_and_their_holders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("msrl.workflows.rl.asynchronous.rollouts._END_S", 0.1)
+    workers = LocalEngines()
+    for engine in workers.engines:
+        engine.hangs = True
+    options = AsyncConfig(max_staleness=1)
+    rows = rows_in_order(make_job(options), 1)
+    with (
+        pytest.raises(
+            MsrlError,
+            match=mentions("cluster.rpc_timeout_s=0.5", "step 1", f"prompt {rows[0]}", "engine 0"),
+        ),
+        make_rollouts(options, workers, timeout_s=0.5) as rollouts,
+    ):
+        rollouts.take(0, Clock())
+
+
+def test_a_batch_without_scores_ends_with_the_reward_sources_as_their_holders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("msrl.workflows.rl.asynchronous.rollouts._END_S", 0.1)
+    scorer = Scoring()
+    scorer.is_blocked.set()
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), timeout_s=0.5, scorer=scorer)
+    refused = pytest.raises(MsrlError, match=mentions("rpc_timeout_s=0.5", "reward sources"))
+    with refused, rollouts:
+        rollouts.take(0, Clock())
+
+
+def test_the_failure_of_an_engine_ends_the_wait() -> None:
+    workers = LocalEngines()
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), workers)
+    with pytest.raises(MsrlError, match="rollout engine 1 failed"), rollouts:
+        workers.fails = True
+        train(rollouts, range(STEPS))
+
+
+class LosingEngines(LocalEngines):
+    """Engines of which one is lost after some messages, with all its requests and results."""
+
+    def __init__(self, loss_after: int) -> None:
+        super().__init__()
+        self.countdown, self.num_restarts = loss_after, 0
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        calls = super().begin_each(method, arguments)
+        if method == "exchange":
+            self.countdown -= 1
+            if self.countdown == 0:  # the other engine's report is lost too
+                raise WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+        return calls
+
+    def restart_lost(self, error: WorkerError) -> list[int]:
+        self.loops[1].close()
+        self.engines[1] = RandomEngine(7)
+        self.num_restarts += 1
+        return [1]
+
+
+@pytest.mark.parametrize("loss_after", [1, 2, 5, 9])
+def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_after: int) -> None:
+    workers = LosingEngines(loss_after)
+    options = AsyncConfig(max_staleness=1)
+    prompts = [Prompt(50 + n, np.arange(5)) for n in range(4)]
+    batches = list[tuple[ScoredGroup, ...]]()
+    with make_rollouts(options, workers) as rollouts:
+        for step in range(STEPS):
+            batches.append(rollouts.take(step, Clock()).train_groups)
+            rollouts.publish(step + 1)
+            groups = rollouts.generate(prompts, SAMPLING, step + 1)
+            versions = {item.policy_version for group in groups for item in group.completions}
+            assert versions == {step + 1}
+    assert workers.num_restarts == 1
+    assert rows_of(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, batch in enumerate(batches):
+        for group in batch:
+            for completion in group.rollout.completions:
+                versions = np.repeat(*np.transpose(completion.version_runs))
+                assert versions.tolist() == completion.token_ids.tolist()
+                assert step - 1 <= versions.min() <= versions.max() <= step
+
+
+def test_failed_rewards_are_counted_once() -> None:
+    with make_rollouts(AsyncConfig(max_staleness=1)) as rollouts:
+        counts = 0
+        for step in range(STEPS):
+            batch = rollouts.take(step, Clock())
+            counts += batch.scores.failures.get("slow/timeout", 0)
+            rollouts.publish(step + 1)
+    assert counts == STEPS * BATCH
+
+
+def test_a_run_whose_batches_stay_empty_ends() -> None:
+    token_ids, mask = (np.arange(3),), np.array([False, True, True])
+    full = PreparedStep((), Sequences(token_ids, (mask,), {}), {})
+    empty = PreparedStep((), Sequences(token_ids, (mask & False,), {}), {})
+    count = _count_empty(empty, 0)
+    assert (count, _count_empty(full, count)) == (1, 0)
+    with pytest.raises(MsrlError, match=mentions("rollout.filter", "10 successive steps")):
+        for _ in range(20):
+            count = _count_empty(empty, count)

@@ -1,0 +1,177 @@
+"""Clusters of two simulated machines: trainings across them, and one machine lost and rejoined."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machines import Machines, why_impossible
+from msrl.trainer.checkpointing.resume import SavedTraining
+from support import assert_mentions, python_path
+from test_train_grpo import make_inputs, rollouts, settings
+from training_runs import LIMIT_S, metrics, rows, succeed, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+STEPS = 4
+PORTS = "20000-20199"
+HEAD = f"{Machines.address(1)}:6344"
+
+
+class Site:
+    """Two machines with a shared folder, in which all commands run."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self.machines, self.folder = machines, folder
+        others = ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+        self._env = {
+            **{name: value for name, value in os.environ.items() if name not in others},
+            "MSRL_STATE_DIR": str(folder / "state"),
+            "MPLCONFIGDIR": str(folder),
+            "PYTHONPATH": python_path(),
+        }
+
+    def start(self, machine: int, name: str, *arguments: str) -> Any:
+        """Start `msrl ARGUMENTS` on a machine, with its output in `NAME.log`."""
+        with (self.folder / f"{name}.log").open("w") as log:
+            command = (sys.executable, "-m", "msrl", *arguments)
+            return self.machines.popen(
+                machine, *command, env=self._env, cwd=self.folder, output=log
+            )
+
+    def output(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def succeed(self, machine: int, name: str, *arguments: str) -> str:
+        code = self.start(machine, name, *arguments).wait(LIMIT_S)
+        assert code == 0, self.output(name)
+        return self.output(name)
+
+    def join(self, name: str) -> None:
+        ports = ("--set", f"cluster.ports={PORTS}")
+        self.succeed(2, name, "cluster", "join", HEAD, "--devices", "1", *ports)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two machines with a cluster of one device each."""
+    problem = why_impossible()
+    if problem is not None:
+        pytest.skip(problem)
+    folder = make_inputs(tmp_path_factory.mktemp("site"))
+    with Machines([folder, Path(__file__).resolve().parents[1]]) as machines:
+        machines.start(1)
+        machines.start(2)
+        site = Site(machines, folder)
+        up = ("cluster", "up", "--host", Machines.address(1), "--devices", "1", "--wait", "2")
+        waits = ("--set", f"cluster.ports={PORTS}", "--set", "cluster.wait_for_nodes_s=300")
+        head = site.start(1, "up", *up, *waits)
+        deadline = time.monotonic() + LIMIT_S
+        while "msrl cluster join" not in site.output("up"):
+            assert head.poll() is None and time.monotonic() < deadline, site.output("up")
+            time.sleep(0.2)
+        site.join("join")
+        assert head.wait(LIMIT_S) == 0, site.output("up")
+        assert_mentions(site.output("up"), "1 of 2", "All 2 machines")
+        yield site
+
+
+def config(site: Site, name: str, *, is_local: bool, **sections: Any) -> dict[str, Any]:
+    """Return a GRPO run with two ranks and two engines, on both machines unless `is_local`."""
+    cluster: dict[str, Any] = {
+        "platform": "cpu",
+        "rpc_timeout_s": 180.0,
+        "devices_per_node": 2,
+        "env": {"OMP_NUM_THREADS": "1"},
+    }
+    if not is_local:
+        cluster |= {"address": HEAD, "nodes": 2, "devices_per_node": 1}
+        cluster |= {"ports": PORTS, "wait_for_nodes_s": 300.0}
+    return settings(
+        site.folder,
+        name,
+        "tied",
+        cluster=cluster,
+        rollout={
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 12,
+            "sampling": {"temperature": 0.9},
+            "engine": {"max_num_seqs": 8, "dp": 2},
+        },
+        train={
+            "steps": STEPS,
+            "micro_batch": 4,
+            "optimizer": {"lr": 5e-4},
+            "parallel": {"tp": 2},
+        },
+        checkpoint={"every_steps": 1},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def local_run(site: Site) -> Path:
+    """Folder of a run on one machine."""
+    file = write_config(site.folder / "local.yaml", config(site, "local", is_local=True))
+    succeed("train-grpo", "-c", str(file), log=site.folder / "local.log")
+    return site.folder / "runs" / "local"
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    assert metrics(run) == metrics(expected) and len(rows(run)) == STEPS
+    for step in range(1, STEPS + 1):
+        assert rollouts(run, step) == rollouts(expected, step)
+    states = [SavedTraining(path / "checkpoints", STEPS).state() for path in (run, expected)]
+    assert states[0] == states[1]
+
+
+def test_sft_across_machines_trains_all_steps(site: Site):
+    examples = "".join(
+        f'{{"instruction": "{i}+{i}=", "input": "", "output": "{2 * i}"}}\n' for i in range(24)
+    )
+    (site.folder / "sft.jsonl").write_text(examples)
+    source = ["--input", "sft.jsonl", "--tokenizer", "tokenizer", "--output-prefix", "sft"]
+    site.succeed(1, "pre", "preprocess", *source, "--handler", "alpaca", "--template", "qwen")
+    train = {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "parallel": {"tp": 2}}
+    for name, is_local in (("sft", False), ("sft-local", True)):
+        sections = config(site, name, is_local=is_local)
+        sections = {key: sections[key] for key in ("run", "model", "cluster", "checkpoint")}
+        changed = {**sections, "train": train, "data": {"train": "sft"}}
+        file = write_config(site.folder / f"{name}.yaml", changed)
+        site.succeed(1, name, "train-sft", "-c", str(file))
+    runs = site.folder / "runs"
+    assert metrics(runs / "sft") == metrics(runs / "sft-local") and len(rows(runs / "sft")) == STEPS
+
+
+def test_grpo_across_machines_equals_the_run_on_one(site: Site, local_run: Path):
+    file = write_config(site.folder / "spread.yaml", config(site, "spread", is_local=False))
+    site.succeed(1, "spread", "train-grpo", "-c", str(file))
+    assert_equal(site.folder / "runs" / "spread", local_run)
+
+
+def test_a_run_waits_for_a_lost_machine_and_continues_when_it_has_rejoined(
+    site: Site, local_run: Path
+):
+    file = write_config(site.folder / "lost.yaml", config(site, "lost", is_local=False))
+    run = site.folder / "runs" / "lost"
+    command = site.start(1, "lost", "train-grpo", "-c", str(file))
+    deadline = time.monotonic() + LIMIT_S
+    while len(rows(run)) < 2:
+        assert command.poll() is None and time.monotonic() < deadline, site.output("lost")
+        time.sleep(0.05)
+    site.machines.cut_power(2)
+    while "Waiting for devices" not in site.output("lost"):
+        assert command.poll() is None and time.monotonic() < deadline, site.output("lost")
+        time.sleep(0.5)
+    site.machines.start(2)
+    site.join("rejoin")
+    assert command.wait(LIMIT_S) == 0, site.output("lost")
+    assert_mentions(site.output("lost"), "Restarting the training ranks", "checkpoint of step")
+    assert_equal(run, local_run)

@@ -1,0 +1,137 @@
+"""The rollout record: what is written is read back, and its columns have stable types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from msrl.algorithms.packing import rl_sequences
+from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, TrainingSample
+from msrl.workflows.rl.rollout_log import RolloutLog
+
+
+class Text:
+    """Tokenizer that writes token ids as text."""
+
+    backend: Any
+
+    def __init__(self) -> None:
+        self.backend = self
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return " ".join(map(str, token_ids))
+
+
+def make_record(**changes: Any) -> RolloutRecord:
+    values: dict[str, Any] = {
+        "step": 3,
+        "group": 0,
+        "sample": 1,
+        "prompt_index": 7,
+        "token_ids": np.array([5, 6, 7, 8]),
+        "loss_mask": np.array([False, False, True, True]),
+        "is_sampled": np.array([False, False, True, True]),
+        "behavior_logprobs": np.array([0, 0, -0.5, -1.25], np.float32),
+        "versions": ((1, 1), (2, 1)),
+        "trainer_version": 2,
+        "advantages": np.array([0, 0, 1.5, 1.5], np.float32),
+        "reward": 0.75,
+        "scores": {"acc": 1.0, "format": 0.5},
+        "finish_reason": "stop",
+        "messages": (("prompt", "1+1="), ("assistant", "2")),
+        "answer": "2",
+        "times": {"rollout": 100.5, "reward": 101.0},
+        "trainer_logprobs": np.array([0, 0, -0.5, -1.0], np.float32),
+        "reference_logprobs": None,
+    }
+    return RolloutRecord(**(values | changes))
+
+
+def equal(first: RolloutRecord, second: RolloutRecord) -> bool:
+    return all(
+        np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+        for one, other in (
+            (getattr(first, name), getattr(second, name)) for name in RolloutRecord.__slots__
+        )
+    )
+
+
+def make_group(index: int, rewards: list[float]) -> ScoredGroup:
+    prompt = Prompt(index, np.array([1, 2], np.int64), answer="9")
+    logprobs = np.array([-0.25, -0.5], np.float32)
+    completions = tuple(
+        Completion(np.array([3, 4 + number], np.int64), logprobs, "stop", 2, f"text {number}")
+        for number in range(len(rewards))
+    )
+    scored = tuple(Reward(total, {"acc": total}) for total in rewards)
+    return ScoredGroup(RolloutGroup(prompt, completions), scored)
+
+
+def make_sample(group: ScoredGroup, number: int, advantage: float) -> TrainingSample:
+    completion = group.rollout.completions[number]
+    return TrainingSample(
+        group.rollout.prompt.token_ids,
+        completion.token_ids,
+        np.full(2, advantage, np.float32),
+        completion.logprobs,
+        is_trained=number == 0,
+    )
+
+
+def test_records_are_read_back_unchanged(tmp_path: Path) -> None:
+    records = [make_record(), make_record(sample=2, answer="", times={}, trainer_logprobs=None)]
+    write_records(tmp_path / "step.parquet", records)
+    assert all(map(equal, read_records(tmp_path / "step.parquet"), records))
+
+
+def test_columns_have_their_types_in_a_file_without_rows(tmp_path: Path) -> None:
+    write_records(tmp_path / "step.parquet", [])
+    schema = pq.read_schema(tmp_path / "step.parquet")
+    assert str(schema.field("token_ids").type).startswith("list<")
+    assert schema.field("trainer_logprobs").type == schema.field("behavior_logprobs").type
+    assert schema.metadata[b"msrl.rollouts"] == b"1"
+    assert read_records(tmp_path / "step.parquet") == []
+
+
+def test_staleness_counts_from_the_oldest_version() -> None:
+    assert make_record(versions=((1, 5), (4, 2)), trainer_version=4).staleness == 3
+
+
+def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Path) -> None:
+    group, dropped = make_group(4, [1.0, 0.0]), make_group(5, [1.0, 1.0])
+    samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
+    sequences = rl_sequences(samples)
+    old = tuple(np.full(4, -0.75, np.float32) for _ in samples)
+    sequences = sequences._replace(fields={**sequences.fields, "old_logprobs": old})
+    log = RolloutLog(tmp_path, Text(), is_on=True, format="parquet")  # pyright: ignore[reportArgumentType]
+    log.write(3, [group], samples, [dropped], sequences=sequences, times={"update": 5.0})
+    records = read_records(tmp_path / "rollouts" / "step_000003.parquet")
+    assert [(r.group, r.sample, r.prompt_index) for r in records] == [
+        (0, 0, 4),
+        (0, 1, 4),
+        (1, 0, 5),
+        (1, 1, 5),
+    ]
+    first, masked, *rest = records
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert first.loss_mask.tolist() == [False, False, True, True]
+    assert first.behavior_logprobs.tolist() == [0.0, 0.0, -0.25, -0.5]
+    assert first.advantages.tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert first.trainer_logprobs is not None and first.trainer_logprobs.tolist() == [-0.75] * 4
+    assert first.versions == ((2, 2),) and first.trainer_version == 2
+    assert first.messages == (("prompt", "1 2"), ("assistant", "text 0"))
+    assert first.times == {"update": 5.0}
+    assert not masked.loss_mask.any() and masked.is_sampled.tolist() == [False, False, True, True]
+    assert all(not record.loss_mask.any() and record.trainer_logprobs is None for record in rest)
+
+
+def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
+    group = make_group(4, [1.0])
+    log = RolloutLog(tmp_path, Text(), is_on=False, format="parquet")  # pyright: ignore[reportArgumentType]
+    log.write(1, [group], [make_sample(group, 0, 0.5)])
+    assert not (tmp_path / "rollouts").exists()
