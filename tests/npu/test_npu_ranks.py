@@ -12,7 +12,6 @@ from msrl.platforms import get
 from msrl.trainer.launch import run_ranks
 from support import python_path
 
-
 # The module starts ranks.
 pytestmark = pytest.mark.slow
 
