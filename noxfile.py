@@ -19,6 +19,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 PEERS_DIR = ROOT / "../shared/bench"
 TORCH = "torch==2.13.0"
+TORCH_NPU = "torch_npu==2.13.0"  # the release for TORCH; NPUs themselves use 2.10
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Their wheels are built for another torch than the CPU build, which makes `import vllm` fail.
 # Text models need none of them.
@@ -95,6 +96,16 @@ def fuzz(session: nox.Session) -> None:
     """Feed damaged and hostile files to every parser for at most 10 minutes: `-- [TARGET...]`."""
     install(session, "cpu,dev")
     python(session, "tests/fuzz.py", *session.posargs)
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """Run tests/npu on simulated Ascend NPUs with the real torch_npu: `-- [PYTEST-OPTION...]`."""
+    install(session, "cpu,dev")
+    packages = ROOT / ".nox" / "npu"
+    install_torch_npu(session, packages)
+    simulator = ("tests/npu/simulator.py", "--packages", str(packages))
+    python(session, *simulator, "-m", "pytest", "-n", "0", "tests/npu", *session.posargs)
 
 
 @nox.session
@@ -209,6 +220,15 @@ def install_peers(session: nox.Session, folder: Path) -> None:
     install_command = ("-m", "pip", "install", "-q", "-r", "benchmarks/peers.txt")
     session.run(str(folder / "bin" / "python"), *install_command, *torch_index(session))
     stamp_file.write_text(requirements)
+
+
+def install_torch_npu(session: nox.Session, folder: Path) -> None:
+    """Install torch_npu into a folder of its own: torch loads it wherever it finds it."""
+    stamp_file = folder / "msrl-npu.stamp"
+    if stamp_file.exists() and stamp_file.read_text() == TORCH_NPU + sys.version:
+        return
+    pip(session, "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), TORCH_NPU)
+    stamp_file.write_text(TORCH_NPU + sys.version)
 
 
 def pip(session: nox.Session, *args: str) -> None:

@@ -64,6 +64,7 @@ class Case:
     poison_at: int | None = None  # the step whose batch has a NaN among its advantages
     is_same_batch: bool = False  # train on the first batch only, and return the last gradients
     critic: Path | None = None  # initial weights of a critic
+    platform: str = "cpu"
 
     @property
     def world(self) -> int:
@@ -210,7 +211,7 @@ def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
         optimizer = OptimizerConfig(lr=VALUE_LR, weight_decay=WEIGHT_DECAY)
         critic = critic_settings(case.critic, optimizer, recompute=recompute, offload=offload)
     return RankSettings(
-        "cpu",
+        case.platform,
         case.layout,
         case.dtype,
         seed=0,

@@ -1,0 +1,1 @@
+"""Stand-in of MindSpeed, used where MINDSPEED_HOME names no checkout. It patches nothing."""

@@ -1,0 +1,107 @@
+// Functions that torch_npu links but that the simulated device does not have.
+//
+// They fail and leave a message that torch_npu adds to its exception. Their parameters are unused,
+// so this file declares none and includes no header of CANN.
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { ERROR_FEATURE_UNSUPPORTED = 207000 };
+
+static char message[256];
+
+const char* aclGetRecentErrMsg(void) { return message; }
+
+static int refuse(const char* name) {
+  snprintf(message, sizeof message, "%s: not part of the simulated device", name);
+  fprintf(stderr, "%s\n", message);
+  return ERROR_FEATURE_UNSUPPORTED;
+}
+
+#define UNSUPPORTED(name) \
+  int name(void) { return refuse(#name); }
+#define UNSUPPORTED_POINTER(name) \
+  void* name(void) {              \
+    refuse(#name);                \
+    return NULL;                  \
+  }
+#define IGNORED(name) \
+  int name(void) { return 0; }
+
+// Operators that are compiled at run time. Tests register references in their place.
+UNSUPPORTED(aclopCompileAndExecute)
+UNSUPPORTED_POINTER(aclopCreateAttr)
+UNSUPPORTED(aclopDestroyAttr)
+UNSUPPORTED(aclopSetAttrBool)
+UNSUPPORTED(aclopSetAttrDataType)
+UNSUPPORTED(aclopSetAttrFloat)
+UNSUPPORTED(aclopSetAttrInt)
+UNSUPPORTED(aclopSetAttrListBool)
+UNSUPPORTED(aclopSetAttrListFloat)
+UNSUPPORTED(aclopSetAttrListInt)
+UNSUPPORTED(aclopSetAttrListListInt)
+UNSUPPORTED(aclopSetAttrString)
+UNSUPPORTED_POINTER(aclCreateDataBuffer)
+UNSUPPORTED_POINTER(aclCreateTensorDesc)
+UNSUPPORTED(aclDestroyDataBuffer)
+UNSUPPORTED(aclDestroyTensorDesc)
+UNSUPPORTED(aclGetTensorDescDimV2)
+UNSUPPORTED(aclGetTensorDescFormat)
+UNSUPPORTED(aclGetTensorDescNumDims)
+UNSUPPORTED(aclGetTensorDescType)
+UNSUPPORTED(aclSetTensorDescName)
+UNSUPPORTED(aclSetTensorFormat)
+UNSUPPORTED(aclSetTensorPlaceMent)
+UNSUPPORTED(aclSetTensorShape)
+
+// Kernels in binary form
+UNSUPPORTED(aclrtBinaryGetFunction)
+UNSUPPORTED(aclrtBinaryLoadFromData)
+UNSUPPORTED(aclrtGetFunctionAddr)
+UNSUPPORTED(rtDevBinaryRegister)
+UNSUPPORTED(rtFunctionRegister)
+UNSUPPORTED(rtGetC2cCtrlAddr)
+UNSUPPORTED(rtKernelLaunch)
+
+// Memory that is shared between processes
+UNSUPPORTED(aclrtMemExportToShareableHandle)
+UNSUPPORTED(aclrtMemImportFromShareableHandle)
+UNSUPPORTED(aclrtMemSetPidToShareableHandle)
+
+// Dumps, callbacks and reports
+IGNORED(aclmdlInitDump)
+IGNORED(aclmdlSetDump)
+IGNORED(aclmdlFinalizeDump)
+IGNORED(aclrtProcessReport)
+IGNORED(aclrtSetExceptionInfoCallback)
+IGNORED(aclrtSubscribeReport)
+IGNORED(aclrtUnSubscribeReport)
+IGNORED(aclrtPeekAtLastError)
+IGNORED(aclrtGetLastError)
+IGNORED(aclAppLog)
+
+// Settings without an effect on results
+IGNORED(aclSetCompileopt)
+IGNORED(aclopSetCompileFlag)
+IGNORED(aclrtSetDeviceSatMode)
+IGNORED(aclrtSetOpExecuteTimeOutV2)
+IGNORED(aclrtSetOpWaitTimeout)
+IGNORED(aclrtSetOpExecuteTimeOut)
+
+size_t aclGetCompileoptSize(void) { return 1; }
+
+int aclGetCompileopt(int option, char* value, size_t length) {
+  (void)option;
+  memset(value, 0, length);
+  return 0;
+}
+
+// Profiler (libprofapi), which torch_npu also calls outside of profiling
+IGNORED(MsprofRegisterCallback)
+IGNORED(MsprofReportAdditionalInfo)
+IGNORED(MsprofReportApi)
+IGNORED(MsprofReportCompactInfo)
+IGNORED(MsprofRegTypeInfo)
+
+uint64_t MsprofGetHashId(void) { return 0; }
+uint64_t MsprofSysCycleTime(void) { return 0; }
