@@ -72,7 +72,7 @@ class AsyncRollouts:
         self._direct: list[GroupRequest] = []
         self._direct_requests: dict[str, GroupRequest] = {}
         self._direct_results: dict[str, RolloutGroup | None] = {}
-        self._transfer = threading.Lock()  # while weights are sent or engines are restarted
+        self._transfer = threading.Lock()  # while engines are restarted or called by the trainer
         self._needs_weights = False  # since engines were restarted
         self._num_lost = 0
         self._num_direct = 0
@@ -139,11 +139,13 @@ class AsyncRollouts:
 
     def pause(self) -> None:
         """Stop generation after the current step of each engine."""
-        self._engines.pause()
+        with self._transfer:
+            self._engines.pause()
 
     def resume(self) -> None:
         """Continue generation."""
-        self._engines.resume()
+        with self._transfer:
+            self._engines.resume()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
