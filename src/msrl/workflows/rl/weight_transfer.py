@@ -7,12 +7,16 @@ calls: an engine can hold received weights and apply them later.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msrl.cluster.waiting import WorkerError
 from msrl.config.sections.rollout import COLOCATED_WAYS, DEVICE_WAYS, WeightsConfig
 from msrl.errors import MsrlError
+from msrl.rollout.weights.channel import ChannelError, hang_up
 from msrl.rollout.weights.digest import Digests
 from msrl.rollout.weights.verification import check_digests
 from msrl.workflows.rl.engine_group import EngineGroup
@@ -22,6 +26,7 @@ from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers, wait_together
 
+_END_SENDING_S = 10.0  # for ranks to notice that an engine is lost
 _MAX_UNVERIFIED = 8  # versions whose digests are kept until all engines have loaded them
 
 
@@ -160,10 +165,19 @@ class HostTransfer(WeightTransfer):
         offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
         receiving = self._engines.workers.begin(method, offer)
         # The watch of the engines also sees the deaths of ranks.
-        received, sent = wait_together([(self._engines.workers, receiving), (self._ranks, sending)])
+        calls = [(self._engines.workers, receiving), (self._ranks, sending)]
+        try:
+            received, sent = wait_together(calls)
+        except WorkerError:
+            self._end_sending(sending, version)
+            raise
         self._sent_digests = self._digests(sent)
         if method == "load_weights":
             self._verify(self._sent_digests, received)
+
+    @abstractmethod
+    def _end_sending(self, sending: Calls, version: int) -> None:
+        """End the calls of ranks that wait for a lost engine."""
 
     @abstractmethod
     def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
@@ -193,6 +207,15 @@ class SharedMemoryTransfer(HostTransfer):
     def _digests(self, sent: Sequence[Any]) -> list[Digests]:
         return list(sent)
 
+    def _end_sending(self, sending: Calls, version: int) -> None:
+        # From another machine it cannot connect. The calls then end after cluster.rpc_timeout_s.
+        deadline = time.monotonic() + _END_SENDING_S
+        while (ranks := self._ranks.pending(sending)) and time.monotonic() < deadline:
+            for rank in ranks:
+                with contextlib.suppress(ChannelError):
+                    hang_up(self._senders[rank].channel, version)
+            time.sleep(0.1)
+
 
 class RayTransfer(HostTransfer):
     """Through Ray's object store, which holds one copy of the model in buckets."""
@@ -205,6 +228,9 @@ class RayTransfer(HostTransfer):
 
     def _digests(self, sent: Sequence[Any]) -> list[Digests]:
         return [digests for _, digests in sent]
+
+    def _end_sending(self, sending: Calls, version: int) -> None:
+        pass  # the object store has the buckets; no rank waits for an engine
 
 
 class DeviceTransfer(WeightTransfer):
