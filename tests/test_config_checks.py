@@ -528,3 +528,27 @@ def test_a_run_folder_as_model_path_suggests_its_checkpoint_folder(folder: Path)
             line.startswith(f"--set: {key}=runs/sft: ") and "runs/sft/checkpoints" in line
             for line in lines
         )
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
+        (
+            ["transfer=shared_memory", "cluster.nodes=2", "cluster.address=10.0.0.1:6379"],
+            ("rollout.weights.transfer=shared_memory", "cluster.nodes"),
+        ),
+        (["transfer=nccl", "cluster.platform=cpu"], ("rollout.weights.transfer=nccl", "cpu")),
+        (
+            ["transfer=ipc", "rollout.async.max_staleness=1"],
+            ("rollout.weights.transfer=ipc", "rollout.async"),
+        ),
+        (["bucket_bytes=100"], ("rollout.weights.bucket_bytes=100", "65536")),
+    ],
+)
+def test_a_way_of_weights_that_cannot_work_is_refused(
+    folder: Path, sets: list[str], fragments: tuple[str, ...]
+):
+    first, *others = sets
+    messages = mistakes("train-grpo", f"rollout.weights.{first}", *others)
+    (message,) = [each for each in messages if "rollout.weights" in each]
+    assert_mentions(message, *fragments)

@@ -265,7 +265,7 @@ def test_a_stream_yields_the_text_of_the_same_completion_and_stops_when_closed(e
     shutil.disk_usage("/dev/shm").free < 1 << 28,
     reason="vLLM on several devices needs 160 MiB of shared memory",
 )
-def test_an_engine_on_two_devices_loads_new_weights_from_files(tmp_path):
+def test_an_engine_on_two_devices_loads_new_weights_through_shared_memory(tmp_path):
     save_model(tmp_path, tied=True)
     other = make_model(tied=True, seed=1)
     engine = VllmEngine(

@@ -229,7 +229,8 @@ class Interrupted:
 def interrupted(inputs) -> Interrupted:
     """Interrupt a run with two data-parallel ranks and a TP 2 engine.
 
-    The model is tied, a step has one update, and every second step is evaluated greedily.
+    The model is tied, a step has one update, and every second step is evaluated greedily. Weights
+    travel as Ray objects, in many buckets.
     """
     changes = {
         "train": {"steps": 1000, "micro_batch": 4, "optimizer": {"lr": 3e-4}},
@@ -241,6 +242,7 @@ def interrupted(inputs) -> Interrupted:
         inputs, "interrupted", "tied", cluster={"platform": "cpu", "devices_per_node": 2}, **changes
     )
     config["rollout"]["engine"]["tp"] = 2
+    config["rollout"]["weights"] = {"transfer": "ray", "verify": "every", "bucket_bytes": 1 << 16}
     write_config(inputs / "interrupted.yaml", config)
     return interrupt(inputs, "interrupted", 3, signal.SIGTERM)
 

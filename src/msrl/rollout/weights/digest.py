@@ -164,7 +164,7 @@ def _piece_value(
 ) -> tuple[int | None, int]:
     """Return the number of a piece's Hugging Face tensor and its part of the digest.
 
-    None stands for padding, which belongs to no tensor.
+    The number is None for padding, which belongs to no tensor.
 
     Args:
         words: Elements of the piece, [N, M].
