@@ -4,7 +4,8 @@ Both sides run alternately, and the medians and their ratios are printed as a ta
 the result, since absolute figures depend on the load of the machine. The scripts of the peers and
 of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
 environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
-counts the outcomes of importing foreign files (see `imports.py`).
+counts the outcomes of importing foreign files (see `imports.py`). `simulate` compares schedules of
+generation and training (see `simulation.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks import device, imports
+from benchmarks import device, imports, simulation
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
 
@@ -32,6 +33,8 @@ def main() -> int:
         return device.main(sys.argv[2:])
     if sys.argv[1:2] == ["imports"]:
         return imports.main(sys.argv[2:])
+    if sys.argv[1:2] == ["simulate"]:
+        return simulation.main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     cases = select_cases(args.names)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from msrl.rollout.runtime.buffer import GroupBuffer, Ticket
 
 _NEVER = math.inf
@@ -339,9 +340,9 @@ class Simulation:
         return Outcome(
             num_engines=len(self._engines),
             tokens_per_s=sums.tokens / seconds,
-            trainer_idle=1 - sums.training_s / seconds,
-            engine_idle=1 - engine_s / (seconds * len(self._engines)),
-            device_idle=1 - busy_s / (seconds * self._cluster.num_devices),
+            trainer_idle=_idle(sums.training_s, seconds),
+            engine_idle=_idle(engine_s, seconds * len(self._engines)),
+            device_idle=_idle(busy_s, seconds * self._cluster.num_devices),
             staleness=float(np.mean(sums.staleness)),
             max_staleness=max(sums.staleness),
             recomputed=sums.recomputed / sums.tokens,
@@ -350,6 +351,10 @@ class Simulation:
     def _engine_s(self) -> float:
         """Return the seconds in which engines were busy until now."""
         return sum(self._engine(number).busy_s for number in range(len(self._engines)))
+
+
+def _idle(busy_s: float, total_s: float) -> float:
+    return max(1 - busy_s / total_s, 0.0)  # sums of rounded times may exceed the total
 
 
 def best(cluster: Cluster, work: Workload, mode: Mode) -> Outcome:

@@ -25,7 +25,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("roles"))
 
 
-def train(inputs: Path, name: str, roles: dict[str, Any], **sections: Any) -> Path:
+def train(
+    inputs: Path,
+    name: str,
+    roles: dict[str, Any],
+    *,
+    algo: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Path:
     """Run two steps with a reference and a reward model on ranks; return the run folder."""
     judge = {"model": str(inputs / "judge"), "engine": "megatron", "name": "judge", "weight": 0.1}
     config = settings(
@@ -39,11 +47,12 @@ def train(inputs: Path, name: str, roles: dict[str, Any], **sections: Any) -> Pa
             "optimizer": {"lr": 3e-4},
             "updates": {"samples_per_update": 8},
         },
-        algo={"kl": {"loss": {"coef": 0.05}}},
+        algo={"kl": {"loss": {"coef": 0.05}}, **(algo or {})},
         reward={"sources": [*SOURCES, judge]},
         checkpoint={"every_steps": STEPS},
         **sections,
     )
+    config["rollout"] |= rollout or {}
     file = write_config(inputs / f"{name}.yaml", config)
     succeed("train-grpo", "-c", str(file), log=inputs / f"{name}.log")
     return inputs / "runs" / name
@@ -138,3 +147,21 @@ def test_the_rollout_record_has_the_values_of_every_token(inputs: Path, shared: 
         assert float(record.advantages[sampled].mean(dtype=np.float64)) == line["advantage"]
         assert np.array_equal(record.loss_mask, sampled & line["is_learnt"])
         assert record.times["rollout"] <= record.times["reward"] <= record.times["update"]
+
+
+def test_a_reward_model_on_separate_devices_scores_while_the_policy_trains(inputs: Path) -> None:
+    run = train(
+        inputs,
+        "asynchronous",
+        {role: {"devices": 1} for role in ("rollout", "reward")},
+        algo={"mismatch": {"weight": "token"}},
+        rollout={"async": {"max_staleness": 1}},
+        log={"rollouts": "parquet"},
+    )
+    for step in range(1, STEPS + 1):
+        records = read_records(run / "rollouts" / f"step_{step:06d}.parquet")
+        assert len(records) == 16
+        assert all(record.scores.keys() >= {"judge"} for record in records)
+        assert all(0 <= record.staleness <= 1 for record in records)
+        for record in records:
+            assert sum(count for _, count in record.versions) == record.is_sampled.sum()

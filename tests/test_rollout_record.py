@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from msrl.algorithms.packing import rl_sequences
-from msrl.tracking.rollouts import RolloutRecord, read_records, run_lengths, write_records
+from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, TrainingSample
 from msrl.workflows.rl.rollout_log import RolloutLog
 
@@ -98,8 +98,7 @@ def test_columns_have_their_types_in_a_file_without_rows(tmp_path: Path) -> None
     assert read_records(tmp_path / "step.parquet") == []
 
 
-def test_versions_are_run_lengths_and_staleness_counts_from_the_oldest() -> None:
-    assert run_lengths([1, 1, 3, 1]) == ((1, 2), (3, 1), (1, 1))
+def test_staleness_counts_from_the_oldest_version() -> None:
     assert make_record(versions=((1, 5), (4, 2)), trainer_version=4).staleness == 3
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
 from msrl.config.sections.rollout import AsyncConfig
-from msrl.plan.derived import needs_greedy, updates_per_step
+from msrl.plan.derived import needs_greedy, num_separate_devices, updates_per_step
 from msrl.registry import LOSSES
 from msrl.registry.declarations import declaration
 from msrl.rewards.sources import Source
@@ -90,6 +90,7 @@ def _check_combinations(resolved: Resolved, options: AsyncConfig) -> Iterator[st
 def _check_unsupported(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each other key that asynchronous rollouts do not support yet."""
     config = resolved.config
+    has_ranks = num_separate_devices(config.cluster.roles.reward) > 0
     if config.rollout.filter.refill:
         yield resolved.mistake(
             "rollout.filter.refill",
@@ -103,9 +104,10 @@ def _check_unsupported(resolved: Resolved) -> Iterator[str]:
         )
     for number, section in enumerate(config.reward.sources):
         source = Source.of(section)
-        if source.kind == "model" and source.on_ranks:
+        if source.kind == "model" and source.on_ranks and not has_ranks:
             yield resolved.mistake(
                 f"reward.sources.{number}.model",
-                "runs on the training ranks, which train while groups are scored. Use a reward "
-                "server, or set rollout.async.max_staleness to 0.",
+                "runs on the training ranks, which train while groups are scored. Set "
+                "cluster.roles.reward.devices, use a reward server, or set "
+                "rollout.async.max_staleness to 0.",
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +73,6 @@ class RolloutRecord:
     def staleness(self) -> int:
         """Number of policy versions between the oldest sampled token and the trainer."""
         return max((self.trainer_version - version for version, _ in self.versions), default=0)
-
-
-def run_lengths(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the policy versions of tokens as (version, number of tokens).
-
-    >>> run_lengths([3, 3, 4])
-    ((3, 2), (4, 1))
-    """
-    return tuple((version, len(list(run))) for version, run in groupby(versions))
 
 
 def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
-from msrl.tracking.rollouts import RolloutRecord, run_lengths, write_records
+from msrl.tracking.rollouts import RolloutRecord, write_records
 from msrl.types import Floats, Prompt, ScoredGroup, TrainingSample
 
 RolloutFormat = Literal["jsonl", "parquet"]
@@ -124,7 +124,7 @@ class RolloutLog:
             behavior_logprobs=np.concatenate(
                 (np.zeros(num_prompt, np.float32), completion.logprobs)
             ),
-            versions=run_lengths([completion.policy_version] * num_response),
+            versions=tuple((run.version, run.num_tokens) for run in completion.version_runs),
             trainer_version=step - 1,
             advantages=advantages,
             reward=group.rewards[c].total,

@@ -111,8 +111,8 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
 
 def _check_async_platform(plan: RunPlan, platform: Platform) -> None:
     """Raise MsrlError if engines cannot generate while the ranks on their devices train."""
-    staleness = plan.config.rollout.asynchronous.max_staleness
-    if staleness and not platform.shares_main_memory and not plan.has_separate_engines:
+    staleness = plan.rollout.asynchronous.max_staleness
+    if staleness and not (platform.shares_main_memory or plan.has_separate_engines):
         raise MsrlError(
             f"rollout.async.max_staleness={staleness}: engines share the devices of the training "
             f"ranks on {platform.name}, so they cannot generate while these train. Set "
