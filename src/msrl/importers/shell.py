@@ -100,8 +100,9 @@ class _Interpreter:
         handlers: dict[type, Callable[..., bool | None]] = {
             syntax.Simple: self._simple, syntax.Arithmetic: self._arithmetic,
             syntax.Pipeline: self._pipeline, syntax.AndOr: self._and_or,
-            syntax.Group: self._group, syntax.If: self._if, syntax.For: self._for,
-            syntax.While: self._while, syntax.Case: self._case, syntax.Function: self._define,
+            syntax.CommandGroup: self._group, syntax.If: self._if, syntax.For: self._for,
+            syntax.While: self._while, syntax.CaseCommand: self._case,
+            syntax.FunctionCommand: self._define,
         }  # fmt: skip
         return handlers[type(node)](node)
 
@@ -122,7 +123,7 @@ class _Interpreter:
                 status = self.run_node(part)
         return status
 
-    def _group(self, node: syntax.Group) -> bool | None:
+    def _group(self, node: syntax.CommandGroup) -> bool | None:
         if not node.is_subshell:
             return self.run(node.body)
         variables = dict(self.scope.variables)
@@ -146,7 +147,7 @@ class _Interpreter:
                 return self._either(node.line, *bodies, is_complete=True)
         return self._either(node.line, *bodies) if bodies else True
 
-    def _case(self, node: syntax.Case) -> bool | None:
+    def _case(self, node: syntax.CaseCommand) -> bool | None:
         word = _joined(expand(node.word, node.line, self.scope))
         if word.problem:
             bodies = [partial(self.run, body) for _, body in node.branches]
@@ -164,16 +165,16 @@ class _Interpreter:
         A variable that differs between them has no known value.
         """
         before = dict(self.scope.variables)
-        outcomes = [] if is_complete else [before]
+        branches = [] if is_complete else [before]
         self.num_unknown += 1
         for body in bodies:
             self.scope.variables = dict(before)
             with contextlib.suppress(_StopError):
                 body()
-            outcomes.append(self.scope.variables)
+            branches.append(self.scope.variables)
         self.num_unknown -= 1
-        names = dict.fromkeys(name for outcome in outcomes for name in outcome)
-        self.scope.variables = {name: _merged(name, outcomes, line) for name in names}
+        names = dict.fromkeys(name for variables in branches for name in variables)
+        self.scope.variables = {name: _merged(name, branches, line) for name in names}
         return None
 
     # --- Loops and functions ---
@@ -212,7 +213,7 @@ class _Interpreter:
             return stop.kind == "break"
         return False
 
-    def _define(self, node: syntax.Function) -> bool | None:
+    def _define(self, node: syntax.FunctionCommand) -> bool | None:
         self.functions[node.name] = node.body
         return True
 
@@ -414,8 +415,8 @@ def _raw_words(source: str) -> list[tuple[str, int]]:
     return words
 
 
-def _merged(name: str, outcomes: Sequence[dict[str, Variable]], line: int) -> Variable:
-    values = [outcome.get(name) for outcome in outcomes]
+def _merged(name: str, branches: Sequence[dict[str, Variable]], line: int) -> Variable:
+    values = [variables.get(name) for variables in branches]
     first = values[0]
     if first is not None and all(
         value is not None and _texts(value) == _texts(first) for value in values

@@ -56,7 +56,7 @@ class AndOr:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CommandGroup:
     """Commands in braces or, as a subshell, in parentheses."""
 
     body: tuple[Node, ...]
@@ -92,7 +92,7 @@ class While:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaseCommand:
     """Branches of (patterns, body) of a word."""
 
     word: str
@@ -101,14 +101,25 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionCommand:
     """Definition of a function."""
 
     name: str
     body: Node
 
 
-Node = Simple | Arithmetic | Pipeline | AndOr | Group | If | For | While | Case | Function
+Node = (
+    Simple
+    | Arithmetic
+    | Pipeline
+    | AndOr
+    | CommandGroup
+    | If
+    | For
+    | While
+    | CaseCommand
+    | FunctionCommand
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +403,7 @@ class _Parser:
         self.advance()
         body = self.body((")",) if is_subshell else ("}",))
         self.advance()
-        return Group(body, is_subshell)
+        return CommandGroup(body, is_subshell)
 
     def _function(self) -> Node:
         if self.is_at("function"):
@@ -403,7 +414,7 @@ class _Parser:
             self.advance()
             self.expect(")")
         self.skip_separators()
-        return Function(name, self._command())
+        return FunctionCommand(name, self._command())
 
     def _if(self) -> Node:
         line = self.line()
@@ -464,7 +475,7 @@ class _Parser:
             branches.append(self._case_branch())
             self.skip_separators()
         self.expect("esac")
-        return Case(word, tuple(branches), line)
+        return CaseCommand(word, tuple(branches), line)
 
     def _case_branch(self) -> tuple[tuple[str, ...], tuple[Node, ...]]:
         if self.is_at("("):

@@ -1,10 +1,10 @@
 """Process that runs the tests of a row apart from the program that they test.
 
 The text of this file runs inside the sandbox (`code_harness.py`). It forks: the child runs the
-program, and the parent, the tester, runs the tests. A name of the program is a `Remote` in the
-tester, whose calls run in the child. Only plain data crosses the pipes, as JSON, so that patched
-builtins and objects that claim to be equal have no effect on the tests. The tester reads the tests
-after the fork and is not dumpable, so the program cannot read its memory or files.
+program, and the parent, the tester, runs the tests. A name of the program is a `RemoteObject` in
+the tester, whose calls run in the child. Only plain data crosses the pipes, as JSON, so that
+patched builtins and objects that claim to be equal have no effect on the tests. The tester reads
+the tests after the fork and is not dumpable, so the program cannot read its memory or files.
 
 An object of the program that is not plain stays in the child. The tester compares only its plain
 value (`1` for a subclass of int, a list for a subclass of list). Without one, it differs from every
@@ -76,7 +76,7 @@ UNARY = {
 }  # fmt: skip
 
 
-class Remote:
+class RemoteObject:
     """Object of the other process."""
 
     __slots__ = ("_remote_base", "_remote_id", "_remote_peer")
@@ -88,7 +88,7 @@ class Remote:
 
     @property
     def __class__(self) -> type:
-        return next((base for base in BASES if base.__name__ == self._remote_base), Remote)
+        return next((base for base in BASES if base.__name__ == self._remote_base), RemoteObject)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._remote_peer.call(self, arguments, keywords)
@@ -144,13 +144,13 @@ def _binary_method(name: str, *, reflected: bool) -> Any:
 
 def _add_operators() -> None:
     for name in UNARY:
-        setattr(Remote, "__bool__" if name == "truth" else f"__{name}__", _unary_method(name))
+        setattr(RemoteObject, "__bool__" if name == "truth" else f"__{name}__", _unary_method(name))
     for name in BINARY:
         bare = name.strip("_")
-        setattr(Remote, f"__{bare}__", _binary_method(name, reflected=False))
-        setattr(Remote, f"__r{bare}__", _binary_method(name, reflected=True))
+        setattr(RemoteObject, f"__{bare}__", _binary_method(name, reflected=False))
+        setattr(RemoteObject, f"__r{bare}__", _binary_method(name, reflected=True))
     for name in ORDER:
-        setattr(Remote, f"__{name}__", _binary_method(name, reflected=False))
+        setattr(RemoteObject, f"__{name}__", _binary_method(name, reflected=False))
 
 
 _add_operators()
@@ -295,7 +295,7 @@ class Peer:
             return ["dict", [[self.encode(k), self.encode(v)] for k, v in value.items()]]
         if CONTAINERS.get(kind.__name__) is kind:
             return [kind.__name__, [self.encode(item) for item in value]]
-        if kind is Remote and value._remote_peer is self:
+        if kind is RemoteObject and value._remote_peer is self:
             return ["yours", value._remote_id]
         return self._encode_object(value, kind)
 
@@ -329,7 +329,7 @@ class Peer:
         if kind == "yours":
             return self._objects[content]
         if kind == "mine":
-            remote = Remote(self, int(content), str(data[2]))
+            remote = RemoteObject(self, int(content), str(data[2]))
             return _wait(remote) if data[2] == "coroutine" else remote
         return SCALARS[kind](*data[1:]) if kind in SCALARS else self.decode_named(kind, data[1:])
 
@@ -450,19 +450,19 @@ class Tester(Peer):
         return own or super().error_class(names, operation)
 
     def binary(self, name: str, target: Any, other: Any, reflected: bool) -> Any:
-        if type(other) is Remote:
+        if type(other) is RemoteObject:
             return super().binary(name, target, other, reflected)
         plain = self.request("plain", target)
         function = getattr(operator, name)
         if plain:
             return function(other, plain[0]) if reflected else function(plain[0], other)
         result = None if name in ORDER else super().binary(name, target, other, reflected)
-        if type(result) is not Remote:
+        if type(result) is not RemoteObject:
             raise TypeError("an object of the program cannot be compared with a plain value")
         return result
 
     def equal(self, target: Any, other: Any) -> Any:
-        if type(other) is Remote:
+        if type(other) is RemoteObject:
             return super().equal(target, other)
         plain = self.request("plain", target)
         return plain[0] == other if plain else NotImplemented
@@ -510,7 +510,7 @@ def _await(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
-async def _wait(remote: Remote) -> Any:
+async def _wait(remote: RemoteObject) -> Any:
     """Return the result of a coroutine of the other process."""
     return remote._remote_peer.request("await", remote)
 

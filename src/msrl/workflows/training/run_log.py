@@ -117,8 +117,8 @@ class RunLog:
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
-        others = open_trackers(self._names, self.path, resumed_step=resumed_step)
-        return Trackers([metrics, console, *others])
+        trackers = open_trackers(self._names, self.path, resumed_step=resumed_step)
+        return Trackers([metrics, console, *trackers])
 
     def rewind(self, step: int) -> None:
         """Remove the reports of the steps after `step`, which the run repeats."""
