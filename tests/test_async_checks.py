@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,10 @@ def test_a_refill_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["cuda", "npu"])
 def test_engines_that_share_devices_with_ranks_cannot_be_asynchronous(name: str) -> None:
     config = resolve(S1, TOKEN).config
-    with pytest.raises(MsrlError, match=mentions("rollout.async.max_staleness=1", name)):
-        _check_async_platform(config, get(name))
-    _check_async_platform(config, get("cpu"))
+    shared: Any = SimpleNamespace(rollout=config.rollout, has_separate_engines=False)
+    keys = ("rollout.async.max_staleness=1", name, "cluster.roles.rollout.devices")
+    with pytest.raises(MsrlError, match=mentions(*keys)):
+        _check_async_platform(shared, get(name))
+    _check_async_platform(shared, get("cpu"))
+    separate: Any = SimpleNamespace(rollout=config.rollout, has_separate_engines=True)
+    _check_async_platform(separate, get(name))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from msrl.algorithms.packing import Sequences
+from msrl.cluster.waiting import WorkerError
 from msrl.config.sections.rollout import AsyncConfig
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
@@ -85,6 +86,12 @@ class LocalEngines(Workers):
     def rendezvous(self) -> str:
         raise NotImplementedError
 
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
     def share(self, value: object) -> Any:
         return value
 
@@ -134,12 +141,6 @@ class Scoring:
         return Scores(tuple(scored), {"slow/timeout": len(groups)}, ())
 
 
-def publish(rollouts: AsyncRollouts, version: int) -> None:
-    """Send a version to all engines."""
-    workers: Any = rollouts._engines._workers
-    workers.call("update_weights", version)
-
-
 def make_job(options: AsyncConfig, *, start_step: int = 0, timeout_s: float = 60.0) -> Any:
     dataset: Any = [Prompt(row, np.arange(row, row + 4)) for row in range(ROWS)]
     order = RowOrder(ROWS, BATCH, seed=0, shuffle=True)
@@ -166,7 +167,7 @@ def train(
         assert set(batch.metrics) >= {"rollout/staleness_max", "perf/engine_idle"}
         batches.append(batch.train_groups)
         time.sleep(update_s)
-        publish(rollouts, step + 1)
+        rollouts.publish(step + 1)
     return batches
 
 
@@ -175,8 +176,13 @@ def make_rollouts(
 ) -> AsyncRollouts:
     state = changes.pop("state", {})
     scorer: Any = changes.pop("scorer", Scoring())
-    engines = LoopingEngines(workers or LocalEngines())
-    return AsyncRollouts(make_job(options, **changes), engines, scorer, state)
+    workers = workers or LocalEngines()
+
+    def publish(version: int) -> None:
+        workers.call("update_weights", version)
+
+    engines = LoopingEngines(workers, getattr(workers, "restart_lost", None))
+    return AsyncRollouts(make_job(options, **changes), engines, scorer, publish, state)
 
 
 def rows_in_order(job: Any, count: int) -> list[int]:
@@ -274,7 +280,7 @@ def test_an_evaluation_samples_one_version_and_changes_no_rollout() -> None:
         batches = list[tuple[ScoredGroup, ...]]()
         for step in range(STEPS):
             batches.append(rollouts.take(step, Clock()).train_groups)
-            publish(rollouts, step + 1)
+            rollouts.publish(step + 1)
             groups = rollouts.generate(prompts, sampling, step + 1)
             assert [group.prompt.index for group in groups] == [50, 51, 52, 53]
             completions = [item for group in groups for item in group.completions]
@@ -323,13 +329,58 @@ def test_the_failure_of_an_engine_ends_the_wait() -> None:
         train(rollouts, range(STEPS))
 
 
+class LosingEngines(LocalEngines):
+    """Engines of which one is lost after some messages, with all its requests and results."""
+
+    def __init__(self, loss_after: int) -> None:
+        super().__init__()
+        self.countdown, self.num_restarts = loss_after, 0
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        calls = super().begin_each(method, arguments)
+        if method == "exchange":
+            self.countdown -= 1
+            if self.countdown == 0:  # the other engine's report is lost too
+                raise WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+        return calls
+
+    def restart_lost(self, error: WorkerError) -> list[int]:
+        self.loops[1].close()
+        self.engines[1] = RandomEngine(7)
+        self.num_restarts += 1
+        return [1]
+
+
+@pytest.mark.parametrize("loss_after", [1, 2, 5, 9])
+def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_after: int) -> None:
+    workers = LosingEngines(loss_after)
+    options = AsyncConfig(max_staleness=1)
+    prompts = [Prompt(50 + n, np.arange(5)) for n in range(4)]
+    batches = list[tuple[ScoredGroup, ...]]()
+    with make_rollouts(options, workers) as rollouts:
+        for step in range(STEPS):
+            batches.append(rollouts.take(step, Clock()).train_groups)
+            rollouts.publish(step + 1)
+            groups = rollouts.generate(prompts, SAMPLING, step + 1)
+            versions = {item.policy_version for group in groups for item in group.completions}
+            assert versions == {step + 1}
+    assert workers.num_restarts == 1
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, batch in enumerate(batches):
+        for group in batch:
+            for completion in group.rollout.completions:
+                versions = np.repeat(*np.transpose(completion.version_runs))
+                assert versions.tolist() == completion.token_ids.tolist()
+                assert step - 1 <= versions.min() <= versions.max() <= step
+
+
 def test_failed_rewards_are_counted_once() -> None:
     with make_rollouts(AsyncConfig(max_staleness=1)) as rollouts:
         counts = 0
         for step in range(STEPS):
             batch = rollouts.take(step, Clock())
             counts += batch.scores.failures.get("slow/timeout", 0)
-            publish(rollouts, step + 1)
+            rollouts.publish(step + 1)
     assert counts == STEPS * BATCH
 
 

@@ -609,13 +609,14 @@ def test_tp_of_generate_and_chat_is_the_engines(
         (["preprocess", "--input", "mod"], "did you mean model?"),
         (["train-sft", "--model", "gone"], "Relative paths start in"),
         (["doctor", "--no-imports", "--platform", "gpu"], "'cuda'"),
-        (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
-        (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "folders on disk"),
+        (["train-sft", "--model", "Qwen/Qwen2.5-0.5B"], "HF_ENDPOINT"),
+        (["generate", "--model", "Qwen/Qwen2.5-0.5B", "--prompt", "x"], "HF_ENDPOINT"),
         (
             ["convert-ckpt", "hf2mcore", "--load", "Qwen/Qwen2.5-0.5B", "--save", "out"],
-            "folders on disk",
+            "HF_ENDPOINT",
         ),
-        (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "folders on disk"),
+        (["preprocess", "--tokenizer", "Qwen/Qwen2.5-0.5B"], "HF_ENDPOINT"),
+        (["train-sft", "--set", "checkpoint.load=Qwen/Qwen2.5-0.5B"], "folders on disk"),
         (
             [
                 "train-grpo",
@@ -624,7 +625,7 @@ def test_tp_of_generate_and_chat_is_the_engines(
                 "--set",
                 "reward.sources=[{model: Qwen/Qwen2.5-0.5B}]",
             ],
-            "folders on disk",
+            "HF_ENDPOINT",
         ),
         (
             ["train-grpo", "-c", "grpo.yaml", "--set", "reward.sources=[{verifier: math}]"],

@@ -220,20 +220,6 @@ def test_a_message_that_is_sent_twice_has_no_other_effect_and_no_result_is_lost(
     loop.close()
 
 
-def test_an_update_can_be_withdrawn_before_it_is_applied() -> None:
-    engine = ScriptedEngine()
-    loop = EngineLoop(engine, version=0, waits_for_requests=True)
-    loop.start()
-    peek(loop, group_request(0))
-    wait_until(lambda: bool(engine.remaining))
-    loop.update(1, engine.load(1))
-    loop.withdraw_update()
-    engine.allow(100)
-    wait_for_groups(loop, 1)
-    assert peek(loop).version == 0 and engine.weights == 0
-    loop.close()
-
-
 # vLLM
 
 

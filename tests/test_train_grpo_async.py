@@ -21,7 +21,7 @@ import yaml
 from msrl.data.dataset import PromptDataset
 from msrl.data.order import RowOrder
 from test_train_grpo import all_logprobs, make_inputs, model_after, rollouts, settings
-from training_runs import Command, make_tmp, metrics, rows, succeed, write_config
+from training_runs import Command, children, make_tmp, metrics, rows, succeed, write_config
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 6, 4
@@ -232,3 +232,20 @@ def test_a_reward_as_slow_as_an_update_is_hidden_behind_it(inputs: Path) -> None
     hidden = seconds_per_step(inputs, "bench-async", {"max_staleness": 1}, sleep_s)
     print(f"update {update_s:.2f} s; seconds per stage {synchronous} and {hidden}")
     assert hidden["step"] <= 0.65 * synchronous["step"], (synchronous, hidden)
+
+
+def test_the_prompts_of_a_killed_engine_are_sampled_again_without_a_rewind(
+    inputs: Path, tmp_path: Path
+) -> None:
+    config = asynchronous(inputs, "lost-engine", {"max_staleness": 2})
+    file, run_dir = write_config(inputs / "lost-engine.yaml", config), inputs / "runs/lost-engine"
+    command = Command("train-grpo", "-c", str(file), log=inputs / "lost-engine.log", tmp=make_tmp())
+    command.when(lambda: run_dir.exists() and len(rows(run_dir)) >= 2)
+    processes = children(command.process.pid)
+    (engine,) = (pid for pid, line in processes.items() if "RolloutActor" in line)
+    os.kill(engine, signal.SIGKILL)
+    assert command.wait() == 0, command.output()
+    assert "Restarting the lost engine" in command.output()
+    assert "Continuing from" not in command.output(), "the training was not repeated"
+    assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
+    assert trained_rows(run_dir) == expected_rows(inputs)

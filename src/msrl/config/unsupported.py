@@ -11,10 +11,6 @@ NOT_YET: dict[str, str] = {
     "data.mixed_modalities": "only text is supported",
     "cluster.roles.actor": "set cluster.devices_per_node, train.parallel and train.micro_batch",
     **dict.fromkeys(
-        (f"cluster.roles.critic.{key}" for key in ("devices", "parallel", "micro_batch")),
-        "the critic shares the devices, parallel layout and micro-batches of the policy",
-    ),
-    **dict.fromkeys(
         (f"cluster.roles.{role}.colocate" for role in ("rollout", "reference", "critic", "reward")),
         "a role without devices shares those of training",
     ),

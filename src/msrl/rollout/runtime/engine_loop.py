@@ -160,7 +160,6 @@ class EngineLoop:
         self._progress: Mapping[str, int] = {}
         self._error: BaseException | None = None
         self._is_closing, self._is_paused, self._is_idle = False, False, False
-        self._is_updating = False
         # Of the thread:
         self._groups: dict[str, _Group] = {}
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -205,13 +204,6 @@ class EngineLoop:
             self._raise_error()
             self._update = _Update(version, apply)
             self._condition.notify_all()
-
-    def withdraw_update(self) -> None:
-        """Forget an update that was not applied yet, or wait for the one that is being applied."""
-        with self._condition:
-            self._update = None
-            self._condition.wait_for(lambda: not self._is_updating or self._error)
-            self._raise_error()
 
     def pause(self) -> None:
         """Stop after the current step. Requests are kept, but their keys and values are dropped."""
@@ -290,7 +282,6 @@ class EngineLoop:
             if self._update is not None and self._waits_for_requests and is_running:
                 return [], aborted, None
             update, self._update = self._update, None
-            self._is_updating = update is not None
             requests, self._incoming = self._incoming, []
             return requests, aborted, update
 
@@ -310,7 +301,7 @@ class EngineLoop:
             self._count(recomputed_tokens=self._num_cached_tokens())
         self._count(updates=1, update_s=time.perf_counter() - start)
         with self._condition:
-            self._version, self._is_updating = update.version, False
+            self._version = update.version
             self._condition.notify_all()
 
     def _num_cached_tokens(self) -> int:

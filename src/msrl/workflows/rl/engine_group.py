@@ -117,6 +117,17 @@ class EngineGroup:
         self._generations.clear()
         self._complete(load)
 
+    def restart_lost(self, error: WorkerError) -> list[int]:
+        """Restart engines that were lost, without weights, and return their numbers.
+
+        Raises:
+            WorkerError: A training rank failed too, or the engines were restarted too often.
+        """
+        self._note_loss(error)
+        lost = self._restart()
+        self._needs_weights = False  # the caller loads them
+        return lost
+
     def release(self) -> None:
         """End the processes of all engines and remove their files and shared memory.
 
@@ -170,11 +181,7 @@ class EngineGroup:
     def _restore(self) -> None:
         """Restart lost engines and bring all engines to the state before the loss."""
         if self._lost:
-            lost = sorted(self._lost)
-            self._workers.restart(lost)
-            self._workers.call_each("start", dict.fromkeys(lost, ()))
-            self._lost.clear()
-            self._needs_weights = True
+            self._restart()
         if self._needs_weights and self._reload is not None:
             generations, self._is_restoring = list(self._generations), True
             try:
@@ -184,6 +191,15 @@ class EngineGroup:
             finally:
                 self._generations, self._is_restoring = generations, False
             self._needs_weights = False
+
+    def _restart(self) -> list[int]:
+        """Restart lost engines, which have no weights then, and return their numbers."""
+        lost = sorted(self._lost)
+        self._workers.restart(lost)
+        self._workers.call_each("start", dict.fromkeys(lost, ()))
+        self._lost.clear()
+        self._needs_weights = True
+        return lost
 
     def _present(self) -> list[int]:
         return [engine for engine in range(self._workers.size) if engine not in self._lost]

@@ -74,6 +74,16 @@ class Dispatcher:
             finished |= self._receive(engine, report)
         return finished
 
+    def lose(self, engine: int, version: int) -> list[str]:
+        """Forget all requests of an engine that was restarted with `version`; return their keys."""
+        lost = [key for key, holder in self._engine_by_key.items() if holder == engine]
+        for key in lost:
+            del self._engine_by_key[key]
+            self._progress.pop(key, None)
+        self._mail[engine] = _Mail()
+        self.statuses[engine] = EngineStatus(version)
+        return lost
+
     def describe(self, key: str) -> str:
         """Return where a running group is, for messages."""
         engine = self._engine_by_key.get(key)

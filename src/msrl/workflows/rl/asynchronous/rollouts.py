@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from msrl.cluster.waiting import WorkerError
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
@@ -21,7 +22,7 @@ from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer,
 from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
-from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
 from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
@@ -40,10 +41,18 @@ class AsyncRollouts:
     """
 
     def __init__(
-        self, job: RLSetup, engines: LoopingEngines, scorer: Scorer, state: Mapping[str, Any]
+        self,
+        job: RLSetup,
+        engines: LoopingEngines,
+        scorer: Scorer,
+        publish: Callable[[int], None],
+        state: Mapping[str, Any],
     ) -> None:
-        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
-        self._job, self._engines, self._scorer = job, engines, scorer
+        """Start from `state()` of the checkpoint to resume from, or from an empty state.
+
+        `publish` sends the trainer's weights to all engines as those of a version.
+        """
+        self._job, self._engines, self._scorer, self._publish = job, engines, scorer, publish
         self._options = job.config.rollout.asynchronous
         batch = job.config.rollout.prompts_per_step
         self._prompts = NumberedPrompts(job.prompts, batch, job.sampling)
@@ -61,7 +70,11 @@ class AsyncRollouts:
         self._aborted: list[str] = []
         self._to_score: list[tuple[Ticket, RolloutGroup]] = []
         self._direct: list[GroupRequest] = []
+        self._direct_requests: dict[str, GroupRequest] = {}
         self._direct_results: dict[str, RolloutGroup | None] = {}
+        self._transfer = threading.Lock()  # while weights are sent or engines are restarted
+        self._needs_weights = False  # since engines were restarted
+        self._num_lost = 0
         self._num_direct = 0
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
@@ -119,6 +132,11 @@ class AsyncRollouts:
         metrics = self._statistics.step(step, groups, totals, clock.seconds["wait"], depth)
         return StepRollouts(replace(scores, groups=groups), groups, (), metrics)
 
+    def publish(self, version: int) -> None:
+        """Send the weights of the trainer to the engines. They load them between two steps."""
+        with self._transfer:
+            self._publish(version)
+
     def pause(self) -> None:
         """Stop generation after the current step of each engine."""
         self._engines.pause()
@@ -137,15 +155,18 @@ class AsyncRollouts:
         count, seeds = sampling.num_samples, sample_seeds(prompts, sampling, policy_version)
         keys: list[str] = []
         with self._condition:
-            self._wait_for(lambda: self._dispatcher.version >= policy_version)
+            self._wait_for(lambda: self._dispatcher.version >= policy_version, policy_version)
             for n, prompt in enumerate(prompts):
                 keys.append(f"direct {self._num_direct}")
                 self._num_direct += 1
                 own_seeds = tuple(seeds[n * count : (n + 1) * count])
-                self._direct.append(GroupRequest(keys[-1], prompt, sampling, own_seeds))
-                self._direct_results[keys[-1]] = None
-            self._wait_for(lambda: all(self._direct_results[key] for key in keys))
+                request = GroupRequest(keys[-1], prompt, sampling, own_seeds)
+                self._direct.append(request)
+                self._direct_requests[keys[-1]], self._direct_results[keys[-1]] = request, None
+            self._wait_for(lambda: all(self._direct_results[key] for key in keys), policy_version)
             groups = [self._direct_results.pop(key) for key in keys]
+            for key in keys:
+                del self._direct_requests[key]
         return tuple(group for group in groups if group is not None)
 
     def onload(self) -> None:
@@ -154,16 +175,33 @@ class AsyncRollouts:
     def forget_prompts(self) -> None:
         """Do nothing: each update clears the engines' caches, and versions have separate ones."""
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
+    def _wait_for(self, condition: Callable[[], bool], version: int) -> None:
         """Wait for a condition, at most `cluster.rpc_timeout_s`. The caller holds the lock."""
         limit_s = self._job.config.cluster.rpc_timeout_s
-        is_met = self._condition.wait_for(lambda: self._error or condition(), limit_s)
-        self._raise_error()
-        if not is_met:
-            raise MsrlError(
-                f"cluster.rpc_timeout_s={limit_s:g}: the engines did not answer the prompts of an "
-                "evaluation in time. Raise it, or lower eval.max_response_tokens."
-            )
+        end = time.monotonic() + limit_s
+        while not condition():
+            self._raise_error()
+            self._replace_weights(version)
+            if time.monotonic() > end:
+                raise MsrlError(
+                    f"cluster.rpc_timeout_s={limit_s:g}: the engines did not answer the prompts of "
+                    "an evaluation in time. Raise it, or lower eval.max_response_tokens."
+                )
+            self._condition.wait(min(1.0, limit_s))
+
+    def _replace_weights(self, version: int) -> None:
+        """Send the trainer's weights again after engines were restarted.
+
+        The caller holds the lock, which is released meanwhile.
+        """
+        if not self._needs_weights:
+            return
+        self._needs_weights = False
+        self._condition.release()
+        try:
+            self.publish(version)
+        finally:
+            self._condition.acquire()
 
     def _wait_for_batch(self, step: int) -> tuple[tuple[FinishedGroup[ScoredGroup], ...], int]:
         """Return the batch of a step, and the number of finished groups that remain."""
@@ -172,6 +210,7 @@ class AsyncRollouts:
         with self._condition:
             while True:
                 self._raise_error()
+                self._replace_weights(step)
                 self._drop_stale(step)
                 groups = self._buffer.take(step)
                 if groups is not None:
@@ -207,7 +246,8 @@ class AsyncRollouts:
 
     def _totals(self) -> Totals:
         counters = [status.counters for status in self._dispatcher.statuses]
-        return Totals.of(counters, self._buffer.num_dropped, self._buffer.num_reissued)
+        num_reissued = self._buffer.num_reissued + self._num_lost
+        return Totals.of(counters, self._buffer.num_dropped, num_reissued)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -230,16 +270,40 @@ class AsyncRollouts:
                 if self._is_closing or self._error is not None:
                     return
                 requests, aborted = self._next_requests()
-            finished = self._dispatcher.exchange(requests, aborted)
+            try:
+                finished = self._dispatcher.exchange(requests, aborted)
+            except WorkerError as error:
+                self._restart_engines(error)
+                continue
             with self._condition:
                 for key, group in finished.items():
                     self._receive(key, group)
                 self._condition.notify_all()
 
+    def _restart_engines(self, error: WorkerError) -> None:
+        """Restart lost engines, and issue their groups again."""
+        with self._transfer:
+            lost = self._engines.restart(error)
+        with self._condition:
+            for engine in lost:
+                for key in self._dispatcher.lose(engine, NO_WEIGHTS):
+                    self._issue_again(key)
+            self._needs_weights = True
+            self._condition.notify_all()
+
+    def _issue_again(self, key: str) -> None:
+        if key in self._direct_requests:
+            self._direct.append(self._direct_requests[key])
+        ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            self._num_lost += len(self._buffer.requeue([ticket]))
+
     def _next_requests(self) -> tuple[list[GroupRequest], list[str]]:
         """Return the requests to send and the keys to abort."""
-        requests, self._direct = self._direct, []
         aborted, self._aborted = self._aborted, []
+        if self._dispatcher.version == NO_WEIGHTS:
+            return [], aborted  # of an engine that was restarted
+        requests, self._direct = self._direct, []
         for ticket in self._buffer.issue(self._dispatcher.version):
             self._tickets[_key(ticket)] = ticket
             requests.append(self._prompts.request(ticket.number, _key(ticket)))
