@@ -189,7 +189,7 @@ def rows_in_order(job: Any, count: int) -> list[int]:
     return [prompt.index for prompt in job.prompts.after(0, count)]
 
 
-def rows_of(batches: Sequence[Sequence[ScoredGroup]]) -> list[int]:
+def row_numbers(batches: Sequence[Sequence[ScoredGroup]]) -> list[int]:
     return [group.rollout.prompt.index for batch in batches for group in batch]
 
 
@@ -203,9 +203,9 @@ def test_each_prompt_is_trained_once_within_the_bound(
     with make_rollouts(options) as rollouts:
         batches = train(rollouts, range(STEPS))
     expected = rows_in_order(make_job(options), STEPS * BATCH)
-    assert Counter(rows_of(batches)) == Counter(expected)
+    assert Counter(row_numbers(batches)) == Counter(expected)
     if on_stale == "wait":
-        assert rows_of(batches) == expected
+        assert row_numbers(batches) == expected
     for step, batch in enumerate(batches):
         for group in batch:
             for completion in group.rollout.completions:
@@ -244,7 +244,7 @@ def test_a_resumed_run_trains_each_prompt_once_and_keeps_finished_groups() -> No
     assert finished, "nothing was finished during the updates"
     with make_rollouts(options, state=state, start_step=2) as rollouts:
         second = train(rollouts, range(2, STEPS))
-    assert rows_of([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
     (group, *_) = second[0]
     if finished[0]["number"] == 2 * BATCH:
         assert group.rollout.completions[0].policy_version == finished[0]["oldest_version"]
@@ -287,7 +287,7 @@ def test_an_evaluation_samples_one_version_and_changes_no_rollout() -> None:
             assert len(completions) == 12
             assert {item.policy_version for item in completions} == {step + 1}
             assert all(len(item.versions) == 1 for item in completions)
-    assert rows_of(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
 
 
 def test_a_batch_that_does_not_come_ends_with_its_prompts_and_their_holders(
@@ -365,7 +365,7 @@ def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_aft
             versions = {item.policy_version for group in groups for item in group.completions}
             assert versions == {step + 1}
     assert workers.num_restarts == 1
-    assert rows_of(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
     for step, batch in enumerate(batches):
         for group in batch:
             for completion in group.rollout.completions:

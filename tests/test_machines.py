@@ -28,9 +28,9 @@ class Site:
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines, self.folder = machines, folder
-        others = ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+        excluded = ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
         self._env = {
-            **{name: value for name, value in os.environ.items() if name not in others},
+            **{name: value for name, value in os.environ.items() if name not in excluded},
             "MSRL_STATE_DIR": str(folder / "state"),
             "MPLCONFIGDIR": str(folder),
             "PYTHONPATH": python_path(),

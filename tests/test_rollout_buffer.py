@@ -51,20 +51,20 @@ def test_a_batch_waits_for_its_oldest_group() -> None:
 
 def test_a_dropped_group_is_issued_again_once_and_then_waited_for() -> None:
     buffer = GroupBuffer[str](batch=1, max_staleness=1, on_stale="drop")
-    slow, *others = buffer.issue(version=0)
+    slow, *tickets = buffer.issue(version=0)
     for version in (0, 1):
-        for ticket in others:
+        for ticket in tickets:
             buffer.generated(ticket, version)
             buffer.scored(ticket, "group")
         assert buffer.drop_stale(version) == []
         assert buffer.take(version) is not None
-        others = buffer.issue(version + 1)
+        tickets = buffer.issue(version + 1)
     assert buffer.drop_stale(2) == [slow]
     assert not buffer.generated(slow, 0)
     (again,) = buffer.issue(2)
     assert again == Ticket(slow.number, attempt=2)
     assert (buffer.num_dropped, buffer.num_reissued) == (1, 1)
-    for ticket in others:
+    for ticket in tickets:
         buffer.generated(ticket, 2)
         buffer.scored(ticket, "group")
     assert buffer.take(2) is not None

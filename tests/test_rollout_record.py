@@ -54,8 +54,8 @@ def make_record(**changes: Any) -> RolloutRecord:
 
 def equal(first: RolloutRecord, second: RolloutRecord) -> bool:
     return all(
-        np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
-        for one, other in (
+        np.array_equal(value, other) if isinstance(value, np.ndarray) else value == other
+        for value, other in (
             (getattr(first, name), getattr(second, name)) for name in RolloutRecord.__slots__
         )
     )

@@ -100,11 +100,11 @@ def test_a_blend_is_independent_of_the_step_size_and_reads_each_row_once_per_epo
 
 def test_a_blend_continues_at_any_position():
     whole = BLEND.after(0, 120).tolist()
-    taken, position = list[int](), 0
+    rows, position = list[int](), 0
     for count in (1, 7, 2, 40, 70):
-        taken += BLEND.after(position, count).tolist()
+        rows += BLEND.after(position, count).tolist()
         position += count
-    assert taken == whole and BLEND.of_step(3).tolist() == whole[3 * BLEND.rows_per_step :][:5]
+    assert rows == whole and BLEND.of_step(3).tolist() == whole[3 * BLEND.rows_per_step :][:5]
 
 
 def test_a_blend_of_one_dataset_has_the_order_of_that_dataset():

@@ -98,8 +98,8 @@ def old_scalar(text: str) -> str | int | float | bool | None:
         return int(text.replace("_", ""), 8)
     if _OLD_MINUTES.match(text) and len(text) <= _MAX_DIGITS:
         value = 0
-        for part in text.lstrip("+-").replace("_", "").split(":"):
-            value = value * 60 + int(part)
+        for digits in text.lstrip("+-").replace("_", "").split(":"):
+            value = value * 60 + int(digits)
         return -value if text.startswith("-") else value
     return scalar(text)
 

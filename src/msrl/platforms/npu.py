@@ -239,9 +239,9 @@ class NpuPlatform(Platform):
         overrides: list[VariableOverride] = []
         allocator = environment.get(_ALLOCATOR, "")
         settings = [text for text in allocator.split(",") if text.strip()]
-        kept = [text for text in settings if text.partition(":")[0].strip() != _SEGMENTS]
-        if kept != settings:
-            overrides.append(VariableOverride(_ALLOCATOR, ",".join(kept), _SLEEP))
+        supported = [text for text in settings if text.partition(":")[0].strip() != _SEGMENTS]
+        if supported != settings:
+            overrides.append(VariableOverride(_ALLOCATOR, ",".join(supported), _SLEEP))
         if environment.get(_NZ, "0") != "0":
             overrides.append(VariableOverride(_NZ, "0", _PLAIN_LAYOUT))
         if environment.get(_TASK_QUEUE) == "2":

@@ -25,14 +25,14 @@ from msrl.errors import MsrlError
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A contiguous block of a global tensor and its position in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     where: Range
 
-    def overlaps(self, other: Chunk) -> bool:
+    def overlaps(self, other: StoredChunk) -> bool:
         """Return True if the two chunks share an element."""
         axes = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(
@@ -47,7 +47,7 @@ class GlobalTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 def is_distributed(folder: Path) -> bool:
@@ -165,9 +165,9 @@ def _global_tensor(
 
 def _chunk(
     key: str, attributes: dict[str, Any], ranges: dict[tuple[str, tuple[int, ...] | None], Range]
-) -> Chunk:
+) -> StoredChunk:
     offsets = _numbers(attributes["offsets"])
-    return Chunk(offsets, _numbers(attributes["sizes"]), ranges[key, offsets])
+    return StoredChunk(offsets, _numbers(attributes["sizes"]), ranges[key, offsets])
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -189,7 +189,7 @@ class GlobalTensors:
         self.stored, _ = read_metadata(folder)
         self._folder = folder
         self._files: dict[str, SectionFile] = {}
-        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[StoredChunk]]] = {}
 
     def read(self, key: str, index: tuple[int, ...]) -> Tensor:
         """Return the tensor at `index` of the leading axes.
@@ -217,7 +217,7 @@ class GlobalTensors:
             target.copy_(piece)
         return result
 
-    def _read_chunk(self, chunk: Chunk, index: tuple[int, ...]) -> Tensor:
+    def _read_chunk(self, chunk: StoredChunk, index: tuple[int, ...]) -> Tensor:
         where = chunk.where
         if where.name not in self._files:
             self._files[where.name] = SectionFile(self._folder / where.name)
@@ -229,10 +229,10 @@ class GlobalTensors:
             )
         return tensor[tuple(at - begin for at, begin in zip(index, chunk.offsets, strict=False))]
 
-    def _by_index(self, key: str, num_axes: int) -> dict[tuple[int, ...], list[Chunk]]:
+    def _by_index(self, key: str, num_axes: int) -> dict[tuple[int, ...], list[StoredChunk]]:
         """Return the chunks of a tensor by each index of its leading axes that they cover."""
         if (key, num_axes) not in self._chunks:
-            chunks: dict[tuple[int, ...], list[Chunk]] = {}
+            chunks: dict[tuple[int, ...], list[StoredChunk]] = {}
             for chunk in self.stored[key].chunks:
                 ranges = [
                     range(begin, begin + size)

@@ -163,16 +163,16 @@ class _Interpreter:
         A variable that differs between them has no known value.
         """
         before = dict(self.scope.variables)
-        outcomes = [] if is_complete else [before]
+        branches = [] if is_complete else [before]
         self.num_unknown += 1
         for body in bodies:
             self.scope.variables = dict(before)
             with contextlib.suppress(_StopError):
                 body()
-            outcomes.append(self.scope.variables)
+            branches.append(self.scope.variables)
         self.num_unknown -= 1
-        names = dict.fromkeys(name for outcome in outcomes for name in outcome)
-        self.scope.variables = {name: _merged(name, outcomes, line) for name in names}
+        names = dict.fromkeys(name for variables in branches for name in variables)
+        self.scope.variables = {name: _merged(name, branches, line) for name in names}
         return None
 
     # --- Loops and functions ---
@@ -413,8 +413,8 @@ def _raw_words(source: str) -> list[tuple[str, int]]:
     return words
 
 
-def _merged(name: str, outcomes: Sequence[dict[str, Variable]], line: int) -> Variable:
-    values = [outcome.get(name) for outcome in outcomes]
+def _merged(name: str, branches: Sequence[dict[str, Variable]], line: int) -> Variable:
+    values = [variables.get(name) for variables in branches]
     first = values[0]
     if first is not None and all(
         value is not None and _texts(value) == _texts(first) for value in values

@@ -86,8 +86,8 @@ class RolloutLog:
         times: Mapping[str, float],
     ) -> Iterator[RolloutRecord]:
         fields = {} if sequences is None else sequences.fields
-        places = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
-        for number, ((g, c), sample) in enumerate(zip(places, samples, strict=True)):
+        positions = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
+        for number, ((g, c), sample) in enumerate(zip(positions, samples, strict=True)):
             logprobs = {
                 column: fields[name][number] for column, name in _LOGPROBS.items() if name in fields
             }
