@@ -145,7 +145,7 @@ class Outcome:
     recomputed: float  # share of the generated tokens
 
 
-class Engine:
+class SimulatedEngine:
     """Engine that gives one token after the other to all its running sequences.
 
     `_progress` counts the tokens that a sequence which runs from the beginning would have.
@@ -235,7 +235,7 @@ class Simulation:
         self._cluster, self._work, self._mode = cluster, work, mode
         self._num_trainers = cluster.num_devices - (num_engines if mode.is_separate else 0)
         context = work.lengths.median * math.exp(work.lengths.sigma**2 / 2) / 2
-        self._engines = [Engine(cluster, context) for _ in range(num_engines)]
+        self._engines = [SimulatedEngine(cluster, context) for _ in range(num_engines)]
         self._buffer = GroupBuffer[_Group](work.prompts, mode.staleness)
         self._groups = dict[int, _Group]()
         self._rewards = list[tuple[float, int]]()  # (time, group)
@@ -271,7 +271,7 @@ class Simulation:
         self._issue()
         self._begin_update()
 
-    def _engine(self, number: int) -> Engine:
+    def _engine(self, number: int) -> SimulatedEngine:
         """Return an engine, advanced to the present, whose next end will be computed again."""
         self._engines[number].advance(self._now)
         return self._engines[number]

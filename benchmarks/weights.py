@@ -41,6 +41,9 @@ def main() -> None:
 
 def transfer() -> dict[str, float]:
     """Return the rate of the transfer in GB/s, and the peak memory besides both sides' tensors."""
+    from msrl.rollout.weights import assembly, channel  # noqa: F401 - their memory does not count
+
+    _shape()
     with _Sender() as sender:
         peak = _PeakMemory([sender.pid])
         memory = sender.receive(0, {})

@@ -43,15 +43,24 @@ from msrl.checkpoint.integrity import weight_checks
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
 from msrl.config.sources import parse
+from msrl.data.columns import DroppedRow
+from msrl.data.handlers import make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
+from msrl.data.native import native_examples, native_prompts
+from msrl.data.render import make_renderer
 from msrl.data.templates import _read as read_template
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.importers.command import translate_arguments
 from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import read_hf_config
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.types import Conversation, Message
+from tiny_qwen2 import CHATML, make_tokenizer
 
 MAX_SECONDS = 5.0  # for one input
+LIMITS = {"chat_templates": 40.0}  # 10 s for each of three renderings, then the message
 MAX_BYTES = 2 << 30  # of address space beyond that of the idle process
 
 Target = Callable[[Path, Any], object]
@@ -361,6 +370,86 @@ def template_files(folder: Path, edits: Any) -> None:
     read_template(folder / "mine.yaml")
 
 
+TURN_KEYS = st.sampled_from([
+    "role", "content", "from", "value", "tool_calls", "function_call", "name", "tool_call_id",
+    "reasoning_content", "thinking", "type", "text", "input", "id", "arguments", "function",
+    "tool_use_id", "is_error", "loss",
+])  # fmt: skip
+TURN_VALUES = st.recursive(
+    st.one_of(
+        LEAVES,
+        st.sampled_from([
+            "user", "assistant", "system", "tool", "human", "gpt", "observation", "function_call",
+            "tool_use", "tool_result", "thinking", "text", "image",
+            '{"name": "f", "arguments": {}}',
+            '[{"name": "f"}]', "{", "<think>a</think>b", "<tool_call>", "[" * 3000,
+        ]),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TURN_KEYS, inner, max_size=4),
+    max_leaves=10,
+)  # fmt: skip
+TURN = st.one_of(
+    st.dictionaries(TURN_KEYS, TURN_VALUES, max_size=5),
+    st.fixed_dictionaries({
+        "role": st.sampled_from(["user", "assistant", "tool", "system"]),
+        "content": TURN_VALUES,
+        "tool_calls": TURN_VALUES,
+    }),
+    TURN_VALUES,
+)  # fmt: skip
+COLUMNS = st.sampled_from([
+    "messages", "conversations", "conversation", "instruction", "input", "output", "history",
+    "tools", "system", "prompt", "query", "response", "answer", "question", "text",
+])  # fmt: skip
+
+
+@target(
+    st.tuples(
+        st.sampled_from(["auto", "sharegpt", "alpaca", "r1"]),
+        st.dictionaries(COLUMNS, st.one_of(st.lists(TURN, max_size=4), TURN_VALUES), max_size=4),
+    )
+)
+def rows_with_tool_calls(folder: Path, change: Any) -> None:
+    """Read a row with turns and calls in any form, and render it."""
+    name, row = change
+    handler = make_handler(name, kind=None, map_keys={}, options={})
+    try:
+        conversation = handler.converter()(row)
+    except DroppedRow:
+        return
+    with suppress(MsrlError):
+        RENDERER.prompts([conversation])
+    RENDERER.examples([conversation])
+
+
+JINJA_WORDS = st.lists(
+    st.sampled_from([
+        "{{", "}}", "{%", "%}", "{#", "#}", "{% for m in messages %}", "{% endfor %}", "{% if ",
+        "{% endif %}", "{% set x = ", "{% generation %}", "{% endgeneration %}", "m['content']",
+        "{{ m.content }}", "{% for i in range(99999) %}", "{{ x }}", "x ~ x", " * 10 ** 9", "'a'",
+        "{% macro f() %}", "{% endmacro %}", "{{ f() }}", "{{ messages | tojson }}", "|", "self",
+        "{{ ''.__class__ }}", "{{ raise_exception('x') }}", "{% include 'a' %}", "tools", "[", "]",
+        "{{ messages[0].content.format(m) }}", "loop", "namespace(a=1)", "<|im_end|>", " ", "\n",
+    ]),
+    max_size=20,
+)  # fmt: skip
+
+
+@target(st.one_of(JINJA_WORDS.map("".join), EDITS))
+def chat_templates(folder: Path, change: Any) -> None:
+    """Render a conversation with the chat template of a tokenizer."""
+    if isinstance(change, list):
+        change = edited(CHATML.encode(), change).decode("utf-8", "replace")
+    for name, data in TOKENIZER_FILES.items():
+        (folder / name).write_bytes(data)
+    (folder / "chat_template.jinja").write_text(change, encoding="utf-8", errors="replace")
+    tokenizer = open_tokenizer(folder)
+    conversation = Conversation((Message("user", "a <|im_end|> b"), Message("assistant", "c")))
+    for render in (native_prompts, native_examples):
+        with suppress(MsrlError):
+            render(tokenizer, [conversation], None)
+
+
 FOREIGN_YAML = {
     "mindspeed-rl": b"actor_config:\n  model: q\n  lr: 1e-6\nrl_config: {n_samples_per_prompt: 8}\n"
     b"megatron_training: {train_iters: 3, global_batch_size: 8}\ngenerate_config: {}\n",
@@ -373,7 +462,7 @@ FOREIGN_YAML = {
 def _prepare(root: Path) -> None:
     """Create the valid files that targets change."""
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
-    global SAFETENSORS, TEMPLATE
+    global SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
     tiny.save(root / "hf", shards=2)
     source = open_weights(root / "hf")
     HF_SHAPE = source.shape
@@ -401,6 +490,10 @@ def _prepare(root: Path) -> None:
     writer.add(np.arange(10, dtype=np.int32), np.array([3, 7], dtype=np.int32))
     writer.close()
     INDEX = (root / "data.idx").read_bytes()
+    make_tokenizer().save_pretrained(root / "tokenizer")
+    (root / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+    TOKENIZER_FILES = {path.name: path.read_bytes() for path in (root / "tokenizer").iterdir()}
+    RENDERER = make_renderer(load_template("qwen"), open_tokenizer(root / "tokenizer"))
     TEMPLATE = next((Path(__file__).parents[1] / "templates").rglob("qwen.yaml")).read_bytes()
 
 
@@ -420,7 +513,8 @@ def fuzz(name: str, seconds: float) -> int:
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder, suppress(MsrlError):
             function(Path(folder), value)
         seconds = time.monotonic() - start
-        assert seconds < MAX_SECONDS, f"{name}: one input took {seconds:.1f} s"
+        limit = LIMITS.get(name, MAX_SECONDS)
+        assert seconds < limit, f"{name}: one input took {seconds:.1f} s"
 
     options = settings(
         max_examples=200,

@@ -67,6 +67,7 @@ OF_INFER = {
 }  # fmt: skip
 ROLL_CASES: dict[str, Case] = {
     "top.system_envs": ({}, {"NCCL_DEBUG": "INFO"}), "top.track_with": ({}, "stdout"),
+    "top.tracker_kwargs": ({"track_with": "wandb"}, {"project": "math"}),
     "top.num_gpus_per_node": ({}, 8),
     "top.resume_from_checkpoint": ({}, True),
     "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
@@ -199,6 +200,8 @@ LIGHTRFT_CASES: dict[str, Case] = {
     "flags.engine_type": ({}, "vllm"),
     "flags.enable_engine_sleep": ({}, True), "flags.disable_engine_sleep": ({}, True),
     "flags.use_tensorboard": ({}, "logs"),
+    **{f"flags.wandb_{name}": ({"use_wandb": "key"}, "other") for name in
+       ("org", "group", "project")},
     "flags.use_wandb": ({}, "project"), "flags.save_path": ({}, "there"),
     "flags.load_checkpoint": ({}, True),
     "flags.advantage_clip": ({}, 2.0),
@@ -257,6 +260,8 @@ LLM_CASES: dict[str, Case] = {
     "preprocess.neat_pack": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),
     "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,5,5"),
+    **{f"train.wandb_{name}": ({"wandb_project": "math"}, "other") for name in
+       ("entity", "save_dir")},
     "train.lr_decay_style": ({}, "cosine"),
     "train.lr_warmup_fraction": ({}, 0.1), "train.clip_grad": ({}, 0),
     "train.adam_beta1": ({}, 0.8), "train.adam_beta2": ({}, 0.8),
@@ -291,6 +296,7 @@ RAY_CASES: dict[str, Case] = {
     "kl_ctrl.kl_coef": ({}, 0.1), "reward.load": ({"reward.verifier": GONE}, "rm"),
     "reward.verifier": ({"reward.load": "rm"}, GONE),
     "actor_rollout.num_gpus_for_infer": ({}, 4), "resource_pool.ref": ({}, [2]),
+    "resource_pool.critic": (RAY_PPO, [2]),
     "resource_pool.reward": ({"reward.verifier": GONE, "reward.load": "rm"}, [2]),
     "ref.load": ({}, "elsewhere"), "algorithm.lam": (RAY_PPO, 0.9),
     "critic.cliprange_value": (RAY_PPO, 0.3),

@@ -2,7 +2,7 @@
 
 Run as a program: `killing_driver.py KILLS ARGUMENTS...`. KILLS is a JSON list of objects with the
 keys `role` (actor or rollout), `worker`, `method`, `call` (counted from 1 over the whole run),
-`after_s` and `signal`. The workers and the calls are the real ones.
+optionally `after_s` and `signal`. The workers and the calls are the real ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def kill_at(role: str, method: str, pid: Callable[[int], int]) -> None:
             number = signal.Signals[kill.get("signal", "SIGKILL")]
             victim = pid(kill["worker"])
             print(f"killing {role} {kill['worker']} in {method}", file=sys.stderr, flush=True)
-            timer = threading.Timer(kill.get("after_s", 0.0), os.kill, (victim, number))
+            if "after_s" not in kill:
+                os.kill(victim, number)
+                continue
+            timer = threading.Timer(kill["after_s"], os.kill, (victim, number))
             timer.daemon = True
             timer.start()
 

@@ -150,6 +150,20 @@ def test_other_shells_complete_full_words(
     assert expected in done.stdout and not done.stderr
 
 
+def test_every_candidate_of_zsh_is_on_one_line(environment: dict[str, str]):
+    request = {
+        "_MSRL_COMPLETE": "complete_zsh",
+        "_TYPER_COMPLETE_ARGS": "msrl train-grpo --set algo.",
+        "COLUMNS": "80",
+    }
+    done = subprocess.run(
+        ["msrl"], capture_output=True, text=True, check=False, env={**environment, **request}
+    )
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) > 20 and lines[0].startswith("_arguments")
+    assert all(line.startswith('"') for line in lines[1:])
+
+
 def test_completion_imports_nothing_heavy(environment: dict[str, str]):
     program = (
         "import atexit, json, sys\n"

@@ -380,6 +380,7 @@ def test_a_dead_worker_is_reported_before_its_failed_peers(run):
         )
     assert str(caught.value).startswith("actor 1 ")
     assert_mentions(caught.value, "died", "actor 0: ConnectionError: peer gone")
+    assert caught.value.workers == {"actor 1"}
     end(peer)
 
 

@@ -44,7 +44,8 @@ class DyingEngines(Workers):
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         self._counts[method] += 1
         engines = "".join(map(str, arguments))
-        prompts = ["".join(str(p.index) for p in own[0]) for own in arguments.values() if own]
+        shares = [own[0] for own in arguments.values()] if method == "generate" else []
+        prompts = ["".join(str(prompt.index) for prompt in share) for share in shares]
         self.calls.append(" ".join([method, engines, *prompts]))
         return Calls({engine: (method, own) for engine, own in arguments.items()})
 
@@ -54,11 +55,11 @@ class DyingEngines(Workers):
             lost = self._deaths.get((method, self._counts[method]))
             if lost is not None:
                 raise WorkerError(f"{lost[0]} failed: it died", lost)
-        return [_indices(own) for _, own in calls.references.values()]
+        return [_indices(own) for method, own in calls.references.values() if method == "generate"]
 
 
 def _indices(arguments: Sequence[Any]) -> list[int]:
-    return [prompt.index for prompt in arguments[0]] if arguments else []
+    return [prompt.index for prompt in arguments[0]]
 
 
 def prompts(*indices: int) -> list[Prompt]:
@@ -70,10 +71,10 @@ def make_group(deaths: Mapping[tuple[str, int], Sequence[str]]) -> tuple[EngineG
     engines = EngineGroup(workers, Restarts(2, lambda _: None, 0))
 
     def reload() -> None:
-        engines.offload()
+        engines.offload(discard_weights=True)
         workers.calls.append("weights of the ranks")
-        engines.onload()
-        engines.load_weights(Calls({}))
+        engines.onload(before_loading=True)
+        workers.call("load_weights")
 
     engines.restore_with(reload)
     return engines, workers
@@ -84,7 +85,7 @@ RELOAD = ["offload 01", "weights of the ranks", "onload 01", "load_weights 01"]
 
 def test_a_loss_repeats_all_generations_since_the_weights_were_loaded_in_order():
     engines, workers = make_group({("generate", 3): ["rollout engine 1"]})
-    engines.load_weights(Calls({}))
+    engines.load_with(lambda: workers.call("load_weights"))
     assert engines.generate(prompts(1, 2), SAMPLING, 0) == (1, 2)
     assert engines.generate(prompts(3), SAMPLING, 0) == (3,)
     assert engines.generate(prompts(4, 5), SAMPLING, 0) == (4, 5)
@@ -98,7 +99,7 @@ def test_new_weights_and_forgotten_prompts_end_what_a_loss_repeats():
     engines.generate(prompts(1), SAMPLING, 0)
     engines.forget_prompts()
     engines.generate(prompts(2), SAMPLING, 0)
-    engines.load_weights(Calls({}))
+    engines.load_with(lambda: workers.call("load_weights"))
     workers.calls.clear()
     engines.generate(prompts(3), SAMPLING, 1)
     again = ["restart 0", "start 0", *RELOAD, "generate 1 3"]

@@ -58,7 +58,11 @@ KINDS = {
     "verifier": Kind(
         plugins("msrl.rewards.verifiers"), VERIFIERS, "CASES in tests/test_rewards_verifiers.py"
     ),
-    "architecture": Kind(lambda: list(architectures()), FAMILIES, "FAMILIES in tests/families.py"),
+    "architecture": Kind(
+        lambda: list(architectures()),
+        FAMILIES,
+        "FAMILIES in tests/families.py (mixtures: MIXTURES in tests/mixture_families.py)",
+    ),
 }
 
 

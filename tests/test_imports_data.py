@@ -11,6 +11,7 @@ from msrl.config.sources import plain
 from msrl.errors import MsrlError
 from msrl.importers.command import translate_arguments
 from support import mentions
+from test_imports_losses import RL
 
 R1_ZERO = """\
 input: ./dataset/orz/orz_math_57k_collected.json
@@ -109,6 +110,21 @@ def test_a_pretraining_script_continues_from_text_of_one_dataset_or_several(
         translate_arguments("mindspeed-llm", [str(tmp_path / "pretrain.sh")]).complete_tree()
     )
     assert tree["data"] == {**data, "handler": "pretrain", "seq_length": 4096}
+
+
+def test_a_weighted_mixture_of_examples_or_prompts_becomes_a_blend(tmp_path: Path):
+    script = "posttrain_gpt.py --stage sft --finetune --load ckpt --lr 1e-5 --global-batch-size 16"
+    words = [*script.split(), "--train-iters", "20", "--data-path", "0.3", "a", "0.7", "b"]
+    tree = plain(translate_arguments("mindspeed-llm", words).complete_tree())
+    assert tree["data"]["blend"] == {"a": 0.3, "b": 0.7} and "train" not in tree["data"]
+    text = RL.format(stage="ray_grpo", micro=1, npus=1, more="")
+    text = text.replace("lr: 1e-6", "lr: 1e-6, data_path: '1,a,3,b'")
+    (tmp_path / "rl.yaml").write_text(text, encoding="utf-8")
+    tree = plain(translate_arguments("mindspeed-rl", [str(tmp_path / "rl.yaml")]).complete_tree())
+    assert tree["data"]["blend"] == {"a": 1.0, "b": 3.0} and "train" not in tree["data"]
+    (tmp_path / "rl.yaml").write_text(text.replace("'1,a,3,b'", "'a,b,c'"), encoding="utf-8")
+    with pytest.raises(MsrlError, match=mentions("data_path=a,b,c", "weight", "prefix")):
+        translate_arguments("mindspeed-rl", [str(tmp_path / "rl.yaml")])
 
 
 @pytest.mark.parametrize("flag", ["--is-instruction-dataset", "--stage sft"])

@@ -286,3 +286,40 @@ def test_secrets_of_a_script_are_not_written(tmp_path: Path) -> None:
     translation = imported("lightrft", text, tmp_path, "sh")
     assert "s3cret" not in native_yaml(translation) + report(translation)
     assert native(translation)["log"]["trackers"] == ["wandb"]
+
+
+DOMAINS = """\
+  ifeval: {worker_cls: roll.rewards.GeneralRuleRewardWorker, tag_included: [ifeval]}
+  choice:
+    {worker_cls: roll.rewards.CrossThinkQARuleRewardWorker, tag_included: [qa], reward_type: soft,
+     response_length_penalty_coef: %s}
+"""
+REPETITION = {"ngram": 3, "max_penalty": 0.5, "words": "spaces"}
+
+
+def test_rule_domains_of_roll_score_with_their_verifier_and_the_penalty_for_repetition(
+    tmp_path: Path,
+) -> None:
+    translation = imported("roll", RLVR + DOMAINS % "0.0", tmp_path, approximate=True)
+    assert native(translation)["reward"]["sources"] == [
+        {"verifier": "math_17k_acc", "tags": ["math"]},
+        {"verifier": "ifeval", "tags": ["ifeval"]},
+        {"verifier": "repetition", "tags": ["ifeval"], "options": REPETITION},
+        {"verifier": "crossthinkqa", "tags": ["qa"], "options": {"reward_type": "soft"}},
+        {
+            "verifier": "repetition",
+            "tags": ["qa"],
+            "options": REPETITION,
+            "name": "choice_repetition",
+        },
+    ]
+    with pytest.raises(MsrlError, match=mentions("rewards.ifeval", "verify_keyword_frequency")):
+        imported("roll", RLVR + DOMAINS % "0.0", tmp_path)
+    with pytest.raises(MsrlError, match=mentions("response_length_penalty_coef=0.1", "400")):
+        imported("roll", RLVR + DOMAINS % "0.1", tmp_path)
+
+
+def test_a_judge_of_roll_is_refused_with_the_reason(tmp_path: Path) -> None:
+    judge = "  judge: {worker_cls: roll.rewards.LLMJudgeRewardWorker, tag_included: [open]}\n"
+    with pytest.raises(MsrlError, match=mentions("rewards.judge", "language model", "url")):
+        imported("roll", RLVR + judge, tmp_path)

@@ -564,6 +564,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.verifier_function": ({}, ["acc"]), "rl_config.verifier_weight": ({}, [0.5]),
     "rl_config.actor_resource": ({}, {"num_npus": 8}), "rl_config.hccl_buffersize": ({}, 512),
     "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
+    "rl_config.wandb_project": ({"rl_config.use_wandb": True}, "math"),
+    "rl_config.wandb_save_dir": ({"rl_config.use_wandb": True}, "logs"),
     "rl_config.use_tensorboard": ({}, False), "rl_config.wandb_exp_name": ({}, "named"),
     "generate_config.infer_tensor_parallel_size": ({}, 2),
     "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
@@ -611,6 +613,10 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
         {"generate_config.infer_tensor_parallel_size": 2}, 2,
     ),
     "rl_config.reference_resource": (SEPARATE, {"num_npus": 8}),
+    "rl_config.critic_resource": (
+        {**SEPARATE, "megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"},
+        {"num_npus": 8},
+    ),
     "rl_config.reward_resource": (
         {**SEPARATE, "rl_config.rule_reward": False, "reward_config.load": "rm"},
         {"num_npus": 8},

@@ -432,6 +432,7 @@ def test_an_error_in_a_worker_process_contains_file_and_row(tmp_path):
         ({"template": "qwen_r2"}, ("qwen_r2", "'qwen_r1'")),
         ({"template": None}, ("preprocess.template", "set")),
         ({"tokenizer": "/nowhere"}, ("tokenizer=/nowhere", "folder")),
+        ({"tokenizer": "/usr"}, ("tokenizer=/usr", "tokenizer.json")),
         ({"input": ["/nowhere.jsonl"]}, ("preprocess.input=/nowhere.jsonl", "file")),
         ({"handler": "alpaca"}, ("g.jsonl:1", "'instruction'")),
         ({"pack": True, "seq_length": 64}, ("preprocess.pack=True", "prompts")),

@@ -14,8 +14,7 @@ from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import OptimizerConfig
 from msrl.errors import MsrlError
-from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.trainer.settings import RankSettings, ReplicaSettings
+from msrl.trainer.settings import RankSettings, ReplicaSettings, resumed_settings
 from msrl.workflows.training.settings import rank_settings
 from support import mentions, python_path
 
@@ -70,8 +69,8 @@ def test_a_critic_and_reward_models_have_settings_of_their_role(
 def test_a_checkpoint_that_is_resumed_gives_the_policy_its_weights_and_no_other_replica(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resume = SavedTraining(Path("saves"), 3)
-    rank = settings(folder, monkeypatch, *CRITIC, *REFERENCE, resume=resume)
+    rank = settings(folder, monkeypatch, *CRITIC, *REFERENCE)
+    rank = resumed_settings(rank, Path("saves"), 3)
     assert (rank.policy.model, rank.policy.iteration) == (Path("saves").absolute(), 3)
     assert rank.critic is not None and rank.reference is not None
     assert (rank.critic.iteration, rank.reference.iteration) == (None, None)
@@ -85,8 +84,8 @@ def test_with_adapters_the_reference_is_the_policy_and_a_resume_keeps_the_base_w
         monkeypatch,
         *LORA,
         "algo.kl.loss.coef=0.1",
-        resume=SavedTraining(Path("saves"), 3),
     )
+    rank = resumed_settings(rank, Path("saves"), 3)
     assert rank.reference is None and rank.policy.lora.rank == 8
     assert rank.policy.iteration is None and rank.policy.model != Path("saves")
 

@@ -11,12 +11,68 @@ import pytest
 from msrl import registry
 from msrl.rewards.math.equality import equal
 from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
+from msrl.rewards.math.notation import intervals, unified
+from msrl.rewards.math.numbers import amount, is_qualified
 from support import assert_mentions, shared_data
 
 PACKAGE = "msrl.rewards.verifiers"
 GOOD = r"<think> 7+5=12 </think><answer> \boxed{132} </answer>"
 
 # name -> rows of (response, ground truth, score)
+IFEVAL = [  # constraint, arguments, text behind the thought, score
+    ("verify_keywords", {"keyword_list": ["One", "two"]}, "one and TWO", 1.0),
+    ("verify_keywords", {"keyword_list": ["one", "two"]}, "one", 0.0),
+    ("verify_keyword_frequency", {"word": "Go", "N": 2}, "go, go! gopher", 1.0),
+    ("verify_keyword_frequency", {"word": "go", "N": 2}, "go and stop", 0.0),
+    ("validate_forbidden_words", {"forbidden_words": ["war"]}, "peace", 1.0),
+    ("validate_forbidden_words", {"forbidden_words": ["war"]}, "Warm", 0.0),
+    ("verify_letter_frequency", {"letter": "a", "N": 2}, "a bA a", 1.0),
+    ("verify_letter_frequency", {"letter": "a", "N": 2}, "a", 0.0),
+    ("verify_paragraph_count", {"N": 2, "quantifier": None}, "a\n* * *\nb", 1.0),
+    ("verify_paragraph_count", {"N": 2}, "a\n* * *\n ", 0.0),
+    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, "a " * 22, 1.0),
+    ("validate_word_constraint", {"N": 20, "quantifier": "around"}, "a " * 23, 0.0),
+    ("validate_word_constraint", {"N": 2, "quantifier": "at least"}, "a", 0.0),
+    ("validate_word_constraint", {"N": 2, "quantifier": "at most"}, "a", 1.0),
+    ("verify_sentence_constraint", {"N": 2, "quantifier": "at most"}, "Dr. A? Yes. No.", 0.0),
+    ("verify_sentence_constraint", {"N": 2, "quantifier": "around"}, "Dr. A? Yes. No.", 1.0),
+    ("validate_paragraphs", {"N": 2, "first_word": "So", "i": 2}, "a\n\nSo b", 1.0),
+    ("validate_paragraphs", {"N": 2, "first_word": "So", "i": 1}, "a\n\nSo b", 0.0),
+    ("verify_postscript", {"postscript_marker": "P.S."}, "a P.S. b", 1.0),
+    ("verify_postscript", {"postscript_marker": "P.S."}, "a P.S.", 0.0),
+    ("validate_placeholders", {"N": 2}, "[a] [b] [c]", 1.0),
+    ("validate_placeholders", {"N": 2}, "[a]", 0.0),
+    ("verify_bullet_points", {"N": 2}, "* a\n - b", 1.0),
+    ("verify_bullet_points", {"N": 2}, "* a\n- b\n- c", 0.0),
+    ("validate_title", {}, "<<a>>", 1.0),
+    ("validate_title", {}, "<a>", 0.0),
+    ("validate_choice", {"options": ["My answer is yes.", "no"]}, "My answer is yes.", 1.0),
+    ("validate_choice", {"options": ["yes", "no"]}, "maybe", 0.0),
+    ("validate_choice", {"options": ["yes", "no"]}, "", 0.0),
+    ("validate_highlighted_sections", {"N": 2}, "*a* *b*", 1.0),
+    ("validate_highlighted_sections", {"N": 2}, "*a*", 0.0),
+    ("validate_sections", {"N": 2, "section_splitter": "Part"}, "Part 1 a Part 2 b", 1.0),
+    ("validate_sections", {"N": 2, "section_splitter": "Part"}, "Part 1 a", 0.0),
+    ("validate_json_format", {}, '{"a": 1}', 1.0),
+    ("validate_json_format", {}, "[" * 100_000, 0.0),
+    ("validate_repeat_prompt", {"original_prompt": "Say a"}, "Say a. a", 1.0),
+    ("validate_repeat_prompt", {"original_prompt": "Say a"}, "a", 0.0),
+    ("validate_two_responses", {}, "a ****** b", 1.0),
+    ("validate_two_responses", {}, "a ****** a", 0.0),
+    ("validate_two_responses", {}, "a ****** b ****** c", 0.0),
+    ("validate_uppercase", {}, "A 1", 1.0),
+    ("validate_uppercase", {}, "Aa", 0.0),
+    ("validate_lowercase", {}, "a 1", 1.0),
+    ("validate_lowercase", {}, "Aa", 0.0),
+    ("validate_frequency_capital_words", {"N": 2, "quantifier": "around"}, "OK GO x", 1.0),
+    ("validate_frequency_capital_words", {"N": 2, "quantifier": "around"}, "OK", 0.0),
+    ("validate_end", {"end_phrase": "Bye."}, "So. Bye.", 1.0),
+    ("validate_end", {"end_phrase": "Bye."}, "Bye. So.", 0.0),
+    ("validate_quotation", {}, '"a"', 1.0),
+    ("validate_quotation", {}, '"a', 0.0),
+    ("validate_no_commas", {}, "a", 1.0),
+    ("validate_no_commas", {}, "a, b", 0.0),
+]
 CASES = {
     "acc": [
         (r"so \boxed{132}", "132", 1.0),
@@ -158,6 +214,20 @@ CASES = {
         (r"\boxed{B \lor C}", "B", 0.0),
         (r"\boxed{\textbf{(B)}\ 7}", "B", 1.0),
         ("The answer is B, not C", "B", 1.0),
+        ("The correct answer is option C", "C", 1.0),
+        ("so\nC) Paris", "C", 1.0),
+        (r"The answer is \(B\)", "B", 1.0),
+        ("**Answer**: B", "B", 1.0),
+        ("答案是 B", "B", 1.0),
+        ("The answer is B. A is a distractor.", "B", 1.0),
+        ("The answer is A, I think", "A", 1.0),
+        ("Answer: A (or B)", "A", 0.0),
+        ("Answer: A. Or maybe B.", "A", 0.0),
+        ("Answer: A-D", "A", 0.0),
+        ("Answer: A to D", "A", 0.0),
+        ("Answer: (A)(B)(C)(D)", "A", 0.0),
+        ("Answer: A, no wait B", "A", 0.0),
+        ("Answer: A、B、C", "A", 0.0),
         ("The answer is a dog", "A", 0.0),
         ("The answer is Bob", "B", 0.0),
         (r"The answer is B, so \boxed{A}", "B", 0.0),
@@ -165,6 +235,22 @@ CASES = {
         ("the answer to it is open", "B", 0.0),
         (r"\boxed{C}", "2", 1.0),
         ("", "B", 0.0),
+    ],
+    "crossthinkqa": [
+        (r"<think>\boxed{A}</think> so \boxed{B}", "B", 1.0),
+        (r"\boxed{the answer B}, or \boxed{(C) Paris}", "C) Paris", 1.0),
+        ("I think the answer is b or B, not A", "B", 1.0),
+        ("B", "B", 1.0),
+        ("The first capital counts: B", "B", -1.0),
+        (r"\boxed{A}", "B", -1.0),
+        (r"\boxed{1}", "B", -1.0),
+        ("", "B", -1.0),
+    ],
+    "ifeval": [
+        *(
+            (f"<think>no</think>\n{text}", json.dumps({"func_name": name, **arguments}), score)
+            for name, arguments, text, score in IFEVAL
+        ),
     ],
     "repetition": [
         ("one two three four five six", "", 0.0),
@@ -251,6 +337,13 @@ def test_a_verifier_scores_its_cases(name):
         ),
         ("repetition", {"ngram": 1, "max_penalty": 2.0}, "a a a a", "", -1.5),
         ("repetition", {"ngram": 2}, "a", "", 0.0),
+        ("repetition", {"ngram": 1, "words": "spaces"}, "a, a a, b", "", -0.25),
+        ("crossthinkqa", {"reward_type": "soft"}, "B", "B", 0.5),
+        ("crossthinkqa", {"reward_type": "soft"}, r"\boxed{B}", "B", 1.0),
+        ("crossthinkqa", {"reward_type": "soft"}, r"\boxed{A}", "B", -0.5),
+        ("crossthinkqa", {"reward_type": "soft"}, "A", "B", -1.0),
+        ("crossthinkqa", {"reward_type": "strict"}, "B", "B", -1.0),
+        ("crossthinkqa", {"reward_type": "strict"}, r"\boxed{B}", "B", 1.0),
     ],
 )
 def test_an_option_changes_the_score(name, options, response, answer, score):
@@ -273,6 +366,31 @@ def test_an_option_changes_the_score(name, options, response, answer, score):
 )
 def test_an_invalid_option_is_refused(name, options, fragments):
     assert_mentions(verifier(name).refusal(**options), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("truth", "fragments"),
+    [
+        ("yes", ("JSON", "func_name", "yes")),
+        ("[1]", ("JSON", "func_name")),
+        ('{"func_name": "validate_rhyme"}', ("validate_rhyme", "unknown", "validate_title")),
+        ('{"func_name": "validate_response_language"}', ("language detector",)),
+        ('{"func_name": "verify_keywords"}', ("verify_keywords", "keyword_list=None")),
+        ('{"func_name": "verify_bullet_points", "N": "3"}', ("N='3'", "type")),
+        (
+            '{"func_name": "validate_word_constraint", "N": 3, "quantifier": "more"}',
+            ("quantifier='more'",),
+        ),
+    ],
+)
+def test_an_instruction_that_no_text_rule_can_check_is_refused(truth, fragments):
+    assert_mentions(verifier("ifeval").answer_refusal(truth), *fragments)
+    assert verifier("ifeval").answer_refusal('{"func_name": "validate_title", "N": null}') is None
+
+
+def test_every_constraint_has_a_right_and_a_wrong_case():
+    scores = {name: {score for n, _, _, score in IFEVAL if n == name} for name, *_ in IFEVAL}
+    assert scores == {name: {0.0, 1.0} for name in verifier("ifeval").CONSTRAINTS}
 
 
 def test_the_form_of_format_is_that_of_its_regular_expression():
@@ -713,6 +831,19 @@ def test_hostile_repetition_takes_linear_time(response):
         verifier(name).score(response, "1", **OPTIONS.get(name, {}))
         verifier(name).score("<think>" + response, "1", **OPTIONS.get(name, {}))
     assert time.process_time() - start < 10  # quadratic time would be minutes
+
+
+@pytest.mark.parametrize(
+    "piece", [" ", "x<", "1,", "[", "{", "\\text{a}", "5 or ", "²", "\\%", "E9"]
+)
+def test_hostile_answers_are_compared_in_milliseconds(piece):
+    start = time.process_time()
+    for text in (piece * (4000 // len(piece)), "1" + piece * 1000 + "y", "x<" + piece * 100 + "<2"):
+        unified(text[:4096])
+        intervals(text[:4096])
+        amount(text[:4096])
+        is_qualified(text[:4096])
+    assert time.process_time() - start < 2
 
 
 def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong():

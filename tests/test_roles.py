@@ -125,6 +125,12 @@ def test_the_plan_of_a_run_places_separate_roles(folder: Path) -> None:
     assert placement.num_devices == 5
 
 
+def test_without_a_cluster_this_machine_needs_the_devices_of_all_roles(folder: Path) -> None:
+    sets = ("cluster.devices_per_node=2", "cluster.roles.rollout.devices=3")
+    assert resolved_plan(*sets).num_local_devices == 5
+    assert resolved_plan(*sets, "cluster.address=127.0.0.1:1").num_local_devices == 2
+
+
 # --- checks
 
 
@@ -197,7 +203,7 @@ def test_a_reference_is_the_initial_policy_or_has_its_own_folder(folder: Path) -
         resolved_plan(KL).reference == resolved_plan(KL).policy
     )
     plan_with_load = resolved_plan(KL, "cluster.roles.reference.load=teacher")
-    settings = rank_settings(plan_with_load, "cpu", resume=None)
+    settings = rank_settings(plan_with_load, "cpu")
     assert settings.reference is not None
     assert settings.reference.model == (folder / "teacher").absolute()
     assert (folder / "teacher").absolute() in loaded_models(plan_with_load, None)
@@ -214,9 +220,9 @@ def test_a_reference_checkpoint_without_a_config_uses_that_of_the_policy(folder:
 
 def test_with_adapters_a_reference_with_its_own_folder_is_a_replica(folder: Path) -> None:
     lora = ("train.lora.rank=4", KL)
-    assert rank_settings(resolved_plan(*lora), "cpu", resume=None).reference is None
+    assert rank_settings(resolved_plan(*lora), "cpu").reference is None
     sets = (*lora, "cluster.roles.reference.load=model")
-    assert rank_settings(resolved_plan(*sets), "cpu", resume=None).reference is not None
+    assert rank_settings(resolved_plan(*sets), "cpu").reference is not None
 
 
 def test_a_model_on_separate_devices_has_its_own_layout_and_is_not_offloaded(folder: Path) -> None:
@@ -234,7 +240,7 @@ def test_a_model_on_separate_devices_has_its_own_layout_and_is_not_offloaded(fol
     )
     run = resolved_plan(*sets)
     models = {"judge": folder / "judge"}
-    shared = rank_settings(run, "cpu", resume=None, reward_models=models)
+    shared = rank_settings(run, "cpu", reward_models=models)
     assert shared.reference is None and shared.reward_models == {}
     reference, reward = run.separate_model("reference"), run.separate_model("reward")
     assert reference is not None and reward is not None and reference.micro_batch == 8
@@ -255,6 +261,29 @@ def test_another_number_of_stages_has_equal_stages(folder: Path) -> None:
     )
     model = resolved_plan(*sets).separate_model("reference")
     assert model is not None and model.layout.num_layer_list is None
+
+
+def test_a_critic_on_separate_devices_has_its_layout_and_is_not_on_the_training_ranks(
+    folder: Path,
+) -> None:
+    sets = ("algo.preset=ppo", "cluster.roles.critic.devices=2", "cluster.roles.critic.load=judge")
+    run = resolved_plan(*sets, "cluster.roles.critic.parallel.tp=2")
+    assert rank_settings(run, "cpu").critic is None
+    model = run.separate_model("critic")
+    assert model is not None
+    settings = separate_rank_settings(run, "cpu", model, {})
+    assert settings.layout == Layout(tp=2) and settings.policy is None
+    assert settings.critic is not None and settings.critic.optimizer is not None
+    shared = training_memory(resolved_plan("algo.preset=ppo"))
+    separate = training_memory(run)
+    assert separate.critic.weights == 0 < separate.separate["critic"]
+    assert separate.training < shared.training
+
+
+def test_the_samples_of_an_update_must_divide_over_the_copies_of_the_critic(folder: Path) -> None:
+    sets = ("algo.preset=ppo", "train.updates.samples_per_update=8")
+    (line,) = mistakes("critic.devices", *sets, "cluster.roles.critic.devices=3")
+    assert_mentions(line, "cluster.roles.critic.devices=3", "8", "data-parallel")
 
 
 # --- memory

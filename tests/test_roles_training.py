@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msrl.checkpoint.source import open_mcore
+from msrl.checkpoint.source import open_mcore, open_weights
+from msrl.models.families import all_rules
 from msrl.tracking.rollouts import read_records
 from test_train_grpo import SOURCES, make_inputs, rollouts, settings, transformers_logprobs
 from training_runs import rows, succeed, write_config
@@ -32,9 +33,11 @@ def train(
     *,
     algo: dict[str, Any] | None = None,
     rollout: dict[str, Any] | None = None,
+    steps: int = STEPS,
+    arguments: tuple[str, ...] = (),
     **sections: Any,
 ) -> Path:
-    """Run two steps with a reference and a reward model on ranks; return the run folder."""
+    """Train with a reference and a reward model on ranks; return the run folder."""
     judge = {"model": str(inputs / "judge"), "engine": "megatron", "name": "judge", "weight": 0.1}
     config = settings(
         inputs,
@@ -42,19 +45,19 @@ def train(
         "tied",
         cluster={"platform": "cpu", "rpc_timeout_s": 180.0, "roles": roles},
         train={
-            "steps": STEPS,
+            "steps": steps,
             "micro_batch": 2,
             "optimizer": {"lr": 3e-4},
             "updates": {"samples_per_update": 8},
         },
         algo={"kl": {"loss": {"coef": 0.05}}, **(algo or {})},
         reward={"sources": [*SOURCES, judge]},
-        checkpoint={"every_steps": STEPS},
+        checkpoint={"every_steps": 1, "keep": 1, "export_hf": True},
         **sections,
     )
     config["rollout"] |= rollout or {}
     file = write_config(inputs / f"{name}.yaml", config)
-    succeed("train-grpo", "-c", str(file), log=inputs / f"{name}.log")
+    succeed("train-grpo", "-c", str(file), *arguments, log=inputs / f"{name}-{steps}.log")
     return inputs / "runs" / name
 
 
@@ -83,8 +86,6 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 def weights(run: Path) -> dict[str, np.ndarray]:
     source = open_mcore(run / "checkpoints", iteration=STEPS)
-    from msrl.models.families import all_rules
-
     return {
         name: tensor.numpy()
         for rule in all_rules(source.shape)
@@ -165,3 +166,26 @@ def test_a_reward_model_on_separate_devices_scores_while_the_policy_trains(input
         assert all(0 <= record.staleness <= 1 for record in records)
         for record in records:
             assert sum(count for _, count in record.versions) == record.is_sampled.sum()
+
+
+def exported_critic(run: Path) -> dict[str, np.ndarray]:
+    source = open_weights(run / "hf_critic")
+    return {
+        name: tensor.numpy()
+        for rule in all_rules(source.shape)
+        for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True)
+    }
+
+
+def test_a_critic_on_separate_devices_resumes_and_equals_a_shared_one(inputs: Path) -> None:
+    ppo: dict[str, Any] = {"algo": {"preset": "ppo"}}
+    shared = train(inputs, "ppo-shared", {}, **ppo)
+    roles = {"critic": {"devices": 1, "optimizer": {"lr": 3e-4}}}
+    train(inputs, "ppo-separate", roles, steps=1, **ppo)
+    separate = train(inputs, "ppo-separate", roles, arguments=("--resume", "auto"), **ppo)
+    assert numbers(shared) == numbers(separate)
+    before, after = exported_critic(shared), exported_critic(separate)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    steps = sorted(path.name for path in (separate / "checkpoints" / "critic").glob("iter_*"))
+    assert steps == ["iter_0000001", "iter_0000002"]  # one more than checkpoint.keep

@@ -88,7 +88,8 @@ def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str)
 
 
 @pytest.mark.slow
-def test_the_engine_uses_the_experts_that_are_loaded_into_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_engine_uses_the_experts_that_are_loaded_into_it(ep: int, tmp_path: Path) -> None:
     """Load the weights of a Qwen3 mixture twice into an engine with random weights, as after every
     update.
     """
@@ -108,10 +109,13 @@ def test_the_engine_uses_the_experts_that_are_loaded_into_it(tmp_path: Path) -> 
             tmp_path,
             dtype="float32",
             random_weights=True,
-            engine=EngineConfig(max_model_len=64, max_num_seqs=4),
+            engine=EngineConfig(
+                max_model_len=64, max_num_seqs=4, tp=ep, ep=ep, options={"max_logprobs": 7}
+            ),
         ),
         get("cpu"),
     )
+    assert engine._llm.llm_engine.model_config.max_logprobs == 7
     for _ in range(2):
         engine.load_weights(weights.items())
         for scores, row in zip(engine.score(ids), exact, strict=True):

@@ -231,6 +231,38 @@ def test_a_save_never_changes_the_configuration_that_earlier_checkpoints_need(sa
 
 
 @pytest.mark.slow  # imports Megatron
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_on_a_full_disk_leaves_no_files(tmp_path, monkeypatch, in_background):
+    from msrl.platforms import get
+
+    get("cpu").prepare()
+    from msrl.trainer.checkpointing import publish
+    from msrl.trainer.checkpointing import state as checkpoints
+    from msrl.trainer.checkpointing.saver import Saver
+
+    def raise_disk_full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = RankFiles(tmp_path, 3, 0, {"rng": torch.arange(9)})
+    monkeypatch.setattr(publish, "record_file", raise_disk_full)  # the file is written by then
+
+    def begin(*_: object, **__: object) -> tuple[RankFiles, None]:
+        prepare_folders(tmp_path, 3)
+        return files, None
+
+    def save(*_: object, **__: object) -> None:
+        begin()[0].write()
+
+    monkeypatch.setattr(checkpoints, "begin", begin)
+    monkeypatch.setattr(checkpoints, "save", save)
+    saver = Saver(None, tmp_path, tmp_path, in_background=in_background)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(MsrlError, match=mentions("step 3", "No space left", "checkpoint.save")):
+        saver.save(3, {}, KEEP_ALL)
+        saver.finished(must_wait=True)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.slow  # imports Megatron
 def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     from msrl.platforms import get
 

@@ -15,9 +15,9 @@ from benchmarks.simulation import (
     LENGTHS,
     MODES,
     Cluster,
-    Engine,
     Lengths,
     Mode,
+    SimulatedEngine,
     Simulation,
     Workload,
 )
@@ -32,7 +32,7 @@ def work(lengths: Lengths, **changes: float) -> Workload:
 
 
 def test_sequences_of_an_engine_slow_each_other_down_until_one_ends() -> None:
-    engine = Engine(CLUSTER, context=50.0)
+    engine = SimulatedEngine(CLUSTER, context=50.0)
     engine.add(10, 0)
     engine.add(20, 1)
     first = engine.next_end()
@@ -43,7 +43,7 @@ def test_sequences_of_an_engine_slow_each_other_down_until_one_ends() -> None:
 
 
 def test_new_weights_stop_an_engine_for_the_transfer_and_the_keys_of_its_sequences() -> None:
-    engine = Engine(CLUSTER, context=50.0)
+    engine = SimulatedEngine(CLUSTER, context=50.0)
     engine.add(100, 0)
     half = 40 * CLUSTER.token_s(1, 50.0)
     engine.advance(half)
@@ -53,7 +53,7 @@ def test_new_weights_stop_an_engine_for_the_transfer_and_the_keys_of_its_sequenc
 
 
 def test_a_full_engine_queues_sequences() -> None:
-    engine = Engine(Cluster(max_running=1), context=1.0)
+    engine = SimulatedEngine(Cluster(max_running=1), context=1.0)
     engine.add(5, 0)
     engine.add(5, 1)
     token_s = Cluster().token_s(1, 1.0)

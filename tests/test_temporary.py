@@ -15,11 +15,13 @@ from uuid import uuid4
 import pytest
 
 from msrl import temporary
+from msrl.files import write_text
 
 KILLED = """
 import mmap, os, signal, sys
 from pathlib import Path
 from msrl import temporary
+from msrl.files import write_text
 folder = temporary.claim(Path(sys.argv[1], "msrl-killed"))
 before = temporary.segments()
 file = open(sys.argv[2], "w+b")
@@ -103,3 +105,12 @@ def test_redirected_processes_still_use_torchs_compile_cache(
             base / "cache" / "msrl" / "torchinductor"
         )
     assert dict(os.environ) == before and tempfile.gettempdir() == str(base)
+
+
+def test_a_device_is_written_to_and_not_replaced():
+    reader, writer = os.openpty()
+    device = Path(os.ttyname(writer))
+    write_text(device, "a\n")
+    assert device.is_char_device() and os.read(reader, 10).strip() == b"a"
+    os.close(reader)
+    os.close(writer)

@@ -100,6 +100,25 @@ def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
     assert "2/2" in shown
 
 
+def test_standard_output_stays_where_it_is_while_a_bar_is_shown() -> None:
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2) as bar:\n"
+        "    print('verified'); bar.advance(2)\nprint('table')"
+    )
+    leader, follower = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stderr=follower,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+        check=True,
+    )
+    os.close(follower)
+    shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert done.stdout == b"verified\ntable\n" and "verified" not in shown
+
+
 @pytest.mark.parametrize(
     ("amount", "unit", "text"),
     [
@@ -256,6 +275,47 @@ def test_wandb_without_the_package_or_a_login_is_refused_with_a_remedy(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(MsrlError, match=mentions("WANDB_MODE=offline", "logged in")):
         open_trackers(("wandb",), tmp_path)
+
+
+def test_tensorboard_writes_to_the_folder_of_its_option(tmp_path: Path) -> None:
+    options = {"tensorboard": {"dir": str(tmp_path / "boards" / "one")}}
+    (tracker,) = open_trackers(("tensorboard",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    assert list((tmp_path / "boards" / "one").glob("events.*"))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.slow
+def test_wandb_has_the_project_the_names_and_the_folder_of_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    values = {"project": "math", "entity": "team", "group": "all", "name": "first", "tags": ["a"]}
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    options = {"wandb": {**values, "notes": "a note", "dir": str(folder), "mode": "offline"}}
+    (tracker,) = open_trackers(("wandb",), tmp_path, options=options)
+    tracker.log(report(1, train__loss=1.0))
+    tracker.close()
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    runs = [Record.FromString(data).run for data in wandb_records(file)]
+    (run,) = [run for run in runs if run.project]
+    assert (run.project, run.entity, run.run_group, run.display_name) == (
+        "math",
+        "team",
+        "all",
+        "first",
+    )
+    assert (list(run.tags), run.notes) == (["a"], "a note")
+
+
+def test_an_unknown_option_of_a_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("log.options.tensorboard.folder", "dir")):
+        open_trackers(("tensorboard",), tmp_path, options={"tensorboard": {"folder": "x"}})
 
 
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from support import assert_mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
+    LIMIT_S,
     Command,
     children,
     files_in,
@@ -1128,21 +1129,31 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
 def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
     """Overwrite bytes in the shared memory of a training rank while it sends weights."""
     config = settings(inputs, "corrupted", "untied")
-    config["train"]["steps"] = 1000
+    config["train"]["steps"] = 100
     config["rollout"]["weights"] = {"transfer": "shared_memory", "verify": "every"}
     file, tmp = write_config(inputs / "corrupted.yaml", config), make_tmp()
     command = Command("train-grpo", "-c", str(file), log=inputs / "corrupted.log", tmp=tmp)
-    command.when(lambda: bool(weight_memory(command.process.pid)))
-    (memory,) = weight_memory(command.process.pid)
-    with memory.open("r+b", buffering=0) as buckets:
-        while command.process.poll() is None:
-            for _ in range(1000):
-                buckets.seek(4096)
-                buckets.write(b"\x5a" * 16)
+    try:
+        command.when(lambda: bool(weight_memory(command.process.pid)))
+        overwrite_while_running(command, weight_memory(command.process.pid)[0])
+    finally:
+        if command.process.poll() is None:
+            command.kill()
     assert command.wait() == 1
     assert_mentions(command.output(), "embed_tokens", "engine 0", "differs")
     assert "Traceback" not in command.output()
-    assert not files_in(tmp)
+    assert not [name for name in files_in(tmp) if "weights" in name]
+
+
+def overwrite_while_running(command: Command, memory: Path) -> None:
+    """Overwrite bytes near the start of the first bucket until the command ends."""
+    deadline = time.monotonic() + LIMIT_S
+    with memory.open("r+b", buffering=0) as buckets:
+        while command.process.poll() is None and time.monotonic() < deadline:
+            for _ in range(1000):
+                buckets.seek(4096)
+                buckets.write(b"\x5a" * 16)
+            time.sleep(0.0005)
 
 
 def weight_memory(pid: int) -> list[Path]:

@@ -25,7 +25,7 @@ from msrl.models.stages import StageTensor, distinct_tensors
 from msrl.rollout.engine import expected_weights
 from msrl.rollout.weights.assembly import Assembler
 from msrl.rollout.weights.buckets import Shard, merge, pack
-from msrl.rollout.weights.channel import ChannelError, WeightChannel, receive
+from msrl.rollout.weights.channel import ChannelError, WeightChannel, hang_up, receive
 from msrl.rollout.weights.digest import add_digests, differences, file_digests, version_digest
 from msrl.rollout.weights.sender import WeightSender, restore
 from msrl.rollout.weights.verification import check_digests
@@ -318,6 +318,22 @@ def wait_until_listed(channel: WeightChannel) -> None:
         if sum(channel.address.name in line for line in lines) > 1:
             return
         threading.Event().wait(0.01)
+
+
+def test_a_sender_that_waits_for_a_lost_receiver_can_be_released_and_sends_again(
+    channel: WeightChannel, source: WeightSource
+) -> None:
+    wait = run_in_thread(lambda: channel.send(shards(), 3, 2))
+    survivor = run_in_thread(lambda: read(channel, 3, source))
+    hang_up(channel.address, 3, timeout_s=10)
+    for end in (wait, survivor):
+        with pytest.raises(ChannelError, match=mentions("ended")):
+            end()
+    with pytest.raises(ChannelError):  # nothing is sent: the connection stays unanswered
+        hang_up(channel.address, 3, timeout_s=0.1)
+    again = run_in_thread(lambda: channel.send(shards(), 3, 1))
+    assert [*read(channel, 3, source)] == ["large", "half", "bias"]
+    again()
 
 
 def test_a_sender_without_receivers_gives_up(channel: WeightChannel) -> None:

@@ -18,8 +18,14 @@ _END_BYTES = 1 << 20
 def atomic_write(path: Path) -> Generator[Path, None, None]:
     """Yield a temporary path in the folder of `path`, and rename it to `path` after the block.
 
-    If the block raises, the temporary file is removed and `path` stays unchanged.
+    If the block raises, the temporary file is removed and `path` stays unchanged. A device or pipe
+    (`/dev/null`, `/dev/stdout`) is written to instead of replaced.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+            path.write_bytes((Path(folder) / path.name).read_bytes())
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary

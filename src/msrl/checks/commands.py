@@ -13,6 +13,7 @@ from msrl.checks.inputs import (
     check_required,
     check_template,
     inside_of_run,
+    path_hint,
 )
 from msrl.checks.sampling import check_temperature
 from msrl.checks.training import check_layout
@@ -116,7 +117,9 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
         )
     for i, name in enumerate(preprocess.input):
         if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
-            yield resolved.mistake(f"preprocess.input.{i}", "file or folder not found")
+            yield resolved.mistake(
+                f"preprocess.input.{i}", f"file or folder not found{path_hint(name)}"
+            )
     yield from check_folder(resolved, "preprocess.tokenizer")
     yield from check_template(resolved, "preprocess.template")
     if preprocess.handler is not None:

@@ -80,5 +80,7 @@ def _fits(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"have up to {longest}"
         )
         yield resolved.mistake("cluster.roles.critic.load", message)
+    if plan.separate_model("critic") is not None:
+        return  # the check of roles compares its layout
     for line in check_layout(resolved, shape, "train.parallel", plan.layout):
         yield f"{line} (critic {load}, which has the parallel layout of the policy)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,17 @@ def check_required(resolved: Resolved, *keys: str, choices: str = "") -> Iterato
 def check_folder(resolved: Resolved, key: str) -> Iterator[str]:
     path = resolved.value(key)
     if isinstance(path, str) and not Path(path).is_dir():
-        yield resolved.mistake(key, f"folder not found{hub_hint(path)}")
+        yield resolved.mistake(key, f"folder not found{hub_hint(path) or path_hint(path)}")
+
+
+def path_hint(path: str) -> str:
+    """Return a hint for a missing path: a similar name beside it, or where relative paths start."""
+    parent, names = Path(path).parent, list[str]()
+    with suppress(OSError):
+        names = [entry.name for entry in parent.iterdir()]
+    if close := get_close_matches(Path(path).name, names, n=1):
+        return f"; did you mean {parent / close[0]}?"
+    return "" if Path(path).is_absolute() else f". Relative paths start in {Path.cwd()}."
 
 
 def check_model_path(resolved: Resolved, key: str) -> Iterator[str]:
@@ -121,7 +133,7 @@ def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if resolved.config.data.handler == "pretrain":
         yield from _check_text(resolved, plan)
         return
-    remedy = "with a handler of demonstrations, or --kind sft"
+    remedy = "with a handler for examples such as alpaca, or --kind sft"
     yield from _check_kind(resolved, plan, "sft", remedy)
     yield from _check_blend(resolved)
     if resolved.config.data.blend and resolved.config.data.eval_fraction > 0:
@@ -147,5 +159,5 @@ def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if resolved.config.data.handler is not None:
         yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
     yield from _check_blend(resolved)
-    remedy = "with a handler of prompts such as r1, or --kind prompts"
+    remedy = "with a handler for prompts such as r1, or --kind prompts"
     yield from _check_kind(resolved, plan, "prompts", remedy)

@@ -9,12 +9,18 @@ from msrl.config.loader import Resolved
 from msrl.config.sections.roles import DevicesConfig
 from msrl.models.paths import is_hf, is_mcore
 from msrl.models.shape import Shape
-from msrl.plan.derived import num_separate_devices, samples_per_step, world_size
+from msrl.plan.derived import (
+    num_separate_devices,
+    samples_per_step,
+    samples_per_update,
+    world_size,
+)
 from msrl.plan.roles import MODEL_ROLES, SeparateModel, is_used, model_role, separate_model
 from msrl.plan.run_plan import ModelPlan, RunPlan
 
 _UNUSED = {
     "reference": "without algo.kl.loss.coef or algo.kl.reward.coef, the run has no reference",
+    # The check of the critic reports a critic that is not used.
     "reward": "no source of reward.sources is a model with engine: megatron",
 }
 
@@ -26,7 +32,7 @@ def check_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     for role in MODEL_ROLES:
         key, section = f"cluster.roles.{role}", model_role(resolved.config, role)
         if not is_used(resolved.config, role):
-            if section != type(section)():
+            if role in _UNUSED and section != type(section)():
                 yield f"{key}: has no effect: {_UNUSED[role]}. Remove it."
         elif num_separate_devices(section):
             yield from _separate(resolved, plan, separate_model(resolved.config, role))
@@ -81,19 +87,18 @@ def _separate(resolved: Resolved, plan: RunPlan, model: SeparateModel) -> Iterat
         for field, message in model.layout.problems(shape):
             yield f"{key}.parallel.{field}: {message}"
     samples = samples_per_step(resolved.config)
-    if model.role == "reference" and samples % model.dp_size:
+    if model.role == "critic":
+        samples = samples_per_update(resolved.config)
+    if model.role != "reward" and samples % model.dp_size:
         yield resolved.mistake(
             f"{key}.devices",
-            f"the {samples} samples of a step are not a multiple of the data-parallel size "
+            f"the {samples} samples of a batch are not a multiple of the data-parallel size "
             f"{model.dp_size}",
         )
 
 
 def _shapes(plan: RunPlan, role: str) -> list[Shape]:
-    models: tuple[ModelPlan | None, ...] = (
-        (plan.reference,) if role == "reference" else plan.rank_models
-    )
-    return [model.shape for model in models if model is not None and model.shape is not None]
+    return [model.shape for model in plan.models(role) if model.shape is not None]
 
 
 def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

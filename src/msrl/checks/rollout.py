@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
+from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.rewards import sources
 
 _BOUNDS = {"none": (), "all_equal": (), "mean": ("low", "high"), "std": ("low",)}
@@ -74,4 +75,15 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             "rollout.weights.transfer",
             f"needs all workers on one machine, but cluster.nodes is {config.cluster.nodes}. Set "
             "it to ray or auto.",
+        )
+    if config.rollout.weights.transfer in DEVICE_WAYS and config.cluster.platform == "cpu":
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            "needs an accelerator, but cluster.platform is cpu. Set it to auto.",
+        )
+    if config.rollout.weights.transfer in DEVICE_WAYS and config.rollout.asynchronous.is_on:
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            "cannot send weights to engines that generate, as rollout.async requires. Set it to "
+            "auto.",
         )

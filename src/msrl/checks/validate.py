@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from msrl.checks.algorithm import check_algorithm
 from msrl.checks.asynchronous import check_async, check_old_logprobs
+from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
@@ -23,6 +24,7 @@ from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.trackers import check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -91,6 +93,8 @@ _TRAINING: tuple[Check, ...] = (
     check_training_length,
     check_evaluation,
     check_devices,
+    check_tls_of_run,
+    check_tracker_options,
 )
 
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -117,7 +121,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "preprocess": (check_preprocess,),
     "generate": (check_generate, check_engine_options),
     "chat": (check_chat, check_engine_options),
-    "cluster": (),
+    "cluster": (check_tls,),
 }
 
 _MODEL: tuple[PlanCheck, ...] = (

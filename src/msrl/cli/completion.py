@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ Candidate = tuple[str, str]  # the value and its explanation, which zsh, fish an
 Completer = Callable[[str], list[Candidate]]
 
 _YAML = (".yaml", ".yml")
+_EXPLANATION_WIDTH = 72  # characters
 
 
 def assignments(incomplete: str) -> list[Candidate]:
@@ -24,12 +26,21 @@ def assignments(incomplete: str) -> list[Candidate]:
     from msrl.config.facts import key_facts, settable_keys
 
     matches = [name for name in settable_keys() if name.startswith(key)]
-    candidates = [(f"{name}=", facts.description) for name in matches if (facts := key_facts(name))]
+    candidates = [
+        (f"{name}=", _first_line(facts.description))
+        for name in matches
+        if (facts := key_facts(name))
+    ]
     if len(matches) == 1:
         # With a single candidate, the shell would add a space after the equals sign.
         values = _values(matches[0]) or [("null", "Not set")]
         candidates += [(f"{matches[0]}={word}", text) for word, text in values]
     return candidates
+
+
+def _first_line(text: str) -> str:
+    """Return a text for one line: typer breaks longer ones, also inside of quotes."""
+    return textwrap.shorten(text, _EXPLANATION_WIDTH, placeholder=" ...")
 
 
 def choices(key: str) -> Completer:

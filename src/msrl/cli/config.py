@@ -7,7 +7,7 @@ import json as jsonlib
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import resolve, warn
+from msrl.cli.execute import resolve, warn, with_hub_files
 from msrl.cli.help import Command, Group, examples
 from msrl.limits import printable
 
@@ -103,7 +103,7 @@ def validate(
     if target is None:
         typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
-    check(resolved, target)
+    check(with_hub_files(resolved, target).resolved, target)
     warn(resolved, target)
     typer.echo(f"the configuration is valid for {target}")
 

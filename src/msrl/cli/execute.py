@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from msrl.cli.keys import configured_command, option_key
-from msrl.errors import MsrlError
+from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable, require_open_files
 
 if TYPE_CHECKING:
+    from msrl.config.hub_names import LocalConfig
     from msrl.config.loader import Flag, Resolved
     from msrl.plan.run_plan import RunPlan
 
@@ -51,9 +52,11 @@ def execute(
     """
     set_verbosity(ctx.params.get("verbose", False))
     from msrl.checks.validate import check
+    from msrl.config.hub_names import download_weights
 
     require_open_files()
-    resolved = resolve(ctx, fixed or {}, command)
+    local = with_hub_files(resolve(ctx, fixed or {}), command)
+    resolved = local.resolved
     run_plan = check(resolved, command)
     show_translations(
         resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
@@ -68,6 +71,7 @@ def execute(
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
+    download_weights(resolved, local.values)
     workflow = importlib.import_module(WORKFLOWS[command])
     workflow.run(run_plan if run_plan.is_training else resolved.config)
 
@@ -92,6 +96,27 @@ def resolve(
         *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items()),
     ]
     return load_configuration(files, ctx.params.get("sets") or [], flags, command)
+
+
+def with_hub_files(resolved: Resolved, command: str) -> LocalConfig:
+    """Return the configuration with local folders for the models and datasets of a hub.
+
+    Raises:
+        ManyErrors: A hub cannot provide one of them. The other errors of the configuration follow.
+    """
+    from msrl.checks.validate import check
+    from msrl.config.hub_names import with_local_folders
+
+    local = with_local_folders(resolved, command)
+    if not local.errors:
+        return local
+    messages = [*local.errors.values()]
+    try:
+        check(local.resolved, command)
+    except ManyErrors as error:
+        named = tuple(resolved.mistake(key, "") for key in local.errors)
+        messages += [line for line in error.messages if not line.startswith(named)]
+    raise ManyErrors(messages)
 
 
 def warn(resolved: Resolved, command: str) -> None:

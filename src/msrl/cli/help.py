@@ -46,9 +46,11 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Error messages suggest what was probably meant."""
         ctx.allow_extra_args = True  # the check below reports them with a suggestion
+        words = [*args]
         try:
             remaining = super().parse_args(ctx, args)
         except Exception as error:
+            hints.explain_value(error, words)
             hints.explain_option(
                 error,
                 configured_command(ctx),

@@ -40,9 +40,13 @@ _OTHER_WORDS = {
     "check": ("config validate", "doctor"),
 }
 
+_PREFERENCES = ("dpo", "kto", "orpo", "simpo", "ipo")
+
 
 def unknown_command(word: str, root: Any) -> str:
     """Return the error message about an unknown command, with similar commands."""
+    if word.lower().replace("_", "-").rpartition("-")[2] in _PREFERENCES:
+        return f"No such command {word!r}. Preference training is not supported yet."
     commands = tuple(_commands(root))
     similar = _similar(word.lower().replace("_", "-"), commands)
     suggestion = (
@@ -109,6 +113,23 @@ def _is_configuration(word: str) -> bool:
         or word in packaged_names()
         or ("=" not in word and Path(word).is_file())
     )
+
+
+_NUMBERS = {"valid integer": "a whole number", "valid number": "a number"}
+
+
+def explain_value(error: Exception, words: Sequence[str]) -> None:
+    """Name the value in an error about an option whose value is not a number."""
+    names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    text = str(getattr(error, "message", ""))
+    kind = next((kind for phrase, kind in _NUMBERS.items() if phrase in text), None)
+    if kind is None:
+        return
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in names:
+            value = value if equals else words[index + 1]
+            error.message = f"{value!r} must be {kind}."  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def explain_option(error: Exception, command: str, options: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from msrl import temporary
 from msrl.cluster import probe, processes, state
 from msrl.cluster.ports import Ports
 from msrl.cluster.probe import Address
-from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 
 START_TIMEOUT_S = 90.0
@@ -53,6 +53,7 @@ class _Start:
     dashboard: Address | None
     token: Path | str
     ports: Ports | None
+    tls: TlsFiles | None
 
 
 def up(
@@ -65,11 +66,13 @@ def up(
     platform_resource: str,
     new_token: bool = False,
     ports: Ports | None = None,
+    tls: TlsFiles | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token; `new_token` replaces that of earlier clusters. The dashboard is started too
+    It requires a token; `new_token` replaces that of earlier clusters. With `tls`, all connections
+    of Ray are encrypted and need a certificate of the same authority. The dashboard is started too
     if `ray[default]` is installed. `ports` are those of Ray's other processes; by default free
     ones.
 
@@ -95,6 +98,7 @@ def up(
             dashboard,
             state.make_token(is_new=new_token),
             ports,
+            tls,
         )
         return _start_node(start, timeout_s)
 
@@ -131,6 +135,7 @@ def join(
     devices: int,
     platform_resource: str,
     ports: Ports | None = None,
+    tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
     timeout_s: float = START_TIMEOUT_S,
 ) -> NodeRecord:
@@ -146,12 +151,16 @@ def join(
     """
     with state.locked():
         head, own = check_join(
-            address, host=host, devices=devices, ports=ports, answer_timeout_s=answer_timeout_s
+            address,
+            host=host,
+            devices=devices,
+            ports=ports,
+            tls=tls,
+            answer_timeout_s=answer_timeout_s,
         )
         token = state.find_token()
-        return _start_node(
-            _Start("worker", head, own, devices, platform_resource, None, token, ports), timeout_s
-        )
+        start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
+        return _start_node(start, timeout_s)
 
 
 def check_join(
@@ -160,6 +169,7 @@ def check_join(
     host: str | None,
     devices: int,
     ports: Ports | None = None,
+    tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
 ) -> tuple[Address, str]:
     """Check that this machine can join, and return the address of the head and its own host.
@@ -174,7 +184,8 @@ def check_join(
             "cluster up --host ADDRESS`,"
             " with an ADDRESS that this machine can reach."
         )
-    probe.check_answers(head, state.read_token(state.find_token()), timeout_s=answer_timeout_s)
+    token = state.read_token(state.find_token())
+    probe.check_answers(head, token, timeout_s=answer_timeout_s, tls=tls)
     own = probe.resolve(host) if host else probe.local_host_towards(head)
     _check_not_joined(own)
     _check_services(own, ports)
@@ -307,6 +318,7 @@ def _first_record(start: _Start, temp_dir: Path, pid: int) -> tuple[NodeRecord, 
         machine=socket.gethostname(),
         boot_id=state.boot_id(),
         processes=(supervisor,),
+        tls=start.tls,
     )
     return record, state.state_dir() / f"node-{record.machine}-{record.kind}-{pid}.json"
 
@@ -383,7 +395,7 @@ def _environment(start: _Start) -> dict[str, str]:
         # Otherwise Ray replaces loopback by the machine's external address and listens on all
         # interfaces.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return environment | state.token_environment(start.token)
+    return environment | state.token_environment(start.token) | state.tls_environment(start.tls)
 
 
 def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

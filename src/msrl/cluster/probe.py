@@ -11,8 +11,10 @@ import ipaddress
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from msrl.cluster.state import TlsFiles
 from msrl.errors import MsrlError
 
 Answer = Literal["ok", "wrong token", "not ray", "silent"]
@@ -145,13 +147,19 @@ def local_host_towards(address: Address) -> str:
         return str(probe.getsockname()[0])
 
 
-def ask(address: Address, token: str, *, timeout_s: float) -> Answer:
+def ask(address: Address, token: str, *, timeout_s: float, tls: TlsFiles | None = None) -> Answer:
     """Return how the server at `address` answers a Ray client with this token."""
     import grpc
 
     # Proxies of the environment are meant for the web, not for the cluster; Ray disables them as
     # well.
-    channel = grpc.insecure_channel(str(address), options=[("grpc.enable_http_proxy", 0)])
+    options = [("grpc.enable_http_proxy", 0)]
+    if tls is None:
+        channel = grpc.insecure_channel(str(address), options=options)
+    else:
+        ca, key, cert = (Path(file).read_bytes() for file in (tls.ca, tls.key, tls.cert))
+        credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        channel = grpc.secure_channel(str(address), credentials, options=options)
     call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
     try:
         call(b"", timeout=timeout_s, metadata=(("authorization", f"Bearer {token}"),))
@@ -160,6 +168,16 @@ def ask(address: Address, token: str, *, timeout_s: float) -> Answer:
     finally:
         channel.close()
     return "ok"
+
+
+def _tls_hint(tls: TlsFiles | None) -> str:
+    """Return what may be wrong with TLS if a server does not answer."""
+    if tls is None:
+        return "A cluster that uses TLS answers only with cluster.tls."
+    return (
+        f"It must use TLS, with certificates of {tls.ca} that name its address, "
+        "as cluster.tls of this machine does."
+    )
 
 
 def _answer(error: object) -> Answer:
@@ -173,7 +191,9 @@ def _answer(error: object) -> Answer:
     return "not ray"
 
 
-def check_answers(address: Address, token: str, *, timeout_s: float) -> None:
+def check_answers(
+    address: Address, token: str, *, timeout_s: float, tls: TlsFiles | None = None
+) -> None:
     """Wait until a Ray head that accepts the token answers, for at most `timeout_s` seconds.
 
     Raises:
@@ -181,15 +201,15 @@ def check_answers(address: Address, token: str, *, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     call_timeout_s = max(1.0, min(5.0, timeout_s))
-    answer = ask(address, token, timeout_s=call_timeout_s)
+    answer = ask(address, token, timeout_s=call_timeout_s, tls=tls)
     while answer == "silent" and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-        answer = ask(address, token, timeout_s=call_timeout_s)
+        answer = ask(address, token, timeout_s=call_timeout_s, tls=tls)
     if answer == "silent":
         raise MsrlError(
             f"{address}: no cluster answered within {timeout_s:g} s. Check that it was started "
             "with `msrl cluster up --host` and"
-            " this address, and that no firewall blocks the connection."
+            f" this address, and that no firewall blocks the connection. {_tls_hint(tls)}"
         )
     if answer == "not ray":
         raise MsrlError(

@@ -111,16 +111,19 @@ def _is_ray_in_own_group(process: ProcessRecord) -> bool:
 
 
 @contextlib.contextmanager
-def ray_settings(token: Path | str, *, loopback: bool) -> Iterator[None]:
+def ray_settings(
+    token: Path | str, *, loopback: bool, tls: state.TlsFiles | None = None
+) -> Iterator[None]:
     """Set Ray's process-wide settings for one session.
 
-    They are the token, no usage statistics, and that loopback addresses stay loopback.
+    They are the token, TLS, no usage statistics, and that loopback addresses stay loopback.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     settings = {
         **state.token_environment(token),
+        **state.tls_environment(tls),
         **state.startup_wait_environment(),
         "RAY_USAGE_STATS_ENABLED": "0",
     }

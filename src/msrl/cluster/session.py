@@ -314,6 +314,7 @@ def ray_session(
     env: Mapping[str, str] | None = None,
     namespace: str = "msrl",
     log_to_driver: bool = False,
+    tls: state.TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
 ) -> Iterator[Session]:
     """Connect to the cluster at `address`, or start a local Ray if it is None.
@@ -336,7 +337,7 @@ def ray_session(
     opened = (
         _local(num_devices, resource_name, init)
         if address is None
-        else _connected(address, init, answer_timeout_s)
+        else _connected(address, init, answer_timeout_s, tls)
     )
     before = temporary.segments()
     with opened as folder:
@@ -416,13 +417,13 @@ def _keep_logs(temp_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _connected(
-    address: str, init: Mapping[str, Any], answer_timeout_s: float
+    address: str, init: Mapping[str, Any], answer_timeout_s: float, tls: state.TlsFiles | None
 ) -> Iterator[Path | None]:
     """Connect to a running cluster, and disconnect at the end."""
     head = probe.parse_address(address)
     token = state.find_token()
-    probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s)
-    with ray_settings(token, loopback=probe.is_own_loopback(head.host)):
+    probe.check_answers(head, state.read_token(token), timeout_s=answer_timeout_s, tls=tls)
+    with ray_settings(token, loopback=probe.is_own_loopback(head.host), tls=tls):
         try:
             with preserved_signal_handlers():
                 ray.init(address=str(head), **init)

@@ -22,11 +22,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msrl import temporary
+from msrl.config.sections.general import TlsConfig
 from msrl.errors import MsrlError
 from msrl.files import take_lock
 from msrl.temporary import ProcessRecord, is_running
 
 _PRIVATE_FILE, _PRIVATE_DIR = 0o600, 0o700
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Absolute paths of a machine's certificate and key, and of the certificate authority's."""
+
+    cert: str
+    key: str
+    ca: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class NodeRecord:
     machine: str
     boot_id: str
     processes: tuple[ProcessRecord, ...]
+    tls: TlsFiles | None = None
 
     @property
     def here(self) -> bool:
@@ -137,9 +148,10 @@ def with_processes(record: NodeRecord, processes: Iterable[ProcessRecord]) -> No
 def _read(path: Path) -> NodeRecord:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        return NodeRecord(
-            **{**values, "processes": tuple(ProcessRecord(**p) for p in values["processes"])}
-        )
+        values["processes"] = tuple(ProcessRecord(**p) for p in values["processes"])
+        if values.get("tls"):
+            values["tls"] = TlsFiles(**values["tls"])
+        return NodeRecord(**values)
     except (ValueError, TypeError, KeyError) as error:
         raise MsrlError(
             f"{path}: not a node record ({error}). End its processes, then delete the file."
@@ -210,6 +222,30 @@ def token_environment(token: Path | str) -> dict[str, str]:
         {"RAY_AUTH_TOKEN": token} if isinstance(token, str) else {"RAY_AUTH_TOKEN_PATH": str(token)}
     )
     return {"RAY_AUTH_MODE": "token", **variable}
+
+
+def tls_files(section: TlsConfig) -> TlsFiles | None:
+    """Return the files of `cluster.tls`, or None if TLS is off."""
+    if section.cert is None or section.key is None or section.ca is None:
+        return None
+    names = (section.cert, section.key, section.ca)
+    return TlsFiles(*(str(Path(name).expanduser().absolute()) for name in names))
+
+
+def tls_environment(tls: TlsFiles | None) -> dict[str, str]:
+    """Return Ray's variables for TLS, with certificates of both sides, between all its processes.
+
+    Without `tls`, they switch off what the user's environment may have set. Source: docs.ray.io,
+    Ray security, TLS authentication.
+    """
+    if tls is None:
+        return {"RAY_USE_TLS": "0"}
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": tls.cert,
+        "RAY_TLS_SERVER_KEY": tls.key,
+        "RAY_TLS_CA_CERT": tls.ca,
+    }
 
 
 def startup_wait_environment() -> dict[str, str]:

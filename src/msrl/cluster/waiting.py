@@ -21,7 +21,8 @@ _WATCH_S = 1.0
 class WorkerError(ProcessFailedError):
     """A worker failed; the message contains its traceback, or the cause of its death.
 
-    `workers` are the names of all workers that failed, `training rank 1` for example.
+    `workers` are the names of the workers that died, `training rank 1` for example, or if none
+    died, of all that failed: the peers of a dead worker fail in consequence.
     """
 
     def __init__(self, message: str, workers: Iterable[str] = ()) -> None:
@@ -41,6 +42,9 @@ class SilentWorkerError(RayError):
             f"no heartbeat for {silence_s:g} s (cluster.rpc_timeout_s). Its process hangs or is "
             "stopped, or its machine does not respond"
         )
+
+
+_DEATHS = (RayActorError, SilentWorkerError)
 
 
 class Watch:
@@ -174,7 +178,7 @@ def _cause(failures: Mapping[str, RayError]) -> Exception:
     name = min(
         failures,
         key=lambda n: (
-            not isinstance(failures[n], RayActorError | SilentWorkerError),
+            not isinstance(failures[n], _DEATHS),
             not isinstance(_worker_exception(failures[n]), MsrlError),
         ),
     )
@@ -184,7 +188,9 @@ def _cause(failures: Mapping[str, RayError]) -> Exception:
     also_failed = "".join(
         f"\nalso failed: {n}: {_short(error)}" for n, error in failures.items() if n != name
     )
-    return WorkerError(f"{name} failed: {_full(failures[name])}{also_failed}", failures)
+    dead = [n for n, error in failures.items() if isinstance(error, _DEATHS)]
+    text = f"{name} failed: {_full(failures[name])}{also_failed}"
+    return WorkerError(text, dead or failures)
 
 
 def _worker_exception(error: RayError) -> BaseException | None:

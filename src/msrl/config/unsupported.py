@@ -11,15 +11,13 @@ NOT_YET: dict[str, str] = {
     "data.mixed_modalities": "only text is supported",
     "cluster.roles.actor": "set cluster.devices_per_node, train.parallel and train.micro_batch",
     **dict.fromkeys(
-        (f"cluster.roles.critic.{key}" for key in ("devices", "parallel", "micro_batch")),
-        "the critic shares the devices, parallel layout and micro-batches of the policy",
-    ),
-    **dict.fromkeys(
         (f"cluster.roles.{role}.colocate" for role in ("rollout", "reference", "critic", "reward")),
         "a role without devices shares those of training",
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
+    "rollout.multi_turn": "a response is one turn",
+    "rollout.max_turns": "a response is one turn",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",

@@ -83,6 +83,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, GPT2Tokenizer
 
     files = {file.name for file in folder.iterdir()}
+    if not files & {*_DEFINING_FILES, "vocab.json"}:
+        raise MsrlError(f"tokenizer={folder}: {_no_tokenizer(folder)}")
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & _DEFINING_FILES:
             return GPT2Tokenizer(
@@ -150,6 +152,13 @@ def _folder(path: str | Path) -> Path:
             "Name a local folder with tokenizer.json, or with vocab.json and merges.txt."
         )
     return folder
+
+
+def _no_tokenizer(folder: Path) -> str:
+    """Return problem and remedy for a folder without the files of a tokenizer."""
+    inner = folder / "hf"  # where checkpoints of msrl have config.json and tokenizer
+    hint = f"; did you mean {inner}?" if inner.is_dir() else ". Name the folder of the model."
+    return f"contains no tokenizer such as tokenizer.json{hint}"
 
 
 def _read_plain(folder: Path) -> TextTokenizer | None:

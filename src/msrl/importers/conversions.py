@@ -73,22 +73,39 @@ def int_list(value: Any) -> list[int]:
         raise ValueError("must be integers separated by commas") from None
 
 
-def one_path(value: Any) -> str:
-    """Return the only data prefix; Megatron's mixtures (`0.3 a 0.7 b`, `1,a,1,b`) are refused."""
+def weights_by_prefix(value: Any) -> dict[str, float]:
+    """Return the weights of data prefixes; the weights of a repeated prefix add up.
+
+    Raises:
+        ValueError: the items are neither one prefix nor pairs of a weight and a prefix.
+
+    >>> weights_by_prefix("0.3,a,0.7,b"), weights_by_prefix(["1", "c"])
+    ({'a': 0.3, 'b': 0.7}, {'c': 1.0})
+    """
     if is_placeholder(value):
-        return str(value)
-    if isinstance(value, list):
-        words = [str(word) for word in cast("list[Any]", value)]
-    else:
-        words = str(value).replace(",", " ").split()
-    if len(words) == 2 and words[0].replace(".", "", 1).isdigit():
-        words = words[1:]
-    if len(words) != 1:
-        raise ValueError(
-            "must be one prefix: mixtures are not in this version yet. "
-            "Preprocess the datasets together."
-        )
-    return words[0]
+        return {str(value): 1.0}
+    is_list = isinstance(value, (list, tuple))
+    values = cast("list[Any]", value) if is_list else str(value).replace(",", " ").split()
+    items = [str(item).strip(",") for item in values]
+    if len(items) == 1:
+        items = ["1", *items]
+    problem = "must be one prefix, or pairs of a weight and a prefix"
+    if len(items) % 2:
+        raise ValueError(problem)
+    weights: dict[str, float] = {}
+    for weight, prefix in zip(items[::2], items[1::2], strict=True):
+        try:
+            number = float(weight)
+        except ValueError:
+            raise ValueError(f"{problem}; {weight} is not a weight") from None
+        weights[prefix] = weights.get(prefix, 0.0) + number
+    return weights
+
+
+def one_path(value: Any) -> str:
+    """Return the only data prefix. `Translation.apply` reads mixtures (`0.3 a 0.7 b`)."""
+    (prefix,) = weights_by_prefix(value)
+    return prefix
 
 
 def bf16(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,6 +129,22 @@ def _model_path(folder: Path, name: str) -> Path | None:
     stem = canonical(name.removesuffix(".yaml"))
     paths = sorted(folder.glob("*.yaml"))
     return next((path for path in paths if canonical(path.stem) == stem), None)
+
+
+def put_tracker_options(
+    keys: Keys, tracker: str, options: Mapping[str, str], *, is_on: bool
+) -> None:
+    """Translate keys that are options of a tracker, which the original reads if it is on."""
+    for key, option in options.items():
+        entry = keys.get(key)
+        if entry is None:
+            continue
+        if not is_on:
+            keys.record(key, KeyStatus.DEAD, f"read with {tracker} only")
+        elif entry.value in (None, ""):
+            keys.record(key, KeyStatus.OFF, "")
+        else:
+            keys.assign(key, [f"log.options.{tracker}.{option}"], entry.value)
 
 
 def put_repeated(translation: Translation, section: str, key: str, node: Node) -> None:

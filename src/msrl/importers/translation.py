@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, wrap
 from msrl.errors import similar
-from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.conversions import CONVERSIONS, weights_by_prefix
 from msrl.importers.native_keys import refusal
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.status import KeyStatus
@@ -187,6 +187,10 @@ class Translation:
         self.differences.append(f"{entry}: {text}. --approximate drops it; results differ.")
         self.record(entry, KeyStatus.DROPPED, f"results differ: {text}")
 
+    def report_difference(self, entry: SourceKey, text: str) -> None:
+        """Report that an applied key computes something else, unless differences are accepted."""
+        self.differences.append(f"{entry}: {text}. --approximate accepts it; results differ.")
+
     def approximate(
         self, entry: SourceKey | None, key: str, value: object, difference: str
     ) -> None:
@@ -279,12 +283,16 @@ class Translation:
             self._convert(entry, row)
 
     def _convert(self, entry: SourceKey, row: Row) -> None:
+        natives = row.to
         try:
-            value = CONVERSIONS[row.via](entry.value)
+            if row.via == "one_path" and len(weights_by_prefix(entry.value)) > 1:
+                value, natives = weights_by_prefix(entry.value), ("data.blend",)
+            else:
+                value = CONVERSIONS[row.via](entry.value)
         except ValueError as error:
             return self.add_error(entry, str(error))
         status, reason = row.neutral
-        return self.assign(entry, row.to, value, same=reason, status=status)
+        return self.assign(entry, natives, value, same=reason, status=status)
 
     def fill_defaults(self, sections: Iterable[str], present: Iterable[SourceKey]) -> None:
         """Set the original's defaults of keys that are not present and that one row describes.

@@ -50,7 +50,7 @@ class Memory:
     `working` is temporary memory of the backward pass; it does not coincide with `logits`.
     `resting` names the states that are offloaded to host memory, like the keys of `train.offload`.
     `forward` is a pass without gradients, if it is larger than one with gradients. `separate` has
-    the weights of models on separate devices, by role.
+    the states of models on separate devices, by role.
     """
 
     weights: int
@@ -125,7 +125,7 @@ class Memory:
             "log-probabilities without gradients": self.forward if is_forward_peak else 0,
             "engine's weights": self.engine_weights,
             "engine's KV cache": self.kv_cache,
-            **{f"{role}'s weights on separate devices": n for role, n in self.separate.items()},
+            **{f"{role} on separate devices": size for role, size in self.separate.items()},
             "peak during training": self.training,
             "peak during generation": self.generating,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -129,10 +129,14 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
     All of its parameters are trained, except for the bias of the head.
     """
-    if plan.critic is None:
+    if plan.critic is None or plan.separate_model("critic") is not None:
         return NO_STATE
+    return _critic_state(plan, plan.critic.require_shape(), stage)
+
+
+def _critic_state(plan: RunPlan, shape: Shape, stage: int) -> State:
     train = plan.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
-    return State(**state_bytes(plan, plan.critic.require_shape(), stage, train))
+    return State(**state_bytes(plan, shape, stage, train))
 
 
 def reward_model_bytes(plan: RunPlan, stage: int) -> int:
@@ -168,11 +172,15 @@ def reference_bytes(plan: RunPlan) -> int:
 
 
 def separate_bytes(plan: RunPlan) -> dict[str, int]:
-    """Return the bytes of the weights on a device of each model with separate devices, by role."""
+    """Return the bytes of the states on a device of each model with separate devices, by role."""
     sizes: dict[str, int] = {}
     for model in plan.separate_models:
-        own = (plan.reference,) if model.role == "reference" else plan.rank_models
-        shapes = [item.require_shape() for item in own if item is not None]
-        counts = [parameters_per_rank(shape, model.layout) for shape in shapes]
-        sizes[model.role] = element_bytes(plan) * sum(counts)
+        shapes = [item.require_shape() for item in plan.models(model.role)]
+        if model.role == "critic":
+            own = replace(plan, layout=model.layout, world_size=model.num_ranks)
+            states = [_critic_state(own, shapes[0], stage) for stage in range(own.layout.pp)]
+            sizes["critic"] = max(sum(astuple(state)) for state in states)
+        else:
+            counts = [parameters_per_rank(shape, model.layout) for shape in shapes]
+            sizes[model.role] = element_bytes(plan) * sum(counts)
     return sizes

@@ -83,7 +83,7 @@ def distinct_tensors(
     """Return the tensors that a rank contributes if all ranks collect each shard exactly once.
 
     Of ranks with equal copies, the first one contributes. A tied output layer and tensors that
-    exist in Megatron only have no Hugging Face name and are left out.
+    exist in Megatron only have no Hugging Face name; no rank contributes them.
 
     Args:
         shape: Shape of the model.

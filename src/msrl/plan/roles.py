@@ -13,13 +13,14 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import runs_on_ranks
 from msrl.plan.derived import (
     layout_from,
+    needs_critic,
     needs_reference,
     num_engines,
     num_separate_devices,
     world_size,
 )
 
-MODEL_ROLES = ("reference", "reward")
+MODEL_ROLES = ("reference", "critic", "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ def is_used(config: Config, role: str) -> bool:
     """Return True if a train-grpo run has a model of this role on ranks."""
     if role == "reference":
         return needs_reference(config)
+    if role == "critic":
+        return needs_critic(config)
     return any(runs_on_ranks(source.model, source.engine) for source in config.reward.sources)
 
 

@@ -153,6 +153,24 @@ class RunPlan:
     def num_engines(self) -> int:
         return num_engines(self.config)
 
+    @property
+    def num_local_devices(self) -> int:
+        """Number of devices that the run needs on this machine.
+
+        In a cluster, these are the devices of its training ranks only.
+        """
+        separate = [role for role in self.roles if role.is_separate]
+        num_separate = sum(role.num_workers * role.devices_per_worker for role in separate)
+        num_shared = self.world_size // self.config.cluster.nodes
+        return num_shared + (num_separate if self.config.cluster.address is None else 0)
+
+    def models(self, role: str) -> tuple[ModelPlan, ...]:
+        """Return the models of a role: reference, critic or reward."""
+        if role == "reward":
+            return self.rank_models
+        model = self.reference if role == "reference" else self.critic
+        return () if model is None else (model,)
+
     def separate_model(self, role: str) -> SeparateModel | None:
         """Return the model of a role with separate devices; None if it has none."""
         return next((model for model in self.separate_models if model.role == role), None)

@@ -19,6 +19,19 @@ COMMON_STACK = {
 }
 
 
+# Level of a finding of `msrl doctor`.
+Level = Literal["ok", "note", "wrong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Finding about the platform's software; `text` has the state and, if it is wrong, a remedy."""
+
+    level: Level
+    what: str
+    text: str
+
+
 # Processes of a run that use collectives on the same device.
 Role = Literal["trainer", "engine"]
 
@@ -85,6 +98,10 @@ class Platform(ABC):
 
         Returns None if nothing is missing. Does not import large packages.
         """
+
+    def diagnose(self) -> list[Diagnosis]:
+        """Return findings about the platform's software below its Python packages."""
+        return []
 
     @abstractmethod
     def device_count(self) -> int:

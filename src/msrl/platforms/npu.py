@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
+from msrl.platforms import _npu_stack
 from msrl.platforms.base import (
     COMMON_STACK,
+    Diagnosis,
     Platform,
     Role,
     VariableOverride,
@@ -166,6 +168,9 @@ class NpuPlatform(Platform):
             hint = "Run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
             return f"the environment variables of CANN are not set. {hint}"
         return None
+
+    def diagnose(self) -> list[Diagnosis]:
+        return _npu_stack.diagnose(_npu_stack.read_facts())
 
     def device_count(self) -> int:
         torch_npu = importlib.import_module("torch_npu")

@@ -38,6 +38,7 @@ class EngineSettings:
     Without `engine.max_model_len`, the limit is the model's own.
     With `random_weights`, the folder needs only a config and a tokenizer: weights are loaded with
     `load_weights` before anything is generated.
+    With `weight_backend`, vLLM's weight transfer engine of this name receives weights.
     With `is_stepped`, the engine can be used as a `StepEngine`.
     """
 
@@ -47,6 +48,7 @@ class EngineSettings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     random_weights: bool = False
+    weight_backend: str | None = None
     verbose: bool = False
     is_stepped: bool = False
 

@@ -220,6 +220,15 @@ class VllmEngine:
             finally:
                 channel.close()
 
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of vLLM's workers and return the result of each."""
+        return self._llm.collective_rpc(method, args=arguments)
+
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that vLLM's weight transfer engine has loaded."""
+        self._memory.finish_loading()
+        self.forget_prompts()
+
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
 
@@ -388,6 +397,10 @@ def _arguments(
         "use_tqdm_on_load": settings.verbose,
         "disable_log_stats": True,
     }
+    if settings.weight_backend is not None:
+        from vllm.config import WeightTransferConfig
+
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=settings.weight_backend)
     if settings.is_stepped:
         # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
         # old weights would arrive after an update.

@@ -30,6 +30,7 @@ class WeightReceiver:
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
 
     model_runner: Any
+    _loaded_digests: dict[str, TensorDigest]
 
     def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load Hugging Face weights in place and post-process them as at startup."""
@@ -59,6 +60,21 @@ class WeightReceiver:
         checked = checked_weights(tensors, expected_weights(shape))
         self.receive_weights(_recorded(checked, shape, digests) if verify else checked)
         return digests
+
+    def begin_digests(self, model_dir: str) -> None:
+        """Begin to compute digests of all weights that are loaded into the model.
+
+        vLLM's weight transfer engines pass received tensors to `model.load_weights`.
+        """
+        model, shape = self.model_runner.get_model(), load_shape(Path(model_dir))
+        digests = self._loaded_digests = dict[str, TensorDigest]()
+        load = model.load_weights
+        model.load_weights = lambda weights: load(_recorded(weights, shape, digests))
+
+    def end_digests(self) -> dict[str, TensorDigest]:
+        """Return the digests since `begin_digests`."""
+        del self.model_runner.get_model().load_weights  # the method of the class remains
+        return self._loaded_digests
 
 
 def send_to_workers(

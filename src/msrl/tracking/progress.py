@@ -136,6 +136,9 @@ def _show_bar(
         rich_progress.TimeElapsedColumn(),
         rich_progress.TimeRemainingColumn(),
         console=Console(file=out),
+        # By default, rich prints what is written to standard output on the console of the bar,
+        # which is standard error, and may lose it when the bar ends.
+        redirect_stdout=False,
     )
     with display:
         task = display.add_task(description, total=total)

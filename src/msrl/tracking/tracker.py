@@ -1,15 +1,17 @@
 """Trackers: receivers of the report of every step (metrics file, console, TensorBoard, ...).
 
 A tracker plugin is a module of `msrl.tracking.trackers` whose name is used in `log.trackers`. Its
-main function is `open_tracker(run_dir, *, resumed_step=None)`; `check()` raises MsrlError if the
-tracker cannot start on this machine.
+main function is `open_tracker(run_dir, *, resumed_step)`, whose further keyword-only parameters are
+its options (`log.options.NAME`). `check(options)` raises MsrlError if the tracker cannot start on
+this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from msrl import registry
 from msrl.types import StepReport
@@ -23,18 +25,27 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def check_trackers(names: Sequence[str]) -> None:
+TrackerOptions = Mapping[str, Mapping[str, Any]]
+"""Options of trackers, by the name of the tracker."""
+
+
+def check_trackers(names: Sequence[str], options: TrackerOptions | None = None) -> None:
     """Check that the trackers of `log.trackers` can start, without starting them.
 
     Raises:
-        MsrlError: a name is unknown, or a package or login is missing.
+        MsrlError: a name or option is unknown, or a package or login is missing.
     """
     for name in names:
-        registry.load(registry.TRACKERS, name, key="log.trackers").check()
+        module = registry.load(registry.TRACKERS, name, key="log.trackers")
+        module.check(_options(module, name, options or {}))
 
 
 def open_trackers(
-    names: Sequence[str], run_dir: Path, *, resumed_step: int | None = None
+    names: Sequence[str],
+    run_dir: Path,
+    *,
+    resumed_step: int | None = None,
+    options: TrackerOptions | None = None,
 ) -> tuple[Tracker, ...]:
     """Return the trackers of `log.trackers`.
 
@@ -42,12 +53,22 @@ def open_trackers(
         names: names of the plugins.
         run_dir: the run folder.
         resumed_step: the last step of the checkpoint that a run resumes from.
+        options: options of the trackers, by name.
 
     Raises:
-        MsrlError: a name is unknown, or a tracker cannot start.
+        MsrlError: a name or option is unknown, or a tracker cannot start.
     """
-    modules = [registry.load(registry.TRACKERS, name, key="log.trackers") for name in names]
-    return tuple(module.open_tracker(run_dir, resumed_step=resumed_step) for module in modules)
+    trackers: list[Tracker] = []
+    for name in names:
+        module = registry.load(registry.TRACKERS, name, key="log.trackers")
+        values = _options(module, name, options or {})
+        trackers.append(module.open_tracker(run_dir, resumed_step=resumed_step, **values))
+    return tuple(trackers)
+
+
+def _options(module: ModuleType, name: str, options: TrackerOptions) -> dict[str, Any]:
+    values = options.get(name, {})
+    return registry.check_options(module.open_tracker, values, key=f"log.options.{name}")
 
 
 class Trackers:

@@ -72,6 +72,17 @@ class TrainingRank:
         assert self._policy is not None, "built without a policy"
         return self._policy
 
+    @property
+    def main(self) -> ModelReplica:
+        """The replica that checkpoints of these ranks are named after: the policy or the critic."""
+        main = self.critic if self._policy is None else self._policy
+        assert main is not None, "built without a model that is trained"
+        return main
+
+    @property
+    def has_policy(self) -> bool:
+        return self._policy is not None
+
     def replicas(self) -> list[ModelReplica]:
         """Return all model replicas of this rank."""
         optional = (self._policy, self.reference, self.critic)

@@ -49,7 +49,8 @@ def check(config: Config, action: str, **arguments: Any) -> None:
         launch.check_up(devices=num_devices, ports=_ports(config), **arguments)
     elif action == "join":
         num_devices, _ = _devices(config, None, None)
-        launch.check_join(devices=num_devices, ports=_ports(config), **arguments)
+        tls = state.tls_files(config.cluster.tls)
+        launch.check_join(devices=num_devices, ports=_ports(config), tls=tls, **arguments)
 
 
 def up(
@@ -84,6 +85,7 @@ def up(
         platform_resource=resource,
         new_token=new_token,
         ports=_ports(config),
+        tls=state.tls_files(config.cluster.tls),
     )
     print(_head_text(record), flush=True)
     if wait is not None:
@@ -123,12 +125,14 @@ def join(
     """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result."""
     config = config or Config()
     num_devices, resource = _devices(config, devices, platform)
+    tls = state.tls_files(config.cluster.tls)
     record = launch.join(
         address,
         host=host,
         devices=num_devices,
         platform_resource=resource,
         ports=_ports(config),
+        tls=tls,
     )
     print(
         f"{record.host} joined the cluster at {record.address} with "
@@ -148,8 +152,9 @@ def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus
         resource = _devices(config, 1, None)[1]
     nodes: tuple[NodeStatus, ...] = ()
     if address and resource:
+        tls = state.tls_files(config.cluster.tls) or (local.tls if local else None)
         with ray_session(
-            address, num_devices=0, resource_name=resource, answer_timeout_s=5.0
+            address, num_devices=0, resource_name=resource, tls=tls, answer_timeout_s=5.0
         ) as session:
             nodes = session.nodes()
     cluster_status = ClusterStatus(address, resource, nodes, records)
@@ -192,7 +197,11 @@ def _devices_in_use() -> list[str]:
             continue
         try:
             with ray_session(
-                record.address, num_devices=0, resource_name=record.resource, answer_timeout_s=2.0
+                record.address,
+                num_devices=0,
+                resource_name=record.resource,
+                tls=record.tls,
+                answer_timeout_s=2.0,
             ) as session:
                 nodes = session.nodes()
         except MsrlError:
@@ -260,9 +269,22 @@ def _joining_lines(record: NodeRecord) -> list[str]:
         f"  mkdir -p -m 700 {folder} && scp -p {record.host}:{shlex.quote(str(token))} {folder}/",
         "Then join:",
         f"  msrl cluster join {record.address}",
+        *_protection(record),
+    ]
+
+
+def _protection(record: NodeRecord) -> list[str]:
+    """Return what protects a cluster that listens on all interfaces."""
+    token = state.token_path()
+    if record.tls is not None:
+        return [
+            "Every machine needs cluster.tls with its own certificate. Ray now listens on all "
+            f"interfaces of this machine, encrypted, and requires the token ({token}, mode 600)."
+        ]
+    return [
         "Ray now listens on all interfaces of this machine. Only the token protects it "
-        f"({token}, mode 600), and it is sent unencrypted: use a trusted network "
-        "(docs/security.md).",
+        f"({token}, mode 600), and it is sent unencrypted: use a trusted network or cluster.tls "
+        "(docs/security.md)."
     ]
 
 

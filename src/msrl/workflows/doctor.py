@@ -16,17 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get, resolve
-from msrl.platforms.base import Platform
+from msrl.platforms.base import Level, Platform
 from msrl.workflows.doctor_config import config_findings
 
-Level = Literal["ok", "note", "wrong"]
 GB = 10**9
 PYTHONS = ">=3.10,<3.14"
 _IMPORT_TIMEOUT_S = 300.0
@@ -60,6 +58,9 @@ def run(
     """
     findings = [_python(), *_platforms(platform_name)]
     platform = _platform(platform_name)
+    selected = get(platform_name) if platform_name in NAMES else platform
+    if selected is not None:
+        findings += [Finding(row.level, row.what, row.text) for row in selected.diagnose()]
     if platform is not None:
         findings += [*_versions(platform), *_devices(platform)]
         if imports:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from msrl.checks.validate import find_errors, guess
+from msrl.config.hub_names import with_local_folders
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.memory.estimate import GB
@@ -29,8 +30,9 @@ def config_findings(
     if name is None:
         yield "note", "configuration", "the command that uses it is unknown. Pass --for."
         return
-    plan = resolve(resolved.config, name)
-    mistakes = _mistakes(resolved, plan)
+    local = with_local_folders(resolved, name)
+    resolved, plan = local.resolved, resolve(local.resolved.config, name)
+    mistakes = tuple(local.errors.values()) or _mistakes(resolved, plan)
     for line in mistakes:
         yield "wrong", name, line
     if not mistakes:
@@ -55,7 +57,7 @@ def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
 
     On CPU, a device is a process. More processes than cores are slow, but not wrong.
     """
-    needed = plan.world_size // plan.config.cluster.nodes
+    needed = plan.num_local_devices
     available = platform.device_count()
     if needed <= available:
         yield "ok", "devices", f"the run uses {needed} of {available}"
@@ -64,7 +66,7 @@ def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
     else:
         text = (
             f"the run needs {needed} on this machine, which has {available}. Change "
-            "cluster.devices_per_node and cluster.nodes."
+            "cluster.devices_per_node, cluster.nodes and cluster.roles."
         )
         yield "wrong", "devices", text
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.hub import is_without_weights
 from msrl.plan.run_plan import RunPlan
 
 
@@ -23,12 +24,20 @@ def check(plan: RunPlan) -> str:
         MsrlError: the command would refuse them.
     """
     try:
+        if plan.command in ("generate", "chat") and _is_later(plan):
+            return "not checked, because the command downloads the weights of its model first"
         if plan.is_training:
             return _train_grpo(plan) if plan.is_grpo else _train_sft(plan)
         return _CHECKS[plan.command](plan.config)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise MsrlError(f"{name}cannot be read or written: {error.strerror or error}") from error
+
+
+def _is_later(plan: RunPlan) -> bool:
+    """Return True if the model is one of a hub whose weights the command will download."""
+    section = plan.config.chat if plan.command == "chat" else plan.config.generate
+    return section.model is not None and is_without_weights(Path(section.model))
 
 
 def _train_sft(plan: RunPlan) -> str:
@@ -49,7 +58,7 @@ def _train_grpo(plan: RunPlan) -> str:
     check_start(plan, job.platform, job.resume)
     return (
         f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
-        f"{job.placement.num_devices} devices placed"
+        f"devices used: {job.placement.num_devices}"
     )
 
 

@@ -83,7 +83,7 @@ class DataConfig(Section):
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float],
-        description="Weights of several datasets of train-sft by prefix, instead of data.train.",
+        description="Weights of several datasets by prefix, instead of data.train.",
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(
@@ -108,6 +108,24 @@ class DataConfig(Section):
     )
     shuffle: Bool = Field(
         default=True, description="Shuffle the rows again in every epoch, seeded by run.seed."
+    )
+
+
+class TlsConfig(Section):
+    """Certificates of this machine for TLS between the processes of a Ray cluster.
+
+    All three files are PEM. Every machine of the cluster needs them.
+    """
+
+    cert: Text | None = Field(
+        default=None,
+        description="Certificate of this machine. It must name its IP address. Default: no TLS.",
+    )
+    key: Text | None = Field(
+        default=None, description="Private key of the certificate, readable by its owner only."
+    )
+    ca: Text | None = Field(
+        default=None, description="Certificate of the authority that signed all certificates."
     )
 
 
@@ -156,6 +174,9 @@ class ClusterConfig(Section):
     )
     env: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="Environment variables of all workers."
+    )
+    tls: TlsConfig = Field(
+        default=TlsConfig(), description="Certificates for TLS in a cluster of machines."
     )
     roles: RolesConfig = Field(
         default=RolesConfig(), description="Devices and models of the roles besides training."
@@ -231,6 +252,12 @@ class LogConfig(Section):
         default=("tensorboard",),
         description="Trackers that receive the metrics in addition to metrics.jsonl. The variables "
         "WANDB_PROJECT, WANDB_MODE etc. configure wandb.",
+    )
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]],
+        description="Options of the trackers by name. wandb: project, entity, group, name, tags, "
+        "notes, dir and mode. tensorboard: dir.",
+        examples=[{"wandb": {"project": "math"}}],
     )
     save_rollouts: Bool = Field(
         default=True,

@@ -102,8 +102,8 @@ class ReferenceRoleConfig(ModelRoleConfig):
     )
 
 
-class CriticConfig(Section):
-    """Value model of gae. The policy's ranks train it with the policy's parallel layout."""
+class CriticConfig(ModelRoleConfig):
+    """Value model of gae."""
 
     load: Text | None = Field(
         default=None,

@@ -106,13 +106,18 @@ class EngineConfig(Section):
     )
 
 
+DEVICE_WAYS = ("ipc", "nccl")  # of weights, from device to device
+COLOCATED_WAYS = ("ipc",)  # between processes that share devices
+
+
 class WeightsConfig(Section):
     """Transfer of new weights from the training ranks to the engines."""
 
-    transfer: Literal["auto", "shared_memory", "ray"] = Field(
+    transfer: Literal["auto", "shared_memory", "ray", "ipc", "nccl"] = Field(
         default="auto",
-        description="Way of the weights: memory that processes of one machine share, or Ray "
-        "objects. auto: shared_memory on one machine, ray on several.",
+        description="Way of the weights: memory that processes of one machine share, Ray objects, "
+        "or vLLM's engines for colocated (ipc) and separate devices (nccl, which is HCCL on Ascend "
+        "NPUs). auto: shared_memory on one machine, ray on several.",
     )
     bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
         default=1 << 26,

@@ -52,8 +52,9 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
     if row_format is not None:
         return f"columns: {names}: a row for handler {row_format.handler}. Use that handler."
     return (
-        f"columns: {names}: not a known format. Use sharegpt, alpaca or r1 with --map-keys, or a "
-        "handler of your own (path/file.py:NAME)."
+        f"columns: {names}: not a known format. Name the columns, as in --handler alpaca "
+        """--map-keys '{"prompt": "COLUMN", "response": "COLUMN"}' (r1 for prompts of """
+        "train-grpo), or write a handler (path/file.py:NAME)."
     )
 
 

@@ -24,6 +24,6 @@ def refuse_media(row: Any, passed: Iterable[str] = ()) -> None:
     names = [name for name in _COLUMNS if name not in passed and row.get(name)]
     if names:
         raise MsrlError(
-            f"column {names[0]}: only text is trained on, but the row has images, videos or "
-            "sounds. Remove the row, or remove the column and its marks such as <image>."
+            f"column {names[0]}: images, videos and sounds are not supported, only text. "
+            "Remove the row, or remove the column and its marks such as <image>."
         )

@@ -13,7 +13,7 @@ from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
 from msrl.importers.megatron import converted
-from msrl.importers.sections import Keys, as_list, put_repeated
+from msrl.importers.sections import Keys, as_list, put_repeated, put_tracker_options
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, Translation
@@ -298,9 +298,15 @@ class _Flags:
                 f"use_{name}",
                 ["log.trackers"],
                 trackers,
-                why="in the run folder",
                 same="metrics.jsonl contains the same metrics",
             )
+        options = {"wandb_org": "entity", "wandb_group": "group", "wandb_project": "project"}
+        put_tracker_options(keys, "wandb", options, is_on="wandb" in trackers)
+        folder = keys.get("use_tensorboard")
+        if "tensorboard" in trackers and folder is not None and isinstance(folder.value, str):
+            name = keys.value("wandb_run_name")
+            path = f"{folder.value}/{name}" if name else folder.value
+            self.translation.set("log.options.tensorboard.dir", wrap(path, folder.origin))
         if not trackers:
             self.translation.set_default("log.trackers", [])
         for key in ("use_tensorboard", "use_wandb"):

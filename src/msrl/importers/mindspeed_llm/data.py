@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from msrl.config.sources import Node, wrap
-from msrl.importers.placeholders import is_placeholder
+from msrl.importers.conversions import weights_by_prefix
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
@@ -106,43 +106,13 @@ def put_text(translation: Translation, keys: Keys) -> None:
         return None
     translation.set("data.handler", wrap("pretrain", entry.origin))
     try:
-        blend = text_blend(entry.value)
+        weights = weights_by_prefix(entry.value)
     except ValueError as error:
         return translation.add_error(entry, str(error))
+    blend: dict[str, float] = {}
+    for prefix, weight in weights.items():
+        name = prefix.removesuffix(_TEXT)
+        blend[name] = blend.get(name, 0.0) + weight
     if len(blend) == 1:
         return translation.assign(entry, ["data.train"], next(iter(blend)))
     return translation.assign(entry, ["data.blend"], blend)
-
-
-def text_blend(value: object) -> dict[str, float]:
-    """Return native prefixes with their weights; the weights of a repeated prefix add up.
-
-    Raises:
-        ValueError: if the items are not pairs of a weight and a prefix.
-
-    >>> text_blend("0.3,a_text_document,0.7,b")
-    {'a': 0.3, 'b': 0.7}
-    """
-    if is_placeholder(value):
-        return {str(value): 1.0}
-    values = (
-        cast("list[Any]", value)
-        if isinstance(value, (list, tuple))
-        else str(value).replace(",", " ").split()
-    )
-    items = [str(item).strip(",") for item in values]
-    if len(items) == 1:
-        items = ["1", *items]
-    if len(items) % 2:
-        raise ValueError("must be one prefix, or pairs of a weight and a prefix")
-    weights: dict[str, float] = {}
-    for weight, prefix in zip(items[::2], items[1::2], strict=True):
-        try:
-            number = float(weight)
-        except ValueError:
-            raise ValueError(
-                f"must be one prefix, or pairs of a weight and a prefix; {weight} is not a weight"
-            ) from None
-        name = prefix.removesuffix(_TEXT)
-        weights[name] = weights.get(name, 0.0) + number
-    return weights

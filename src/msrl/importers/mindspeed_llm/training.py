@@ -5,9 +5,10 @@ Source: MindSpeed-LLM b626d239 and c77308a1, posttrain_gpt.py and pretrain_gpt.p
 
 from __future__ import annotations
 
+from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
@@ -110,7 +111,7 @@ def _memory(translation: Translation, keys: Keys) -> None:
 
 
 def _trackers(translation: Translation, keys: Keys) -> None:
-    """Translate the trackers. Each writes to the run folder."""
+    """Translate the trackers and their folders and projects."""
     names = [
         name
         for name, key in (("tensorboard", "tensorboard_dir"), ("wandb", "wandb_project"))
@@ -118,11 +119,13 @@ def _trackers(translation: Translation, keys: Keys) -> None:
     ]
     folder = keys.get("tensorboard_dir")
     if folder is not None:
-        translation.assign(folder, ["log.trackers"], names, why="in the run folder")
-    if keys.value("wandb_project"):
-        why = "set WANDB_PROJECT in the environment to name the project"
-        keys.assign("wandb_project", ["log.trackers"], names, why=why)
-    keys.record("wandb_project", KeyStatus.OFF, "")
+        translation.set("log.trackers", wrap(names, folder.origin))
+        keys.assign("tensorboard_dir", ["log.options.tensorboard.dir"], folder.value)
+    has_wandb = "wandb" in names
+    if has_wandb:
+        translation.set("log.trackers", wrap(names, keys.origin("wandb_project")))
+    options = {"wandb_project": "project", "wandb_entity": "entity", "wandb_save_dir": "dir"}
+    put_tracker_options(keys, "wandb", options, is_on=has_wandb)
 
 
 def _evaluation(translation: Translation, keys: Keys) -> None:

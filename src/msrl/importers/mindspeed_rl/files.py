@@ -14,13 +14,13 @@ from pathlib import Path
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
-from msrl.importers.critic import assign_critic_optimizer, record_unused
+from msrl.importers.critic import NOT_GAE, assign_critic_optimizer, record_unused
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
-from msrl.importers.sections import Keys, hydra_layers, same_path
+from msrl.importers.sections import Keys, hydra_layers, put_tracker_options, same_path
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -193,11 +193,11 @@ class _RlFile:
         return count
 
     def _other_resources(self) -> None:
-        """Translate the devices of the reference and of the reward model, if they are separate."""
+        """Translate the devices of reference, critic and reward model, if they are separate."""
         for role in ("reference", "reward"):
             self._resource(f"{role}_resource", role, self._sharing(role))
-        for name in ("critic_resource", "vit_resource"):
-            self._resource(name, "", "the model shares the devices of training")
+        self._resource("critic_resource", "critic", self._sharing("critic"))
+        self._resource("vit_resource", "", "used for images only")
 
     def _resource(self, name: str, role: str, sharing: str) -> None:
         """Translate the devices of a role, or record why it shares those of training."""
@@ -213,10 +213,15 @@ class _RlFile:
                 self._separate.add(role)
         self.translation.record(resource, KeyStatus.APPLIED, "key by key")
 
+    def _has_critic(self) -> bool:
+        return self.translation.algorithm == "ppo" and self.rl.value("adv_estimator") == "gae"
+
     def _sharing(self, role: str) -> str:
         """Return the reason why a role shares the devices of training; empty if it does not."""
         if role == "reference" and not needs_reference(self.translation):
             return "without a KL term, the run has no reference"
+        if role == "critic" and not self._has_critic():
+            return NOT_GAE
         if role == "reward" and self.rl.value("rule_reward") is not False:
             return "with rule_reward: true, no reward model scores"
         keys = ["colocate_all_models", *(["colocate_actor_ref"] if role == "reference" else [])]
@@ -329,6 +334,12 @@ class _RlFile:
             self.translation.set_default("log.trackers", [])
         for name in on:
             self.rl.record(f"use_{name}", KeyStatus.OFF, "")
+        put_tracker_options(
+            self.rl,
+            "wandb",
+            {"wandb_project": "project", "wandb_save_dir": "dir"},
+            is_on=on["wandb"],
+        )
         experiment = self.rl.get("wandb_exp_name")
         if experiment is not None and experiment.value:
             return self.translation.assign(experiment, ["run.name"], experiment.value)
@@ -378,7 +389,8 @@ class _RlFile:
                 )
             else:
                 put_reference_weights(self.translation, load, load.value)
-        role = {"ref_config": "reference", "reward_config": "reward"}.get(name)
+        roles = {"ref_config": "reference", "reward_config": "reward", "critic_config": "critic"}
+        role = roles[name]
         if role in self._separate:
             put_layout(self.translation, role, keys, self.megatron, self._shared_sizes())
         if name == "critic_config" and self.translation.algorithm == "ppo":

@@ -302,6 +302,7 @@ class _RayGptFile:
         self._separate("reward", "reward", self.reward, is_used=has_model)
         _record_all(self.ref, KeyStatus.SAME, "the reference has the settings of the actor")
         _record_all(self.reward, KeyStatus.SAME, "the reward model has the settings of the actor")
+        self._separate("critic", "critic", self.critic, is_used=self._has_critic())
         self._critic()
         self.pool.record(
             "actor_rollout",
@@ -329,9 +330,13 @@ class _RayGptFile:
         self.translation.assign(entry, [f"cluster.roles.{role}.devices"], size)
         return put_layout(self.translation, role, keys, self.megatron)
 
+    def _has_critic(self) -> bool:
+        is_ppo = self.translation.algorithm == "ppo"
+        return is_ppo and self.algorithm.value("adv_estimator") == "gae"
+
     def _critic(self) -> None:
         """Translate weights, learning rate, lambda and value clip of the critic of ppo."""
-        if self.translation.algorithm != "ppo" or self.algorithm.value("adv_estimator") != "gae":
+        if not self._has_critic():
             record_unused(
                 self.translation,
                 [*self.critic, *([lam] if (lam := self.algorithm.get("lam")) else [])],

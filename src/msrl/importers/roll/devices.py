@@ -213,16 +213,21 @@ class Devices:
         return bool(devices) and taken.isdisjoint(devices)
 
     def put_reference(self, reference: Worker) -> None:
-        """Translate separate devices of the reference, with its parallel layout."""
-        translation, entry = self.top.translation, reference.own.get("device_mapping")
-        if entry is None or not self.is_separate(reference) or not needs_reference(translation):
+        """Translate separate devices of the reference, if the run has one."""
+        if needs_reference(self.top.translation):
+            self.put_model("reference", reference)
+
+    def put_model(self, role: str, worker: Worker) -> None:
+        """Translate separate devices of a model, with its parallel layout."""
+        translation, entry = self.top.translation, worker.own.get("device_mapping")
+        if entry is None or not self.is_separate(worker):
             return
         count, policy = device_count(entry.value), self.train.sections["strategy_config"]
-        translation.assign(entry, ["cluster.roles.reference.devices"], count)
-        put_layout(translation, "reference", reference.sections["strategy_config"], policy)
-        batch = reference.own.get("infer_batch_size")
+        translation.assign(entry, [f"cluster.roles.{role}.devices"], count)
+        put_layout(translation, role, worker.sections["strategy_config"], policy)
+        batch = worker.own.get("infer_batch_size")
         if batch is not None:
-            translation.assign(batch, ["cluster.roles.reference.micro_batch"], batch.value)
+            translation.assign(batch, [f"cluster.roles.{role}.micro_batch"], batch.value)
 
 
 def _mapping(worker: Worker) -> object:

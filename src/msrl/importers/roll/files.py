@@ -8,6 +8,7 @@ roll/configs and roll/pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ from msrl.importers.translation import KeyStatus, Translation
 SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "strategy_args")
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
 _CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
+_TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
+    "tensorboard": {"log_dir": "dir"},
+    "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
+}
 _ESTIMATORS = {"grpo": "group_norm", "reinforce": "reinforce", "gae": "gae"}
 
 
@@ -108,7 +113,7 @@ class _RollFile:
         self._additional_prompts()
         devices.put_reference(self.reference)
         self._worker_args()
-        self._critic()
+        self._critic(devices)
         self._validation()
         self._environments()
         self.top.apply_remaining()
@@ -309,11 +314,34 @@ class _RollFile:
         """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""
         names = as_list(self.top.value("track_with"))
         trackers = [name for name in names if not refusal("log.trackers", name)]
+        self._tracker_options(trackers)
         if trackers or names == ["stdout"] or not self.top.get("track_with"):
             return self.top.assign("track_with", ["log.trackers"], trackers)
         self.translation.set("log.trackers", wrap([], self.top.origin("track_with")))
         text = "metrics.jsonl and the terminal have the same metrics"
         return self.top.record("track_with", KeyStatus.SAME, text)
+
+    def _tracker_options(self, trackers: Sequence[str]) -> None:
+        """Translate tracker_kwargs, the arguments of the only tracker that the original has."""
+        entry = self.top.get("tracker_kwargs")
+        if entry is None or not isinstance(entry.node.value, dict):
+            return None
+        values: dict[str, Any] = plain(entry.node)
+        if not trackers or not values:
+            status = KeyStatus.DROPPED if values else KeyStatus.OFF
+            text = "metrics.jsonl has the metrics of trackers that msrl does not have"
+            return self.translation.record(entry, status, text if values else "")
+        name = trackers[0]
+        if name == "tensorboard" and values.get("log_dir"):
+            values["log_dir"] = f"{values['log_dir']}/{self.top.value('exp_name')}"
+        natives = {key: _TRACKER_OPTIONS[name].get(key, "") for key in values}
+        options = {native: values[key] for key, native in natives.items() if native}
+        ignored = sorted(key for key, native in natives.items() if not native)
+        why = f"without {', '.join(ignored)}" if ignored else ""
+        if not options:
+            text = f"{', '.join(ignored)}: the environment configures {name}"
+            return self.translation.record(entry, KeyStatus.DROPPED, text)
+        return self.translation.assign(entry, [f"log.options.{name}"], options, why=why)
 
     def _additional_prompts(self) -> None:
         """Translate the replacement of filtered groups."""
@@ -364,7 +392,7 @@ class _RollFile:
         self.reference.record_all(KeyStatus.SAME, "the reference has the settings of actor_train")
         train.record_all(KeyStatus.SAME, "implementation detail of training in the original")
 
-    def _critic(self) -> None:
+    def _critic(self, devices: Devices) -> None:
         """Translate the initial weights and the learning rate of the critic, which only gae has.
 
         The critic has all other settings of the actor.
@@ -373,6 +401,7 @@ class _RollFile:
         if entry is None or self.translation.algorithm != "gae":
             return
         critic = self._worker("critic")
+        devices.put_model("critic", critic)
         weights = critic.sections["model_args"].get("model_name_or_path")
         if weights is not None:
             self.translation.assign(weights, ["cluster.roles.critic.load"], weights.value)

@@ -15,6 +15,20 @@ _VERIFIERS = {
     "MathRuleRewardWorker": "math_17k_acc",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
     "CodeSandboxRewardWorker": "code",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "GeneralRuleRewardWorker": "ifeval",
+}
+# Workers that add a penalty of up to 0.5 for repeated trigrams.
+_PENALIZED = ("CrossThinkQARuleRewardWorker", "GeneralRuleRewardWorker")
+_REPETITION = {
+    "verifier": "repetition",
+    "options": {"ngram": 3, "max_penalty": 0.5, "words": "spaces"},
+}
+_REASONS = {
+    "LLMJudgeRewardWorker": "a language model as judge; msrl scores with rules, reward servers "
+    "(reward.sources.url) and reward models with a scalar head",
+    "VideoR1RewardWorker": "videos",
+    "DetectionRewardWorker": "images",
 }
 
 
@@ -29,11 +43,11 @@ def put_rewards(translation: Translation, top: Keys) -> None:
     filters: list[SourceKey | None] = []
     for name, node in domains.items():
         keys = Keys(translation, "reward", translation.entries(node, "reward", f"rewards.{name}"))
-        source = _source(translation, keys)
-        if source is not None:
-            if source["verifier"] in labels:
-                source = {**source, "name": name}
-            labels.append(source["verifier"])
+        for source in _sources(translation, keys):
+            label = source["verifier"]
+            if label in labels:
+                source["name"] = f"{name}_{label}" if label == "repetition" else name
+            labels.append(label)
             sources.append(source)
         filters.append(keys.get("query_filter_config"))
         for entry in keys:
@@ -48,21 +62,44 @@ def put_rewards(translation: Translation, top: Keys) -> None:
         translation.set("reward.sources", wrap(sources, section.origin))
 
 
-def _source(translation: Translation, keys: Keys) -> dict[str, Any] | None:
+def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:
+    """Return the reward sources of a domain: the verifier, and penalties that its worker adds."""
     worker = keys.get("worker_cls")
     if worker is None:
-        return None
-    verifier = _VERIFIERS.get(str(worker.value).rpartition(".")[2])
+        return []
+    name = str(worker.value).rpartition(".")[2]
+    verifier = _VERIFIERS.get(name)
     if verifier is None or refusal("reward.sources.verifier", verifier):
-        name = str(worker.value).rpartition(".")[2]
-        text = f"msrl has no verifier like {name}; rows of this domain need a reward source"
-        return translation.difference(worker, text)
+        reason = _REASONS.get(name, f"msrl has no verifier like {name}")
+        translation.difference(worker, f"{reason}; rows of this domain need a reward source")
+        return []
     translation.record(worker, KeyStatus.APPLIED, f"reward.sources: {verifier}")
     tags = keys.get("tag_included")
-    if tags is None:
-        return {"verifier": verifier}
-    translation.record(tags, KeyStatus.APPLIED, "reward.sources: tags")
-    return {"verifier": verifier, "tags": [str(tag) for tag in as_list(tags.value)]}
+    rows: dict[str, Any] = {}
+    if tags is not None:
+        translation.record(tags, KeyStatus.APPLIED, "reward.sources: tags")
+        rows = {"tags": [str(tag) for tag in as_list(tags.value)]}
+    source: dict[str, Any] = {"verifier": verifier, **rows, **_options(translation, keys, name)}
+    return [source, {**_REPETITION, **rows}] if name in _PENALIZED else [source]
+
+
+def _options(translation: Translation, keys: Keys, worker: str) -> dict[str, Any]:
+    """Return the options of a verifier; report what its worker computes differently."""
+    if worker == "GeneralRuleRewardWorker":
+        entry = keys.get("worker_cls")
+        assert entry is not None
+        text = "verify_keyword_frequency counts all words there, and the keyword here"
+        translation.report_difference(entry, text)
+    if worker != "CrossThinkQARuleRewardWorker":
+        return {}
+    penalty = keys.get("response_length_penalty_coef")
+    if penalty is not None and penalty.value:
+        translation.difference(penalty, "msrl has no penalty of responses below 400 tokens")
+    kind = keys.get("reward_type")
+    if kind is None:
+        return {}
+    translation.record(kind, KeyStatus.APPLIED, "reward.sources: options.reward_type")
+    return {"options": {"reward_type": kind.value}}
 
 
 def put_filter(translation: Translation, top: Keys) -> None:

@@ -1,7 +1,12 @@
 """Registry of model families by the architecture name in `config.json`.
 
-A family is a module of this package with an ARCHITECTURES tuple, `shape(config: HfConfig) -> Shape`
-and `rules(shape: Shape) -> Rules`. A new family needs one new file and no other change.
+A family is a module of this package. It defines:
+
+- `ARCHITECTURES: tuple[str, ...]`, the names of its classes in `config.json`
+- `shape(config: HfConfig) -> Shape`, the sizes and features of a model. `decoder_shape` reads the
+  keys that dense decoders share; refuse every other key that changes the network.
+- `rules(shape: Shape) -> Rules`, the tensors of Hugging Face and Megatron. `decoder_rules` has
+  those of Llama and similar networks.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
+MAX_INTERVAL_CHARACTERS = 300
 _CHARACTERS = {
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00b7\u22c5\u2219\u2022", "\\cdot "),
@@ -81,6 +82,8 @@ def intervals(text: str) -> str:
 
     `]1,2[` and `[1;2]` become `(1,2)` and `[1,2]`. Other texts are unchanged.
     """
+    if len(text) > MAX_INTERVAL_CHARACTERS:
+        return text
     described = _SET.fullmatch(text.strip())
     parts = _OR.split(described[2] if described else text)
     if described or len(parts) > 1:

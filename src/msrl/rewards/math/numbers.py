@@ -116,6 +116,8 @@ def amount(text: str) -> Amount | None:
 
 def is_qualified(text: str) -> bool:
     """Return True if words such as `less` or `not` follow a number, which is then not the value."""
+    if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
+        return False
     match = _AMOUNT.fullmatch(_WRAPPED.sub(r" \1", text).strip())
     if match is None or number(match[1]) is None:
         return False

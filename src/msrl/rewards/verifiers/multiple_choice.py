@@ -14,13 +14,30 @@ from msrl.rewards.math.extract import extract_part, last_boxed
 
 WRONG = 0.0
 NEEDS_ANSWER = True
-_STATEMENT = re.compile(r"answer(?:\s+is\b\s*:?|\s*:)\**\s*(?=([^\n]{1,100}))", re.IGNORECASE)
-_CHOICE = re.compile(
-    r"[\s($*\[]*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?\(?([A-Za-z])(?![\w'])(.*)", re.DOTALL
+_STATEMENT = re.compile(
+    r"(?:answer|答案)\**(?:\s+is\b\s*:?|\s*[:：]|\s*是)\**\s*"
+    r"(?:(?:option|choice)\b\s*)?(?=([^\n]{1,100}))",
+    re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|\\quad|\\[ ,;:!&]|[{}$*~]")
-_AND = r"(?:or|and|,|/|&|;|\||\+|\\(?:lor|land|vee|wedge|cup|cap|mid)\b)"
-_ANOTHER = re.compile(rf"[\s)\].:]*{_AND}[\s,(\[]*[A-Z](?!\w)|[\s)\](\[.:]*[A-Z][\s)\].:]*$")
+_CHOICE = re.compile(
+    r"(?:\\[(\[]|[\s($*\[])*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?"
+    r"\(?([A-Za-z])(?![\w'])(.*)",
+    re.DOTALL,
+)
+_LISTED = re.compile(r"\(?[A-Z][).:]\s*\S")  # `C) Paris`
+_MARKUP = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|\\quad|\\[ ,;:!&()\[\]]|[{}$*~]"
+)
+_AND = (
+    r"(?:or\b|and\b|to\b|through\b|then\b|maybe\b|perhaps\b|no\b|wait\b|[,/&;|+\\?、∨∧–-]"
+    r"|\\(?:lor|land|vee|wedge|cup|cap|mid)\b)"
+)
+_SECOND = r"(?-i:(?!I\s+[a-z])[A-Z])(?!\w)"
+_ANOTHER = re.compile(
+    rf"[\s)\].:(\[]*{_AND}(?:[\s,.(\[]*{_AND})*[\s,(\[]*{_SECOND}"
+    rf"|(?:[\s)\](\[.:]*{_SECOND})+[\s)\].:?]*$",
+    re.IGNORECASE,
+)
 
 
 def score(response: str, answer: str, *, letters: int = 10, first: int = 0) -> float:
@@ -53,7 +70,8 @@ def _claimed_letter(response: str) -> str | None:
         if text is not None:
             return _choice(text)
     last = extract_part(response, "last_line")
-    return _choice(last) if last is not None and len(last) <= 5 else None
+    is_choice = last is not None and (len(last) <= 5 or _LISTED.match(last))
+    return _choice(last) if last is not None and is_choice else None
 
 
 def _statement(response: str) -> str | None:

@@ -12,10 +12,9 @@ from msrl.models.entries import split_entry, stack_sizes
 from msrl.models.families import all_rules
 from msrl.models.rules import Replicated, Rule
 from msrl.models.shape import Shape
-from msrl.rollout.weights.buckets import Bucket, Chunk
+from msrl.rollout.weights.buckets import Bucket, ShardRows
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -53,7 +52,7 @@ class Assembler:
                         f"weights: {chunk.name} is of version {bucket.version}, but version "
                         f"{version} is expected."
                     )
-                yield from self._add(chunk, chunk.rows(bucket.content))
+                yield from self.add(chunk, chunk.rows(bucket.content))
         self._check_complete(version)
 
     def _check_complete(self, version: int) -> None:
@@ -64,8 +63,8 @@ class Assembler:
                 f"first is {incomplete[0]}."
             )
 
-    def _add(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copy rows of a shard into its tensors; yield those that are complete now."""
+    def add(self, chunk: ShardRows, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Copy rows of a shard into its tensors, on their device; yield those that are complete."""
         rule = self._rules.get(chunk.name) or _complete_tensor(chunk)
         self._copy(rule, chunk, rows)
         total = chunk.shape[0] * chunk.count
@@ -76,9 +75,9 @@ class Assembler:
             for name in rule.hf:
                 yield from self._completed(name)
 
-    def _copy(self, rule: Rule, chunk: Chunk, rows: Tensor) -> None:
+    def _copy(self, rule: Rule, chunk: ShardRows, rows: Tensor) -> None:
         tensors = [
-            self._tensor(name, shape, rows.dtype)
+            self._tensor(name, shape, rows)
             for name, shape in zip(rule.hf, rule.shapes, strict=True)
         ]
         padded = chunk.shape[0] * chunk.count
@@ -90,16 +89,14 @@ class Assembler:
                 piece[first - begin : last - begin].copy_(source)
             begin += len(piece)
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the memory of a tensor, or of an entry of a stack."""
-        import torch
-
+    def _tensor(self, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+        """Return the memory of a tensor, or of an entry of a stack: on the device of `rows`."""
         file_name, number = split_entry(name) or (name, None)
         if file_name not in self._tensors:
             stack = () if number is None else (self._stacks[file_name],)
             target, used = (*stack, *shape), self._memory.get(file_name)
-            if used is None or (used.shape, used.dtype) != (target, dtype):
-                used = torch.empty(target, dtype=dtype)
+            if used is None or (used.shape, used.dtype) != (target, rows.dtype):
+                used = rows.new_empty(target)
             self._tensors[file_name] = used
         tensor = self._tensors[file_name]
         return tensor if number is None else tensor[number]
@@ -115,6 +112,6 @@ class Assembler:
         yield file_name, self._tensors.pop(file_name)
 
 
-def _complete_tensor(chunk: Chunk) -> Rule:
+def _complete_tensor(chunk: ShardRows) -> Rule:
     """Return the rule of a tensor that is sent under its Hugging Face name."""
     return Rule(chunk.name, (chunk.name,), Replicated(), (chunk.shape,))

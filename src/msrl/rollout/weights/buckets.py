@@ -39,7 +39,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ShardRows:
     """Consecutive rows of a shard inside a bucket.
 
     Attributes:
@@ -77,9 +77,9 @@ class Chunk:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> Chunk:
+    def from_json(values: dict[str, Any]) -> ShardRows:
         """Return the chunk of a JSON object."""
-        return Chunk(**{**values, "shape": tuple(values["shape"])})
+        return ShardRows(**{**values, "shape": tuple(values["shape"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Bucket:
     """Filled bucket. `content` are its bytes, which may be overwritten later."""
 
     version: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ShardRows, ...]
     content: Tensor  # [bytes]
 
 
@@ -103,7 +103,7 @@ def pack(shards: Iterable[Shard], version: int, buffers: Iterator[Tensor]) -> It
     Raises:
         MsrlError: A row is larger than a bucket.
     """
-    buffer, chunks, used = next(buffers), list[Chunk](), 0
+    buffer, chunks, used = next(buffers), list[ShardRows](), 0
     for shard in shards:
         tensor = shard.tensor.detach()
         row_bytes = tensor[:1].numel() * tensor.element_size()
@@ -124,11 +124,11 @@ def pack(shards: Iterable[Shard], version: int, buffers: Iterator[Tensor]) -> It
         yield Bucket(version, tuple(chunks), buffer[:used])
 
 
-def _chunk(shard: Shard, begin: int, end: int, offset: int) -> Chunk:
+def _chunk(shard: Shard, begin: int, end: int, offset: int) -> ShardRows:
     tensor = shard.tensor
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
-    return Chunk(shard.name, shard.index, shard.count, dtype, shape, begin, end, offset)
+    return ShardRows(shard.name, shard.index, shard.count, dtype, shape, begin, end, offset)
 
 
 def _check_row(shard: Shard, row_bytes: int, bucket_bytes: int) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Chunk, Shard, as_tensor, pack
+from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Shard, ShardRows, as_tensor, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ class WeightChannel:
                 raise ChannelError("weights: the channel was closed.") from error
             _check_user(accepted)
             connection = _Connection(accepted, self._timeout_s)
-            with contextlib.suppress(ChannelError):
+            with contextlib.suppress(ChannelError, OSError):
                 if connection.receive().get("version") == version:
                     socket.send_fds(accepted, [b"\n"], [self._descriptor])
                     return connection
@@ -149,9 +149,21 @@ def receive(address: ChannelAddress, version: int, timeout_s: float) -> Iterator
         connection.send({"version": version})
         memory = connection.receive_memory()
         while (message := connection.receive()) != _END:
-            chunks = tuple([Chunk.from_json(chunk) for chunk in message["chunks"]])
+            chunks = tuple([ShardRows.from_json(chunk) for chunk in message["chunks"]])
             yield Bucket(message["version"], chunks, memory[message["begin"] : message["end"]])
             connection.send(_READ)
+
+
+def hang_up(address: ChannelAddress, version: int, timeout_s: float = 1.0) -> None:
+    """End a send that waits for a lost receiver: connect in its place, and leave at once.
+
+    Raises:
+        ChannelError: The sender does not wait for receivers of this version.
+    """
+    with _Connection(socket.socket(socket.AF_UNIX), timeout_s) as connection:
+        connection.connect(address.name)
+        connection.send({"version": version})
+        connection.receive_memory()
 
 
 class _Connection:

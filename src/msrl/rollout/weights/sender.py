@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.models.rules import Replicated
 from msrl.models.stages import StageTensor
-from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Chunk, Shard, as_tensor, pack
+from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Shard, ShardRows, as_tensor, pack
 from msrl.rollout.weights.channel import ChannelAddress, WeightChannel
 from msrl.rollout.weights.digest import Digests, TensorDigest, shard_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-StoredBucket = tuple[int, tuple[Chunk, ...], Any]
+StoredBucket = tuple[int, tuple[ShardRows, ...], Any]
 """Version, chunks and bytes of a bucket.
 
 The bytes are a NumPy array, which Ray stores as it is. For a torch tensor, it would serialize the
@@ -84,6 +84,14 @@ def restore(stored: StoredBucket) -> Bucket:
     """Return a bucket from the object store, whose bytes are read-only."""
     version, chunks, content = stored
     return Bucket(version, chunks, as_tensor(content))
+
+
+def digest_parts(weights: Iterable[tuple[StageTensor, Tensor]]) -> Digests:
+    """Return the parts of the digests that a rank's shards contribute."""
+    digests = dict[str, TensorDigest]()
+    for _ in _shards(weights, digests):
+        pass
+    return digests
 
 
 def _shards(

@@ -1,4 +1,4 @@
-"""TensorBoard tracker: event files in `<run>/tensorboard`.
+"""TensorBoard tracker: event files in `<run>/tensorboard`, or in the folder of the option `dir`.
 
 The writer of the package tensorboard is used, which requires neither TensorFlow nor torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
-def check() -> None:
+def check(options: Mapping[str, Any]) -> None:
     """Raise MsrlError if the package is not installed."""
     try:
         importlib.import_module("tensorboard.summary.writer.event_file_writer")
@@ -28,15 +29,20 @@ def check() -> None:
         ) from error
 
 
-def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> TensorBoardTracker:
-    """Return a tracker that writes to `run_dir/tensorboard`.
+def open_tracker(
+    run_dir: Path,
+    *,
+    resumed_step: int | None,
+    dir: str | None = None,
+) -> TensorBoardTracker:
+    """Return a tracker that writes to `dir`, by default `run_dir/tensorboard`.
 
     TensorBoard hides what earlier attempts logged after `resumed_step`.
     """
-    check()
+    check({})
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    return TensorBoardTracker(EventFileWriter(str(run_dir / "tensorboard")), resumed_step)
+    return TensorBoardTracker(EventFileWriter(dir or str(run_dir / "tensorboard")), resumed_step)
 
 
 class TensorBoardTracker:

@@ -1,8 +1,10 @@
 """Weights & Biases tracker: one W&B run per attempt, in a group with the name of the run.
 
-The environment variables of wandb select the destination (docs.wandb.ai, "Environment variables"):
-WANDB_PROJECT (default msrl), WANDB_ENTITY and WANDB_MODE. With `WANDB_MODE=offline` no data leaves
-the machine, and `wandb sync <run>/wandb/offline-run-*` uploads it later.
+The options, or else the environment variables of wandb (docs.wandb.ai, "Environment variables"),
+select the destination: `project` (WANDB_PROJECT, default msrl), `entity` (WANDB_ENTITY) and `mode`
+(WANDB_MODE). With mode offline, no data leaves the machine, and `wandb sync` uploads the folder
+`<run>/wandb/offline-run-*` later. `dir` is the parent of the folder `wandb`, by default the folder
+of the run.
 
 W&B cannot remove logged steps. An attempt that resumes from a checkpoint therefore creates a new
 W&B run with the step in its name.
@@ -11,8 +13,9 @@ W&B run with the step in its name.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -20,7 +23,7 @@ from msrl.errors import MsrlError
 from msrl.types import StepReport
 
 
-def check() -> None:
+def check(options: Mapping[str, Any]) -> None:
     """Raise MsrlError if wandb is not installed or not logged in."""
     try:
         import wandb
@@ -29,32 +32,48 @@ def check() -> None:
             "log.trackers=wandb: the package wandb is not installed. "
             "Install it with `pip install 'msrl[wandb]'`."
         ) from error
-    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(
-        prompt=False, verify=False
-    ):
+    mode = options.get("mode") or os.environ.get("WANDB_MODE", "online")
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
         raise MsrlError(
             "log.trackers=wandb: not logged in. "
             "Run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline."
         )
 
 
-def open_tracker(run_dir: Path, *, resumed_step: int | None = None) -> WandbTracker:
-    """Return a tracker that writes to `run_dir/wandb` and, unless offline, to the service.
+def open_tracker(
+    run_dir: Path,
+    *,
+    resumed_step: int | None,
+    project: str | None = None,
+    entity: str | None = None,
+    group: str | None = None,
+    name: str | None = None,
+    tags: list[str] | None = None,
+    notes: str | None = None,
+    dir: str | None = None,
+    mode: Literal["online", "offline"] | None = None,
+) -> WandbTracker:
+    """Return a tracker that writes to `dir/wandb` and, unless offline, to the service.
 
     Raises:
         MsrlError: wandb is not installed, not logged in or cannot start.
     """
-    check()
+    check({"mode": mode})
     import wandb
 
     config = run_dir / "config.yaml"
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
+    title = name or run_dir.name
     try:
         run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "msrl"),
-            name=run_dir.name if not resumed_step else f"{run_dir.name} from step {resumed_step}",
-            group=run_dir.name,
-            dir=run_dir,
+            project=project or os.environ.get("WANDB_PROJECT", "msrl"),
+            entity=entity,
+            name=title if not resumed_step else f"{title} from step {resumed_step}",
+            group=group or run_dir.name,
+            tags=tags,
+            notes=notes,
+            dir=dir or run_dir,
+            mode=mode,
             config=settings,
             settings=wandb.Settings(silent=True, console="off"),
         )

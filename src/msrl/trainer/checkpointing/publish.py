@@ -100,6 +100,15 @@ class Weights:
     states: Mapping[str, dict[str, Tensor]]
 
 
+def discard(root: Path, step: int) -> None:
+    """Remove the files of a save that failed, which would keep a full disk full.
+
+    Other ranks that still write fail then, too.
+    """
+    for folder in (mcore.staging_dir(root, step), _staged_training(root, step)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """Files that one rank writes.

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from msrl.errors import MsrlError
 from msrl.trainer.checkpointing import state as checkpoints
-from msrl.trainer.checkpointing.publish import Publication, RankFiles
+from msrl.trainer.checkpointing.publish import Publication, RankFiles, discard
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Saver:
             raise self._error
 
     def _failed(self, step: int, error: Exception) -> MsrlError:
+        """Return the error of a save that failed, and remove its files."""
+        discard(self._root, step)
         return MsrlError(
             f"checkpoint.save={self._root}: step {step} could not be saved ({error}); earlier "
             "checkpoints are complete. Free disk space or set another folder, then resume with "

@@ -97,7 +97,7 @@ def begin(
     updates = [optimizer_state.num_updates(replica) for replica in trained]
     if not is_first:
         return files, None
-    policy, layout = rank.policy, rank.settings.layout
+    policy, layout = rank.main, rank.settings.layout
     frozen = list(policy.settings.freeze)
     state = {
         "step": step,
@@ -107,7 +107,7 @@ def begin(
         "extra": dict(extra),
     }
     if rank.critic is not None:
-        state["critic"] = {"updates": updates[1]}
+        state["critic"] = {"updates": updates[-1]}
     model = SavedModel(
         policy.shape, layout, rank.settings.dtype, is_adapters=policy.adapters is not None
     )
@@ -122,13 +122,15 @@ def _rank_files(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) 
     Weights are written by the first of the ranks that hold the same shard.
     """
     position = rank.position
-    states = {optimizer_file(position.coords): _states(rank.policy)}
+    states: dict[str, dict[str, Tensor]] = {}
+    if rank.has_policy:
+        states[optimizer_file(position.coords)] = _states(rank.policy)
     if rank.critic is not None:
         states[critic_file(position.coords)] = _states(rank.critic) | _weight_states(rank.critic)
     random_states = _random_states(position.platform)
     if not position.is_writer:
         return RankFiles(root, step, dist.get_rank(), random_states)
-    weights = {name: weight.detach() for name, weight in _saved_weights(rank.policy).items()}
+    weights = {name: weight.detach() for name, weight in _saved_weights(rank.main).items()}
     if keeps_copy:
         weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     folder = mcore.rank_folder(position.layout, position.coords)
@@ -139,7 +141,7 @@ def _rank_files(rank: TrainingRank, root: Path, step: int, *, keeps_copy: bool) 
 
 def _args(rank: TrainingRank) -> argparse.Namespace:
     """Return the arguments that a checkpoint file of Megatron holds."""
-    policy = rank.policy
+    policy = rank.main
     args = mcore.namespace(policy.shape, rank.settings.layout, dtype=rank.settings.dtype)
     lora = policy.settings.lora
     if lora.rank is not None:
@@ -178,13 +180,8 @@ def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, A
     """
     state = saved.state()
     _check_resumable(rank, saved, state)
-    policy = rank.policy
-    if policy.adapters is not None:
-        policy.adapters.load(saved.root, saved.step)
-    kinds = optimizer_state.kinds(rank.position.dtype)
-    optimizer_state.restore(
-        policy, _saved_states(policy, saved, optimizer_file, kinds), state["updates"]
-    )
+    if rank.has_policy:
+        _restore_policy(rank.policy, saved, state["updates"])
     if rank.critic is not None:
         _restore_critic(rank.critic, saved, state["critic"]["updates"])
     _restore_random(rank.position, saved, ParallelLayout.from_json(state["cut"]))
@@ -192,7 +189,7 @@ def load_training_state(rank: TrainingRank, saved: SavedTraining) -> dict[str, A
 
 
 def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[str, Any]) -> None:
-    freeze = rank.policy.settings.freeze
+    freeze = rank.main.settings.freeze
     if tuple(state.get("freeze", ())) != freeze:
         before = list(state.get("freeze", []))
         raise MsrlError(
@@ -208,6 +205,15 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
             f"this training {own_critic}. Set the same estimator, or start a new training from its "
             "weights with checkpoint.load."
         )
+
+
+def _restore_policy(policy: ModelReplica, saved: SavedTraining, updates: int) -> None:
+    """Restore adapters and the state of the optimizer."""
+    if policy.adapters is not None:
+        policy.adapters.load(saved.root, saved.step)
+    kinds = optimizer_state.kinds(policy.position.dtype)
+    states = _saved_states(policy, saved, optimizer_file, kinds)
+    optimizer_state.restore(policy, states, updates)
 
 
 def _restore_critic(critic: ModelReplica, saved: SavedTraining, updates: int) -> None:

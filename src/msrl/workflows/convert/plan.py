@@ -53,12 +53,13 @@ def show(config: Config) -> None:
     plan = ruled_plan(shape, target)
     files = dict(file_rows(shape, target, plan, Path(convert.save)))
     total = sum(spec.num_bytes for specs in files.values() for spec in specs)
-    types = "types of config.json" if target.dtype is None else f"as {convert.dtype}"
+    types = "data types of config.json" if target.dtype is None else f"as {convert.dtype}"
     print(
-        f"Would write {num_parameters(shape):,} parameters, {plan.layout}, in {len(files)} files: "
-        f"{amount_text(total, 'B')}, {types}"
+        f"Would write {num_parameters(shape):,} parameters, {plan.layout}, in {len(files)} "
+        f"{'file' if len(files) == 1 else 'files'}: {amount_text(total, 'B')}, {types}"
     )
-    print(f"Vocabulary: {shape.vocab_size:,} rows, padded with zeros to {plan.padded_vocab:,}")
+    if plan.padded_vocab != shape.vocab_size:
+        print(f"Vocabulary: {shape.vocab_size:,} rows, padded with zeros to {plan.padded_vocab:,}")
     if shape.pass_through:
         names = ", ".join(f"{prefix}*" for prefix in shape.pass_through)
         print(f"Not counted here, as they pass through unchanged: {names}")

@@ -1,7 +1,7 @@
 """Training ranks and the ranks of models on separate devices, as one trainer.
 
-Each model on separate devices has ranks, process groups and micro-batches of its own, and the code
-that runs it is that of the training ranks.
+Each model on separate devices has separate ranks, process groups and micro-batches. The ranks run
+the same code as training ranks.
 """
 
 from __future__ import annotations
@@ -9,28 +9,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msrl.algorithms.packing import Sequences
 from msrl.cluster.session import PlacedWorkers, Session
 from msrl.plan.roles import SeparateModel
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
-from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats, Ints
-from msrl.workflows.training.settings import separate_rank_settings
+from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
+if TYPE_CHECKING:
+    from msrl.trainer.objective.losses import ValueLoss
+
 
 @dataclass(frozen=True, slots=True)
 class SeparateGroup:
-    """Ranks of a model on separate devices. A micro-batch has `micro_batch` sequences, if set."""
+    """Ranks of a model on separate devices.
+
+    A micro-batch has `micro_batch` sequences, if set. The checkpoints of a critic are in the folder
+    of `saves`; the other models have none.
+    """
 
     ranks: TrainerGroup
     micro_batch: int | None
+    saves: SavePlan
+    is_critic: bool
+
+    def own_resume(self, resume: SavedTraining | None) -> SavedTraining | None:
+        """Return the checkpoint of this model that belongs to a checkpoint of the run."""
+        if resume is None or not self.is_critic:
+            return None
+        return SavedTraining(resume.root / CRITIC_FOLDER, resume.step)
 
     def limits(self, limits: BatchLimits) -> BatchLimits:
         """Return the limits of a micro-batch of this model, by default those of the policy."""
@@ -50,10 +65,10 @@ class ModelGroups(TrainerGroup):
         super().__init__(trainers.workers)
         self._separate, self._shares_devices = separate, shares_devices
 
-    def start_separate(self, plan: RunPlan) -> None:
+    def start_separate(self, resume: SavedTraining | None) -> None:
         """Load the models that have separate devices."""
         for group in self._separate.values():
-            group.ranks.start(None, save_plan(plan))
+            group.ranks.start(group.own_resume(resume), group.saves)
 
     def end(self) -> None:
         super().end()
@@ -63,7 +78,7 @@ class ModelGroups(TrainerGroup):
     def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:
         extra = super().restart(resume, saves)
         for group in self._separate.values():
-            group.ranks.restart(None, saves)
+            group.ranks.restart(group.own_resume(resume), group.saves)
         return extra
 
     def has_separate(self, role: str) -> bool:
@@ -84,6 +99,20 @@ class ModelGroups(TrainerGroup):
             return reference.ranks.logprobs(sequences, limits, temperature, of_reference=True)
         return super().logprobs(sequences, limits, temperature, of_reference=of_reference)
 
+    def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
+        critic = self._separate.get("critic")
+        if critic is not None:
+            return critic.ranks.values(sequences, critic.limits(limits))
+        return super().values(sequences, limits)
+
+    def update_critic(
+        self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
+    ) -> dict[str, float]:
+        critic = self._separate.get("critic")
+        if critic is not None:
+            return critic.ranks.update_critic(sequences, critic.limits(limits), loss, lr)
+        return super().update_critic(sequences, limits, loss, lr)
+
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         reward = self._separate.get("reward")
         if reward is not None:
@@ -99,6 +128,26 @@ class ModelGroups(TrainerGroup):
         """Take the devices' memory again, if it was released for engines."""
         if self._shares_devices:
             super().onload()
+
+    def save(
+        self, step: int, extra: Mapping[str, Any], retention: Retention
+    ) -> list[SavedTraining]:
+        """Save a checkpoint, the separate critic's first.
+
+        One more checkpoint of the critic is kept, so that a run that dies in between can resume.
+        """
+        critic = self._separate.get("critic")
+        if critic is not None:
+            newest = None if retention.newest is None else retention.newest + 1
+            critic.ranks.save(step, {}, Retention(newest, None, retention.best))
+        return super().save(step, extra, retention)
+
+
+def _saves(plan: RunPlan, role: str) -> SavePlan:
+    """Return the settings for checkpoints of a model. Those of a critic are never in background."""
+    if role != "critic" or plan.critic is None:
+        return save_plan(plan)
+    return SavePlan(plan.checkpoint_dir / CRITIC_FOLDER, plan.critic.hf_dir, in_background=False)
 
 
 def separate_groups(
@@ -116,6 +165,7 @@ def separate_groups(
         ranks = ray_ranks(
             session, placed, plan.config, settings, platform, role=model.role, timeout_s=timeout_s
         )
-        return SeparateGroup(ranks, model.micro_batch)
+        saves, is_critic = _saves(plan, model.role), model.role == "critic"
+        return SeparateGroup(ranks, model.micro_batch, saves, is_critic)
 
     return {model.role: create(model) for model in plan.separate_models}

@@ -6,7 +6,7 @@ vLLM is imported in methods, so that the driver can import this module without i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msrl.models.families import load_shape
 from msrl.platforms import get
@@ -86,6 +86,22 @@ class RolloutActor:
     def apply_weights(self) -> Sequence[Digests]:
         """Load the weights that were received; return digests if their offer requested them."""
         return self._engine.load_weights(self._received.items(), verify=self._must_verify)
+
+    def call_vllm(self, method: str, *arguments: Any) -> None:
+        """Call a method of vLLM's workers, for transfers from device to device."""
+        self._engine.call_workers(method, *arguments)
+
+    def begin_digests(self) -> None:
+        """Begin to compute digests of the weights that are loaded from a device."""
+        self._engine.call_workers("begin_digests", str(self._settings.model_dir))
+
+    def end_digests(self) -> Sequence[Digests]:
+        """Return the digests since `begin_digests`, one for each process of the engine."""
+        return self._engine.call_workers("end_digests")
+
+    def finish_device_loading(self) -> None:
+        """Prepare to generate with weights that were loaded from a device."""
+        self._engine.finish_device_loading()
 
     # Asynchronous rollouts. No other method may be called between `start_loop` and `stop_loop`.
 

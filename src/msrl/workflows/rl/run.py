@@ -16,6 +16,8 @@ from pathlib import Path
 from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.cluster.state import tls_files
+from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
@@ -266,6 +268,7 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
                 num_devices=job.placement.num_devices,
                 resource_name=platform.ray_resource,
                 env=cluster.env,
+                tls=tls_files(cluster.tls),
             )
         )
         placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
@@ -325,7 +328,7 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
     at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
     pending = engines.begin_start() if at_once else None
     trainers.start(job.resume, save_plan(job.plan))
-    trainers.start_separate(job.plan)
+    trainers.start_separate(job.resume)
     engines.finish_start(engines.begin_start() if pending is None else pending)
     weights = connect(
         trainers,
@@ -333,6 +336,9 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
         job.config.rollout.weights,
         job.config.cluster.rpc_timeout_s,
         is_staged=not at_once,
+        processes_per_engine=job.config.rollout.engine.tp,
+        shares_main_memory=job.platform.shares_main_memory,
+        shares_devices=not job.plan.has_separate_engines,
     )
     weights.update(job.start_step)
     return weights
@@ -383,5 +389,11 @@ def _engine_settings(plan: RunPlan) -> EngineSettings:
     )
     if plan.has_separate_engines:
         settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
-    is_stepped = plan.config.rollout.asynchronous.is_on
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir, is_stepped=is_stepped)
+    rollout = plan.config.rollout
+    way = rollout.weights.transfer
+    return replace(
+        settings,
+        tokenizer_dir=plan.tokenizer_dir,
+        is_stepped=rollout.asynchronous.is_on,
+        weight_backend=way if way in DEVICE_WAYS else None,
+    )

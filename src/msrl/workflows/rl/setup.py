@@ -34,6 +34,7 @@ from msrl.workflows.training.settings import (
     checkpoint_to_resume,
     order_state,
     policy_schedule,
+    separate_critic,
 )
 
 
@@ -173,10 +174,22 @@ def _checkpoint_and_state(
     state = {**order_state(order), **resume_checks.remembered(plan, rates)}
     if resume:
         resume_checks.check(resume, state)
+        _check_critic(plan, resume)
     check_room(root, resume)
     num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
     resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
     return resume, state
+
+
+def _check_critic(plan: RunPlan, resume: SavedTraining) -> None:
+    """Raise MsrlError if the checkpoint of a critic with separate devices is absent or damaged."""
+    critic = separate_critic(plan, resume)
+    problem = critic.damage() if critic is not resume else None
+    if problem is not None:
+        raise MsrlError(
+            f"checkpoint.resume: the critic of step {resume.step} cannot be loaded: {problem}. "
+            "Resume from another checkpoint."
+        )
 
 
 def _fitting_prompts(

@@ -11,7 +11,7 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.export import export_critic, export_hf, final_checkpoint
 from msrl.workflows.training.run_log import RunLog
-from msrl.workflows.training.settings import adapted_base
+from msrl.workflows.training.settings import adapted_base, separate_critic
 
 
 def finish_completed(plan: RunPlan, saved: SavedTraining, curves: Sequence[str]) -> None:
@@ -37,6 +37,7 @@ def final_results(plan: RunPlan, saved: SavedTraining, run_dir: Path) -> dict[st
     results["Hugging Face model"] = f"{folder}{note}"
     shape = None if plan.critic is None else plan.critic.require_shape()
     if plan.critic is not None and shape is not None and has_classifier(shape.architecture):
-        critic = export_critic(checkpoint, run_dir / "hf_critic", shape, plan.critic.hf_dir)
+        source = separate_critic(plan, checkpoint)
+        critic = export_critic(source, run_dir / "hf_critic", shape, plan.critic.hf_dir)
         results["Hugging Face critic"] = f"{critic}{note}"
     return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.hub import is_without_weights
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get, resolve
 from msrl.platforms.base import Platform
@@ -38,11 +39,11 @@ def check_start(
     """
     if platform.missing() is None:
         check_memory(plan, platform, longest=longest)
-    check_trackers(plan.config.log.trackers)
+    check_trackers(plan.config.log.trackers, plan.config.log.options)
     if plan.is_grpo:
         check_platform(plan.rollout.engine, platform)
         check_functions([Source.of(section) for section in plan.config.reward.sources])
-    folders = loaded_models(plan, resume)
+    folders = [path for path in loaded_models(plan, resume) if not is_without_weights(path)]
     verify_models(folders)
     if plan.model.weights in folders:
         _check_weights(plan)

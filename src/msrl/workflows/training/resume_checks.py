@@ -59,6 +59,9 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
             else {}
         ),
     }
+    if plan.critic is not None:
+        is_separate = plan.separate_model("critic") is not None
+        keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = digest_of_ends(_weight_files(plan.model.weights))

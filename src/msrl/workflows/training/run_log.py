@@ -117,7 +117,9 @@ class RunLog:
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
-        others = open_trackers(self._names, self.path, resumed_step=resumed_step)
+        others = open_trackers(
+            self._names, self.path, resumed_step=resumed_step, options=self._config.log.options
+        )
         return Trackers([metrics, console, *others])
 
     def rewind(self, step: int) -> None:

@@ -24,6 +24,8 @@ from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_
 from msrl.types import ChatFormat
 from msrl.workflows.training.best import Best
 
+CRITIC_FOLDER = "critic"  # in the folder of the checkpoints
+
 
 def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     """Return the folders that a training loads weights from.
@@ -126,7 +128,7 @@ def rank_settings(
         _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none),
         policy=_policy_settings(plan),
         reference=_shared_reference(plan),
-        critic=_critic_settings(plan),
+        critic=_critic_settings(plan) if plan.separate_model("critic") is None else None,
         reward_models=_reward_settings(plan, reward_models) if has_reward_models else {},
     )
 
@@ -135,10 +137,12 @@ def separate_rank_settings(
     plan: RunPlan, platform: str, model: SeparateModel, reward_models: Mapping[str, Path]
 ) -> RankSettings:
     """Return the settings of the ranks of a model with separate devices."""
-    shape = plan.reference.shape if model.role == "reference" and plan.reference else None
-    common = _common_settings(plan, platform, model.parallel, shape)
+    own = plan.models(model.role)
+    common = _common_settings(plan, platform, model.parallel, own[0].shape if own else None)
     if model.role == "reference":
         return replace(common, reference=_reference_settings(plan))
+    if model.role == "critic":
+        return replace(common, critic=_critic_settings(plan))
     return replace(common, reward_models=_reward_settings(plan, reward_models))
 
 
@@ -164,6 +168,16 @@ def _reward_settings(
 ) -> dict[str, ReplicaSettings]:
     offload = _offload(plan, "reward")
     return {name: ReplicaSettings(path, offload=offload) for name, path in (models or {}).items()}
+
+
+def separate_critic(plan: RunPlan, saved: SavedTraining) -> SavedTraining:
+    """Return the checkpoint that holds the critic of a training's checkpoint.
+
+    A critic with separate devices has checkpoints of its own, in a folder beside the policy's.
+    """
+    if plan.separate_model("critic") is None:
+        return saved
+    return SavedTraining(saved.root / CRITIC_FOLDER, saved.step)
 
 
 def _offload(plan: RunPlan, role: str) -> OffloadConfig:
@@ -218,7 +232,7 @@ def _critic_settings(plan: RunPlan) -> ReplicaSettings | None:
         critic_optimizer(plan.config),
         hf_dir=plan.critic.hf_dir,
         recompute=plan.train.recompute,
-        offload=plan.train.offload,
+        offload=_offload(plan, "critic"),
         max_skipped=plan.train.max_skipped,
         bad_batch_dir=_bad_batch_dir(plan) / "critic",
     )

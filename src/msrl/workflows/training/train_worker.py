@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,10 @@ from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, TokenStatistic
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from msrl.cluster.rendezvous import Rendezvous
+    from msrl.rollout.vllm_sender import DeviceSender
     from msrl.rollout.weights.sender import WeightSender
     from msrl.trainer.objective.losses import Loss, ValueLoss
 
@@ -58,10 +62,32 @@ class SenderAddress:
     channel: ChannelAddress
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Engines that receive weights on their devices.
+
+    Attributes:
+        way: Name of vLLM's weight transfer engine.
+        address: Host and port for the rendezvous of rank 0 with the engines.
+        engines: Ray actors of the engines.
+        processes_per_engine: Number of processes of an engine.
+        bucket_bytes: Size of a bucket.
+        is_colocated: Whether the engines use the devices of the ranks.
+    """
+
+    way: str
+    address: str
+    engines: tuple[Any, ...]
+    processes_per_engine: int
+    bucket_bytes: int
+    is_colocated: bool
+
+
 class TrainWorker:
     """Worker of one training rank."""
 
     _sender: WeightSender
+    _device_sender: DeviceSender
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
@@ -176,6 +202,45 @@ class TrainWorker:
         shards = local_shards(self._training_rank.policy)
         return self._sender.store(shards, version, ray.put, verify=verify)
 
+    def connect_devices(self, group: DeviceGroup) -> None:
+        """Connect vLLM's weight transfer engines with this rank; all ranks must call it."""
+        from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
+
+        host = group.address.rpartition(":")
+        self._device_sender = DeviceSender(
+            TransferGroup(
+                group.way,
+                self._rank,
+                (host[0], int(host[2])),
+                len(group.engines) * group.processes_per_engine,
+                group.bucket_bytes,
+            ),
+            EngineClient(
+                partial(_call_engines, group.engines),
+                len(group.engines),
+                group.processes_per_engine,
+            ),
+            partial(self._collected, everywhere=group.is_colocated),
+        )
+
+    def send_to_devices(self, verify: bool) -> Digests:
+        """Send the weights with vLLM's engines; return this rank's part of the digests."""
+        from msrl.rollout.weights.sender import digest_parts
+        from msrl.trainer.weights import local_shards
+
+        self._device_sender.send()
+        return digest_parts(local_shards(self._training_rank.policy)) if verify else {}
+
+    def _collected(self, *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights on rank 0 or everywhere; all ranks must call it."""
+        from msrl.rollout.weights.collection import ShardedModel, collect
+        from msrl.trainer.weights import local_shards
+
+        policy = self._training_rank.policy
+        position = policy.position
+        model = ShardedModel(policy.shape, position.layout, position.dtype, position.device)
+        return collect(model, local_shards(policy), everywhere=everywhere)
+
     def offload(self) -> None:
         """Release the device's memory of what `train.offload` names."""
         self._training_rank.offload()
@@ -217,6 +282,20 @@ class TrainWorker:
             raise
 
 
+def _call_engines(
+    engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]
+) -> None:
+    """Call a method of vLLM's workers in all engines and wait."""
+    import ray
+
+    ray.get(
+        [
+            engine.call_vllm.remote(method, *own_arguments)
+            for engine, own_arguments in zip(engines, arguments, strict=True)
+        ]
+    )
+
+
 class TrainActor(TrainWorker):
     """Ray actor of one training rank."""
 
@@ -227,8 +306,17 @@ class TrainActor(TrainWorker):
         """
         from msrl.cluster.rendezvous import Rendezvous
 
+        self._ports = ports
         self._rendezvous: Rendezvous | None = Rendezvous(ports)
         return self._rendezvous.init_method
+
+    def free_address(self) -> str:
+        """Return host and port for the rendezvous of rank 0 with the engines."""
+        from msrl.cluster.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous(self._ports)
+        rendezvous.close()
+        return rendezvous.init_method.removeprefix("tcp://")
 
     def start(
         self, init_method: str, resume: SavedTraining | None, saves: SavePlan

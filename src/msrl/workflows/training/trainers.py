@@ -56,10 +56,15 @@ def _cluster_trainers(
 ) -> Iterator[TrainerGroup]:
     from msrl.cluster.placement import Role, plan
     from msrl.cluster.session import ray_session
+    from msrl.cluster.state import tls_files
 
     cluster, num_ranks, resource = config.cluster, world_size(config), platform.ray_resource
     with ray_session(
-        cluster.address, num_devices=0, resource_name=resource, env=cluster.env
+        cluster.address,
+        num_devices=0,
+        resource_name=resource,
+        env=cluster.env,
+        tls=tls_files(cluster.tls),
     ) as session:
         roles, ranks_per_node = [Role("actor", num_ranks)], num_ranks // cluster.nodes
         placed = session.create_placement(

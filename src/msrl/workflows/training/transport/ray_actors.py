@@ -18,6 +18,7 @@ NAMES = {
     "actor": "training rank",
     "rollout": "rollout engine",
     "reference": "reference rank",
+    "critic": "critic rank",
     "reward": "reward model rank",
 }
 
@@ -134,6 +135,11 @@ class RayWorkers(Workers):
         (results,) = wait_together([(self, calls)])
         return results
 
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Handles of the workers, for calls between workers."""
+        return tuple(self._actors)
+
     def labels(self, calls: Calls) -> list[str]:
         """Return the names of the workers of these calls in messages."""
         return [self._name(worker) for worker in calls.references]
@@ -142,6 +148,12 @@ class RayWorkers(Workers):
     def limits(self) -> tuple[float, Watch]:
         """Longest time of a call in seconds, and the watch of all workers of the session."""
         return self._timeout_s, self._watch
+
+    def pending(self, calls: Calls) -> list[int]:
+        """Return the workers whose calls have not ended."""
+        references = list(calls.references.values())
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=0)
+        return [worker for worker, ref in calls.references.items() if ref in waiting]
 
     def wait_at_most(self, calls: Calls, seconds: float) -> None:
         """Wait until all calls have ended or the time has passed. Failures do not raise."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from msrl.importers.conditions import evaluated
-from msrl.importers.expansion import expand, expand_text
-from msrl.importers.shell_syntax import skip_quoted
-from msrl.importers.shell_values import Scope, Word
+from msrl.importers.shell.conditions import evaluated
+from msrl.importers.shell.expansion import expand, expand_text
+from msrl.importers.shell.syntax import skip_quoted
+from msrl.importers.shell.values import Scope, Word
 
 _TOKEN = re.compile(r"\s+|&&|\|\||[()](?=\s|$)|!(?=\s)")
 

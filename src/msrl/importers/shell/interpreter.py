@@ -17,14 +17,12 @@ from functools import partial
 
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import ManyErrors, MsrlError
-from msrl.importers import shell_syntax as syntax
-from msrl.importers.expansion import calculate, expand, expand_text
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.shell_conditions import holds
-from msrl.importers.shell_values import Scope, Variable, Word, unquoted
+from msrl.importers.shell import syntax
+from msrl.importers.shell.expanded_conditions import holds
+from msrl.importers.shell.expansion import calculate, expand, expand_text
+from msrl.importers.shell.values import Scope, Variable, Word, unquoted
 from msrl.importers.table import canonical
-
-__all__ = ["Script", "Word", "flags", "parse_script", "repeated_flags"]
 
 MAX_REPEATS = 1000
 MAX_CALLS = 50

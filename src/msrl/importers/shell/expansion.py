@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from msrl.importers.conditions import evaluated
-from msrl.importers.shell_values import EMPTY, Scope, Variable, Word, literal, unquoted
+from msrl.importers.shell.conditions import evaluated
+from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, literal, unquoted
 
+_HOLDS_FLAGS = re.compile(r"(ARGS?|OPTS?|OPTIONS|FLAGS)\}?$", re.IGNORECASE)
 _NAME = re.compile(r"\w+|[@*#?$!-]")
 _BODY = re.compile(
     r"([#!]?)(\w+|[@*#?])(\[[^\]]*\])?(?:(:?[-=+?]|##?|%%?|//?|:|\^\^?|,,?)(.*))?", re.S
@@ -168,8 +169,12 @@ class _Expander:
         return self._add_unset(self.source[begin : self.pos], value, line)
 
     def _add_unset(self, name: str, value: Variable, line: int) -> None:
-        """Drop an unset variable, as bash does, unless a flag waits for its value."""
-        if self.result and self.result[-1].text.startswith("--"):
+        """Drop an unset variable, as bash does, unless a flag waits for its value.
+
+        A variable that is named after flags holds no value: it may follow a switch.
+        """
+        holds_flags = _HOLDS_FLAGS.search(name) is not None
+        if not holds_flags and self.result and self.result[-1].text.startswith("--"):
             self.result.append(Word(name, line, value.problem))
         else:
             self.scope.empty.setdefault(name, line)

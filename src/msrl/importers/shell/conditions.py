@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.shell_values import Word, unquoted
+from msrl.importers.shell.values import Word, unquoted
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,

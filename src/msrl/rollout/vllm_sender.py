@@ -1,0 +1,226 @@
+"""Trainer's side of vLLM's weight transfer engines (`vllm.distributed.weight_transfer`).
+
+They move weights from device to device: `ipc` on one device, `nccl` between devices (HCCL under
+vllm-ascend, which registers its engines under the same names). vLLM 0.28 to 0.32 has the classes
+`WeightTransferTrainerFactory` and `WeightSource` that this module relies on; vLLM 0.23 has static
+methods instead, for `nccl` only. Nothing here was run on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from msrl.config.sections.rollout import COLOCATED_WAYS
+from msrl.errors import MsrlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
+"""Function that returns all weights under their Hugging Face names, for every version anew.
+
+It communicates, so all ranks must call it. Iterating on ranks without the weights yields none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """Processes that take part in the transfer.
+
+    Attributes:
+        way: Name of vLLM's engine.
+        rank: Number of the training rank. Rank 0 drives the transfer.
+        address: Host and port of rank 0 for the rendezvous with engines.
+        num_receivers: Number of the engines' processes.
+        bucket_bytes: Size of a bucket; it is enlarged to the largest tensor.
+    """
+
+    way: str
+    rank: int
+    address: tuple[str, int]
+    num_receivers: int
+    bucket_bytes: int
+
+
+class EngineClient:
+    """Calls of methods of vLLM's workers in all engines (vLLM's `VLLMWeightSyncClient`).
+
+    Args:
+        call: Function of a method's name and the arguments for each engine; it waits for all.
+        num_engines: Number of engines.
+        processes_per_engine: Number of processes of an engine.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[str, list[tuple[Any, ...]]], object],
+        num_engines: int,
+        processes_per_engine: int,
+    ) -> None:
+        self._call, self._num_engines = call, num_engines
+        self._processes_per_engine = processes_per_engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect the engines, which follow each other in the communication group."""
+        arguments: list[tuple[Any, ...]] = []
+        for engine in range(self._num_engines):
+            info = dict(init_info)
+            if "rank_offset" in info:
+                info["rank_offset"] += engine * self._processes_per_engine
+            arguments.append((info,))
+        self._call("init_weight_transfer_engine", arguments)
+
+    def start_weight_update(self) -> None:
+        """Prepare the engines for new weights."""
+        self._call("start_weight_update", [()] * self._num_engines)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Let the engines receive and load a bucket, or all weights."""
+        self._call("update_weights", [(update_info,)] * self._num_engines)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Let the engines post-process the new weights."""
+        self._call("finish_weight_update", [()] * self._num_engines)
+
+
+class DeviceSender:
+    """Sender of weights from devices to devices, on every training rank.
+
+    Args:
+        group: Processes that take part.
+        client: Calls of the engines.
+        weights: Weights of all ranks.
+
+    Raises:
+        MsrlError: The installed vLLM has no such engine for trainers.
+    """
+
+    def __init__(self, group: TransferGroup, client: EngineClient, weights: Weights) -> None:
+        from vllm.distributed.weight_transfer import factory
+
+        trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+        self._sender: Any = (
+            _StaticSender(group, client, weights)
+            if trainers is None
+            else trainers.trainer_init(
+                init_info=_init_info(group, _largest(weights)),
+                client=client,
+                source=weight_source(weights),
+            )
+        )
+
+    def send(self) -> None:
+        """Send the current weights and wait until the engines have loaded them."""
+        self._sender.send_weights()
+
+
+def weight_source(weights: Weights) -> Any:
+    """Return vLLM's `WeightSource` of weights."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class CollectedWeights(WeightSource):
+        """Weights that the ranks collect for every version."""
+
+        def __init__(self) -> None:
+            self._metadata: list[ParamMeta] | None = None
+
+        def metadata(self) -> list[ParamMeta]:
+            if self._metadata is None:
+                self._metadata = [
+                    ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights()
+                ]
+            return self._metadata
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(weights())
+
+    return CollectedWeights()
+
+
+def _largest(weights: Weights) -> int:
+    """Return the size of the largest tensor in bytes. A tensor is never split by these engines."""
+    return max((tensor.nbytes for _, tensor in weights()), default=0)
+
+
+def _init_info(group: TransferGroup, largest: int) -> Any:
+    """Return the settings of vLLM's trainer engine."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    size = max(group.bucket_bytes, largest)
+    if group.way == IPCTrainerInitInfo.backend:
+        return IPCTrainerInitInfo(rank=group.rank, packed=True, packed_buffer_size_bytes=size)
+    return NCCLTrainerInitInfo(
+        rank=group.rank,
+        master_address=group.address[0],
+        master_port=group.address[1],
+        world_size=1 + group.num_receivers,
+        packed=True,
+        packed_buffer_size_bytes=size,
+    )
+
+
+class _StaticSender:
+    """Sender for vLLM 0.23, whose trainer functions are static methods of the engine."""
+
+    def __init__(self, group: TransferGroup, client: EngineClient, weights: Weights) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        if group.way in COLOCATED_WAYS:
+            raise MsrlError(
+                f"rollout.weights.transfer={group.way}: needs vLLM 0.28 or later. Set it to auto."
+            )
+        self._module: Any = nccl_engine
+        self._group, self._client, self._weights = group, client, weights
+        described = [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes)
+            for name, tensor in weights()
+        ]
+        self._geometry = {
+            "packed": True,
+            "packed_buffer_size_bytes": max([group.bucket_bytes, *[row[3] for row in described]]),
+            "packed_num_buffers": 2,
+        }
+        self._metadata = {
+            "names": [row[0] for row in described],
+            "dtype_names": [row[1] for row in described],
+            "shapes": [row[2] for row in described],
+        }
+        self._communicator = self._connect() if group.rank == 0 else None
+
+    def _connect(self) -> Any:
+        host, port = self._group.address
+        info = {
+            "master_address": host,
+            "master_port": port,
+            "world_size": 1 + self._group.num_receivers,
+        }
+        engine = self._module.NCCLWeightTransferEngine
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            connecting = executor.submit(
+                self._client.init_weight_transfer_engine, {**info, "rank_offset": 1}
+            )
+            communicator = engine.trainer_init(info)
+            connecting.result()
+        return communicator
+
+    def send_weights(self) -> None:
+        """Broadcast the weights while the engines receive them."""
+        if self._communicator is None:
+            for _ in self._weights():
+                pass
+            return
+        arguments = self._module.NCCLTrainerSendWeightsArgs(
+            group=self._communicator, **self._geometry
+        )
+        update = {**self._metadata, **self._geometry}
+        self._client.start_weight_update()
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            receiving = executor.submit(self._client.update_weights, update)
+            self._module.NCCLWeightTransferEngine.trainer_send_weights(
+                iterator=iter(self._weights()), trainer_args=arguments
+            )
+            receiving.result()
+        self._client.finish_weight_update()

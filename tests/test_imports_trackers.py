@@ -1,0 +1,81 @@
+"""Projects, folders and names of trackers in imported files become options of msrl's trackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.importers.command import native_yaml, report
+from support import assert_mentions
+from test_imports_commands import RLVR
+from test_imports_losses import FLAGS, imported, mindspeed, native
+from test_imports_scripts import TUNE
+
+
+def log_of(system: str, text: str, folder: Path) -> dict[str, Any]:
+    suffix = "yaml" if system in ("roll", "mindspeed-rl") else "sh"
+    return native(imported(system, text, folder, suffix, approximate=True)).get("log", {})
+
+
+def test_flags_of_mindspeed_llm_set_folder_project_and_entity(tmp_path: Path) -> None:
+    script = f"torchrun {TUNE} --tensorboard-dir boards/a --wandb-project math"
+    log = log_of("mindspeed-llm", f"{script} --wandb-save-dir logs --wandb-entity lab", tmp_path)
+    assert log["trackers"] == ["tensorboard", "wandb"]
+    assert log["options"] == {
+        "tensorboard": {"dir": "boards/a"},
+        "wandb": {"project": "math", "entity": "lab", "dir": "logs"},
+    }
+
+
+def test_keys_of_wandb_have_no_effect_without_its_project_in_mindspeed_llm(tmp_path: Path) -> None:
+    script = f"torchrun {TUNE} --wandb-save-dir logs"
+    assert "options" not in log_of("mindspeed-llm", script, tmp_path)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_file_of_mindspeed_rl_names_project_and_folder(is_on: bool, tmp_path: Path) -> None:
+    more = f"use_wandb: {str(is_on).lower()}, wandb_project: math, wandb_save_dir: logs,"
+    log = log_of("mindspeed-rl", mindspeed(more=more), tmp_path)
+    if is_on:
+        assert log["options"] == {"wandb": {"project": "math", "dir": "logs"}}
+    else:
+        assert "options" not in log and log["trackers"] == []
+
+
+def test_a_command_of_lightrft_names_entity_group_project_and_folder(tmp_path: Path) -> None:
+    names = "--wandb_org lab --wandb_group all --wandb_project math --wandb_run_name first"
+    text = f"{FLAGS} --use_wandb key --use_tensorboard boards {names}"
+    translation = imported("lightrft", text, tmp_path, "sh")
+    tree = native(translation)
+    assert tree["log"]["options"] == {
+        "wandb": {"entity": "lab", "group": "all", "project": "math"},
+        "tensorboard": {"dir": "boards/first"},
+    }
+    assert tree["run"]["name"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("track_with", "kwargs", "options"),
+    [
+        ("tensorboard", "{log_dir: boards}", {"tensorboard": {"dir": "boards/rlvr"}}),
+        (
+            "wandb",
+            "{api_key: s3cret, project: math, name: first, tags: [a], notes: n, log_dir: logs}",
+            {"wandb": {"project": "math", "name": "first", "tags": ["a"], "notes": "n",
+                       "dir": "logs"}},
+        ),
+        ("wandb", "{api_key: s3cret}", None),
+        ("swanlab", "{project: math}", None),
+    ],
+)  # fmt: skip
+def test_the_arguments_of_rolls_tracker_are_taken_over_without_its_secret(
+    track_with: str, kwargs: str, options: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    text = f"{RLVR}track_with: {track_with}\ntracker_kwargs: {kwargs}\n"
+    translation = imported("roll", text, tmp_path, approximate=True)
+    assert native(translation)["log"].get("options") == options
+    assert "s3cret" not in native_yaml(translation) + report(translation)
+    if options is None:
+        assert_mentions(report(translation), "tracker_kwargs", "dropped")
