@@ -667,6 +667,6 @@ def test_a_folder_with_only_a_model_config_is_not_a_tokenizer(tmp_path):
 
 
 def test_folder_without_a_tokenizer_is_refused(tmp_path):
-    for path, message in ((tmp_path / "none", "folder"), (tmp_path, "loaded")):
+    for path, message in ((tmp_path / "none", "folder"), (tmp_path, "tokenizer.json")):
         with pytest.raises(MsrlError, match=mentions(path, message)):
             open_tokenizer(path)

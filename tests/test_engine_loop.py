@@ -93,6 +93,7 @@ def wait_for_groups(loop: EngineLoop, count: int) -> dict[str, RolloutGroup]:
     while len(finished) < count:
         assert time.monotonic() < deadline
         finished |= loop.exchange(LoopMessage(received=tuple(finished)), 0.05).finished
+    loop.exchange(LoopMessage(received=tuple(finished)), 0.0)  # report none of them again
     return finished
 
 

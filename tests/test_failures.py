@@ -37,7 +37,7 @@ from training_runs import (
     write_rows,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS = 4
 DRIVER = (str(Path(__file__).with_name("killing_driver.py")),)
 Kill = dict[str, Any]
@@ -200,7 +200,6 @@ def test_a_run_that_is_the_first_process_of_a_container_saves_on_sigterm(inputs:
     assert not still_running(started)
 
 
-@pytest.mark.full
 def test_an_engine_and_a_rank_that_hang_are_restarted(inputs: Path, undisturbed: Path):
     kills = [
         kill("rollout", "generate", 4, 1, signal="SIGSTOP", after_s=0.02),

@@ -17,7 +17,7 @@ from msrl.tracking.rollouts import read_records
 from test_train_grpo import SOURCES, make_inputs, rollouts, settings, transformers_logprobs
 from training_runs import rows, succeed, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS = 2
 
 
