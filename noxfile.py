@@ -55,7 +55,7 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests except the full tables; less than 15 minutes on two cores."""
+    """Run all tests except the full tables."""
     install(session, "cpu,dev")
     python(
         session,
