@@ -108,7 +108,7 @@ ENVIRONMENTS: dict[str, Script] = {
     "mcp": Script(
         [call("add", '{"a": 2, "b": 3}'), call("fail", "{}"), "5"],
         [None, None, None],
-        ["", "5", "broken"],
+        ["", "5", "Error"],
         {"command": [sys.executable, SERVER], "tools": ["add", "fail"]},
         {},
         ["add", "fail"],

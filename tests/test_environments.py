@@ -18,6 +18,10 @@ from support import assert_mentions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_A_SANDBOX = {"python_tool"}
+SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
+SCRIPTS = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
+]
 LIMIT_S = 120.0
 
 
@@ -25,7 +29,7 @@ def text(reply: Opening | StepResult) -> str:
     return "\n".join(message.content for message in reply.messages)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytest.MonkeyPatch):
     script = ENVIRONMENTS[name]
     if script.package:
