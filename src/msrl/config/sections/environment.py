@@ -1,0 +1,64 @@
+"""Configuration of environments: episodes of several turns in train-grpo."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from msrl.config.sections.base import Count, Float, Seconds, Section, Text
+
+
+class EnvironmentConfig(Section):
+    """Environment of the episodes of train-grpo.
+
+    Without a name and a path, a response is one turn.
+    """
+
+    name: Text | None = Field(default=None, description="Name of a built-in environment.")
+    path: Text | None = Field(
+        default=None, description="Own environment as path/file.py:Class, instead of a name."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Options of the environment, by name."
+    )
+    max_turns: Count = Field(
+        default=8, description="Maximum number of answers of the policy in an episode."
+    )
+    max_turn_tokens: Count | None = Field(
+        default=None,
+        description="Maximum length of one answer in tokens. Default: what remains of "
+        "rollout.max_response_tokens, which limits answers and messages of an episode together.",
+    )
+    max_episode_s: Seconds | None = Field(
+        default=None,
+        description="Number of seconds after which an episode begins no further turn. "
+        "Default: no limit.",
+    )
+    timeout_s: Seconds = Field(
+        default=30.0,
+        description="Maximum time of one call of the environment in seconds. Its process is "
+        "killed then, which ends the episode.",
+    )
+    max_running: Count = Field(
+        default=64, description="Maximum number of calls that run at the same time per engine."
+    )
+    max_message_chars: Count = Field(
+        default=16384,
+        description="Maximum length of a message of the environment in characters. Longer ones "
+        "are truncated and counted.",
+    )
+    history: Literal["append", "template"] = Field(
+        default="append",
+        description="Prompt of a later turn: all earlier tokens and the new messages (append), or "
+        "the conversation as the chat template renders it (template), which may drop thoughts. A "
+        "new training sequence begins where the template changes earlier tokens.",
+    )
+    reward_weight: Float = Field(
+        default=1.0, description="Weight of the environment's rewards in the reward."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if responses are episodes with an environment."""
+        return self.name is not None or self.path is not None

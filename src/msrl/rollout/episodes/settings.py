@@ -1,0 +1,50 @@
+"""Settings of the episodes of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.config.sections.environment import EnvironmentConfig
+from msrl.environments.base import EnvironmentSource
+from msrl.environments.pool import EnvironmentPool
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings of the episodes of one engine.
+
+    Attributes:
+        environment: Section of the configuration.
+        tokenizer_dir: Folder of the tokenizer.
+        chat_template: Template of the data (Jinja); empty for the tokenizer's own.
+        tool_format: Format of tool calls that the template shows.
+        max_prompt_tokens: Longest opening of an episode.
+    """
+
+    environment: EnvironmentConfig
+    tokenizer_dir: Path
+    chat_template: str
+    tool_format: str
+    max_prompt_tokens: int
+
+    @property
+    def waits_for_openings(self) -> bool:
+        """True if all episodes begin in one step, as responses without an environment do."""
+        return self.environment.name == "single_turn"
+
+    def pool(self) -> EnvironmentPool:
+        """Return the processes of the environments, which are not started yet."""
+        section = self.environment
+        return EnvironmentPool(
+            {"environment": environment_source(section)},
+            tool_format=self.tool_format,
+            max_running=section.max_running,
+        )
+
+
+def environment_source(section: EnvironmentConfig) -> EnvironmentSource:
+    """Return the environment of a section of the configuration."""
+    return EnvironmentSource(
+        section.name or "", section.path or "", section.options, section.timeout_s
+    )
