@@ -6,10 +6,11 @@ are texts of the model, decoded with control tokens but without the token that e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+from msrl.environments.tools import run_calls
 from msrl.types import JsonObject, Message
 
 FaultReason = Literal["timeout", "crash", "error", "oversized", "invalid"]
@@ -85,8 +86,8 @@ class Environment:
     of its constructor.
     """
 
-    TOOLS: ClassVar[tuple[str, ...]] = ()
-    tool_format = "hermes"  # set for the template of the run before `reset` is called
+    TOOLS: Sequence[str] = ()
+    tool_format: str = "hermes"  # set for the template of the run before `reset` is called
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start an episode and return its first messages; an empty list keeps the row's prompt.
@@ -100,14 +101,23 @@ class Environment:
 
     def step(self, answer: str) -> StepResult:
         """Run the tool calls of an answer; an answer without a call ends the episode."""
-        from msrl.environments.tools import run_calls
-
-        result = run_calls(self, answer)
-        return self.finish(answer) if result is None else result
+        replies = run_calls(self, answer)
+        if replies is None:
+            return self.finish(answer)
+        messages, records = replies
+        return StepResult(messages, info={"tool_calls": records})
 
     def finish(self, answer: str) -> StepResult:
         """Return the result of an answer without a tool call."""
         return StepResult([], done=True)
+
+    def external_tools(self) -> list[JsonObject]:
+        """Return further tools in OpenAI's form, which `call_external` runs."""
+        return []
+
+    def call_external(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Run a tool of `external_tools` and return its output."""
+        raise NotImplementedError
 
     def state(self) -> str | None:
         """Return a text that identifies the current state, or None if states do not repeat."""
