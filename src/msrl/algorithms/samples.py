@@ -130,7 +130,10 @@ def _samples(
         start = int(mask.argmax()) if mask.any() else len(mask)
         end = position + int(mask.sum())
         values = [np.zeros(len(mask), np.float32) for _ in range(2)]
-        values[0][mask], values[1][mask] = advantages[position:end], completion.logprobs[position:end]
+        values[0][mask], values[1][mask] = (
+            advantages[position:end],
+            completion.logprobs[position:end],
+        )
         position = end
         sample = TrainingSample(
             sequence.token_ids[:start],

@@ -11,10 +11,13 @@ from msrl.types import Prompt
 
 
 class RowSources:
-    """Assignment of sources to rows; each ground truth is checked once per source."""
+    """Assignment of sources to rows; each ground truth is checked once per source.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = tuple(sources)
+    With `is_optional`, rows without a source are allowed.
+    """
+
+    def __init__(self, sources: Sequence[Source], *, is_optional: bool = False) -> None:
+        self._sources, self._is_optional = tuple(sources), is_optional
         self._checked: set[tuple[int, int, int]] = set()  # source, row, hash of the ground truth
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -37,7 +40,7 @@ class RowSources:
         """
         sources = enumerate(self._sources)
         numbers = [number for number, source in sources if source.applies_to(prompt.extra)]
-        if not numbers:
+        if not numbers and not self._is_optional:
             raise MsrlError(self._no_source_message(prompt))
         for number in numbers:
             key = (number, prompt.index, hash(prompt.answer))

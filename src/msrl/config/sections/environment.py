@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from msrl import registry
 from msrl.config.sections.base import Count, Float, Seconds, Section, Text
 
 
@@ -15,12 +16,21 @@ class EnvironmentConfig(Section):
     Without a name and a path, a response is one turn.
     """
 
-    name: Text | None = Field(default=None, description="Name of a built-in environment.")
+    name: Text | None = Field(
+        default=None,
+        description="Name of a built-in environment.",
+        examples=[*registry.names(registry.ENVIRONMENTS)],
+    )
     path: Text | None = Field(
         default=None, description="Own environment as path/file.py:Class, instead of a name."
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Options of the environment, by name."
+    )
+    tool_format: Text | None = Field(
+        default=None,
+        description="Format of tool calls in answers. Default: that of the chat template.",
+        examples=[*registry.names(registry.TOOL_FORMATS)],
     )
     max_turns: Count = Field(
         default=8, description="Maximum number of answers of the policy in an episode."

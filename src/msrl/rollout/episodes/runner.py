@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from msrl.environments.base import EpisodeFault, Opening, StepResult
+from msrl.environments.pool import ENVIRONMENT_COLUMN
 from msrl.errors import MsrlError
 from msrl.rollout.engine import sample_seed
 from msrl.rollout.episodes.messages import digest, readable_messages, shortened
@@ -142,7 +143,7 @@ class EpisodeRunner:
         now = time.perf_counter()
         tokens = EpisodeTokens(prompt.token_ids)
         self._running[name] = _Running(name, prompt, sampling, seed, tokens, now, now)
-        self._await(name, self._environments.open(name, _row(prompt, sampling.seed)))
+        self._await(name, self._environments.open(name, environment_row(prompt, sampling.seed)))
 
     def abort(self, name: str) -> None:
         """End an episode without a completion."""
@@ -188,6 +189,8 @@ class EpisodeRunner:
         future.add_done_callback(partial(self._put_reply, name))
 
     def _put_reply(self, name: str, future: Future[Any]) -> None:
+        if future.cancelled():
+            return  # the episode was closed
         error = future.exception()
         reply = EpisodeFault("crash", str(error)) if error is not None else future.result()
         self._replies.put((name, reply))
@@ -318,8 +321,7 @@ class EpisodeRunner:
         self._environments.close(episode.name)
         token_ids, logprobs, versions = episode.tokens.sampled()
         messages: list[Mapping[str, Any]] = [
-            {"role": message.role, "content": message.content}
-            for message in episode.transcript
+            {"role": message.role, "content": message.content} for message in episode.transcript
         ]
         record = Episode(
             episode.tokens.sequences(),
@@ -343,10 +345,11 @@ def turn_seed(seed: int | None, number: int) -> int | None:
     return bits >> (64 - _SEED_BITS)
 
 
-def _row(prompt: Prompt, seed: int | None) -> JsonObject:
-    """Return what an environment is reset with. Its seed is the same in all passes over the data."""
+def environment_row(prompt: Prompt, seed: int | None) -> JsonObject:
+    """Return what an environment is reset with. A row has the same seed in every pass."""
+    columns = {name: text for name, text in prompt.extra.items() if name != ENVIRONMENT_COLUMN}
     own_seed = sample_seed(seed or 0, 0, prompt.index, 0, 0)
-    return {**prompt.extra, "answer": prompt.answer, "index": prompt.index, "seed": own_seed}
+    return {**columns, "answer": prompt.answer, "index": prompt.index, "seed": own_seed}
 
 
 def _state(info: Mapping[str, Any], messages: Sequence[Message]) -> str:

@@ -45,6 +45,5 @@ class EpisodeSettings:
 
 def environment_source(section: EnvironmentConfig) -> EnvironmentSource:
     """Return the environment of a section of the configuration."""
-    return EnvironmentSource(
-        section.name or "", section.path or "", section.options, section.timeout_s
-    )
+    path = "" if section.path is None else str(Path(section.path).absolute())
+    return EnvironmentSource(section.name or "", path, section.options, section.timeout_s)

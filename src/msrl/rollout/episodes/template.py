@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ class EpisodeTemplate:
     tokenizer: TextTokenizer
     chat_template: str = ""
 
-    @cached_property
+    @property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self.tokenizer.folder)
+        return _hf_tokenizer(self.tokenizer.folder)
 
     @cached_property
     def source(self) -> str:
@@ -196,6 +196,11 @@ class EpisodeTemplate:
 
 
 _REMEDY = "Preprocess the data with another template."
+
+
+@lru_cache(maxsize=4)
+def _hf_tokenizer(folder: str) -> Any:
+    return load_tokenizer(folder)
 
 
 def open_template(tokenizer_dir: Path, chat_template: str) -> EpisodeTemplate:

@@ -150,9 +150,7 @@ class Updater:
         if needs_greedy(self._config):
             greedy_rewards = self._rewards.greedy_rewards(groups)
             metrics["greedy_reward"] = float(greedy_rewards.mean())
-        advantages = estimate_advantages(
-            algo, rewards, values, distribution, greedy_rewards, turns
-        )
+        advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if algo.old_logprobs == "log-linear":

@@ -1,0 +1,76 @@
+"""Checks of the `environment` section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msrl import registry
+from msrl.checks.plugins import check_options, check_plugin_name
+from msrl.config.loader import Resolved
+from msrl.config.sections.environment import EnvironmentConfig
+from msrl.registry.declarations import declaration
+
+
+def check_environment(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of the environment that is invalid or has no effect."""
+    section = resolved.config.environment
+    if not section.is_on:
+        for name in type(section).model_fields:
+            if resolved.is_set(f"environment.{name}"):
+                yield resolved.mistake(
+                    f"environment.{name}", "has no effect without environment.name. Set that key."
+                )
+        return
+    yield from _source(resolved, section)
+    yield from _tool_format(resolved, section)
+    yield from _rewards(resolved, section)
+
+
+def _source(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    """Check the environment and its options."""
+    if section.name is not None and section.path is not None:
+        yield resolved.mistake("environment.path", "conflicts with environment.name. Set only one.")
+    elif section.name is not None:
+        plugin = (registry.ENVIRONMENTS, section.name, "environment")
+        mistakes = list(check_plugin_name(resolved, "environment.name", *plugin[:2]))
+        yield from mistakes or check_options(resolved, "environment.options", plugin)
+    elif section.path is not None:
+        file, colon, name = section.path.rpartition(":")
+        if not colon or not name.isidentifier():
+            yield resolved.mistake("environment.path", "must be path/file.py:Class")
+        elif not Path(file).is_file():
+            yield resolved.mistake("environment.path", f"file not found: {file}")
+
+
+def _tool_format(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    if section.tool_format is not None:
+        yield from check_plugin_name(
+            resolved, "environment.tool_format", registry.TOOL_FORMATS, section.tool_format
+        )
+
+
+def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    """Check reward settings that are not defined for rewards of turns."""
+    config = resolved.config
+    if config.reward.format_penalty and section.name != "single_turn":
+        yield resolved.mistake(
+            "reward.format_penalty",
+            "compares one response with a format, but an episode has several answers. Remove it.",
+        )
+    estimator = config.algo.advantage.estimator
+    plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")
+    if not plugin.constant("NEEDS_TURNS"):
+        return
+    keys = {
+        f"reward.norm.{key}": getattr(config.reward.norm, key) != "none" for key in _TURN_REWARDS
+    }
+    keys["reward.clip"] = config.reward.clip is not None
+    keys["algo.advantage.whiten_rewards"] = config.algo.advantage.whiten_rewards
+    for key, is_set in keys.items():
+        if is_set:
+            yield resolved.mistake(
+                key,
+                f"changes the total of an episode, but algo.advantage.estimator={estimator} reads "
+                "rewards of turns. Remove it.",
+            )
