@@ -13,7 +13,7 @@ import pytest
 from bad_environments import INJECTION
 from msrl.data.turns import ToolCall
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
-from msrl.environments.pool import EnvironmentPool
+from msrl.environments.pool import EnvironmentPool, select_environment
 from msrl.environments.tool_formats import hermes
 from msrl.errors import MsrlError
 from msrl.types import Message
@@ -187,7 +187,7 @@ def test_an_environment_that_cannot_be_loaded_is_a_user_error(source, keyword):
 def test_a_row_selects_its_environment():
     sources = {"x": moody(greeting="x"), "y": moody(greeting="y")}
     with EnvironmentPool(sources) as environments:
-        rows = {"a": {}, "b": {"environment": "y"}}
+        rows = {"a": {"environment": "x"}, "b": {"environment": "y"}}
         texts = [
             environments.open(k, row).result(LIMIT_S).messages[0].content for k, row in rows.items()
         ]
@@ -195,6 +195,13 @@ def test_a_row_selects_its_environment():
         with pytest.raises(MsrlError) as error:
             environments.open("c", {"environment": "z"})
     assert_mentions(error.value, "z", "x, y")
+
+
+def test_rows_without_an_environment_draw_one_by_weight_and_seed():
+    sources = {"x": EnvironmentSource("x", weight=3.0), "y": EnvironmentSource("y", weight=1.0)}
+    names = [select_environment(sources, {"seed": seed}) for seed in range(2000)]
+    assert 1400 < names.count("x") < 1600
+    assert names == [select_environment(sources, {"seed": seed}) for seed in range(2000)]
 
 
 def call(mood: str) -> str:

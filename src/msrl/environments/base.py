@@ -70,12 +70,16 @@ class EpisodeFault:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSource:
-    """Location and options of an environment: a built-in `name`, or a `path` as `file.py:Class`."""
+    """Location and options of an environment: a built-in `name`, or a `path` as `file.py:Class`.
+
+    `weight` is the relative share of the rows that do not select one of several environments.
+    """
 
     name: str = ""
     path: str = ""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     timeout_s: float = 30.0  # of one call of reset or step
+    weight: float = 1.0
 
 
 class Environment:

@@ -71,6 +71,8 @@ def _load(name: str, source: EnvironmentSource) -> Factory:
         prepare: Callable[..., None] | None = getattr(module, "prepare", None)
         if prepare is not None:
             prepare(**source.options)
+        if not source.path:  # the constructors of built-in environments check their options
+            target(**source.options)
     except Exception as error:
         if isinstance(error, MsrlError):
             raise NotLoadedError(str(error)) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import sys
 import threading
 import weakref
@@ -29,11 +30,12 @@ DEFAULT_MEMORY_BYTES = 4 << 30
 class EnvironmentPool:
     """Context manager of the processes of all open episodes.
 
-    `sources` are environments by name. The column `environment` of a row selects one; a row
-    without it uses the first. Calls return at once with a future. At most `max_running` calls run
-    at the same time; the time limit of a call begins when it runs. A fault ends its episode: later
-    calls of the episode return the same fault. `memory_bytes` limits the address space of each
-    episode's process; 0 disables the limit. `max_message_bytes` limits the reply of one call.
+    `sources` are environments by name. The column `environment` of a row selects one; for a row
+    without it, the seed of the row draws one by weight, so that a group has the same. Calls return
+    at once with a future. At most `max_running` calls run at the same time; the time limit of a
+    call begins when it runs. A fault ends its episode: later calls of the episode return the same
+    fault. `memory_bytes` limits the address space of each episode's process; 0 disables the limit.
+    `max_message_bytes` limits the reply of one call.
     """
 
     def __init__(
@@ -81,10 +83,7 @@ class EnvironmentPool:
             MsrlError: The row names an unknown environment.
             ValueError: An episode of this id is open.
         """
-        name = str(row.get(ENVIRONMENT_COLUMN) or next(iter(self._sources)))
-        if name not in self._sources:
-            names = ", ".join(self._sources)
-            raise MsrlError(f"{ENVIRONMENT_COLUMN}={name}: no such environment; there are {names}")
+        name = select_environment(self._sources, row)
         with self._lock:
             if episode_id in self._episodes:
                 raise ValueError(f"episode {episode_id} is already open")
@@ -116,6 +115,25 @@ class EnvironmentPool:
         data = LENGTH.pack(len(message)) + message
         self._loop.submit(CallRequest(kind, future := Future[Any](), episode, data))
         return future
+
+
+def select_environment(sources: Mapping[str, EnvironmentSource], row: Mapping[str, Any]) -> str:
+    """Return the name of the environment of a row.
+
+    Raises:
+        MsrlError: The row names an unknown environment.
+    """
+    name = row.get(ENVIRONMENT_COLUMN)
+    if name in sources:
+        return str(name)
+    if name:
+        raise MsrlError(
+            f"{ENVIRONMENT_COLUMN}={name}: row {row.get('index')} of the data names an unknown "
+            f"environment; there are {', '.join(sources)}"
+        )
+    weights = [source.weight for source in sources.values()]
+    draw = random.Random(f"environment {row.get('seed', 0)}")
+    return draw.choices(list(sources), weights)[0]
 
 
 def _stop(loop: PoolLoop, owner: int) -> None:
