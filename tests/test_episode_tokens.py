@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import mentions, shared_data
 
 from msrl.data.chat_template import chat_template
 from msrl.data.render import make_renderer
@@ -19,6 +18,7 @@ from msrl.errors import MsrlError
 from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.rollout.episodes.tokens import EpisodeTokens
 from msrl.types import Ints, Message, VersionRun
+from support import mentions, shared_data
 
 TOKENIZERS = (
     "gpt2",

@@ -62,10 +62,12 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
     plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")
     if not plugin.constant("NEEDS_TURNS"):
         return
+    norm = config.reward.norm
     keys = {
-        f"reward.norm.{key}": getattr(config.reward.norm, key) != "none" for key in _TURN_REWARDS
+        "reward.norm.center": norm.center != "none",
+        "reward.norm.scale": norm.scale != "none",
+        "reward.clip": config.reward.clip is not None,
     }
-    keys["reward.clip"] = config.reward.clip is not None
     keys["algo.advantage.whiten_rewards"] = config.algo.advantage.whiten_rewards
     for key, is_set in keys.items():
         if is_set:

@@ -59,13 +59,9 @@ def _open(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Openin
         pool.start()
         reply = pool.open("check", environment_row(prompt, seed)).result()
     if isinstance(reply, EpisodeFault):
-        where = (
-            f"environment.name={section.name}"
-            if section.name
-            else f"environment.path={section.path}"
-        )
+        key, value = ("name", section.name) if section.name else ("path", section.path)
         raise MsrlError(
-            f"environment.{key}={value}: cannot be reset with row {prompt.index} of the data ({reply.reason}): "
-            f"{error_line(reply.detail)}. Correct the environment or the data."
+            f"environment.{key}={value}: cannot be reset with row {prompt.index} of the data "
+            f"({reply.reason}): {error_line(reply.detail)}. Correct the environment or the data."
         )
     return reply
