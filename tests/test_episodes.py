@@ -5,6 +5,7 @@ Environments and the engine are scripted here; `test_train_grpo_episodes.py` use
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,14 +21,18 @@ from msrl.algorithms.samples import fault_matrix, sequence_counts, training_samp
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import early_rewards, episode_turns, with_turn_rewards
 from msrl.config.sections.environment import EnvironmentConfig
+from msrl.data.tokenizer import open_tokenizer
 from msrl.environments.base import EpisodeFault, Opening, StepResult
+from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer
 from msrl.rewards.sources import Source
 from msrl.rollout.engine import NewTokens
 from msrl.rollout.episodes.runner import EpisodeRunner, turn_seed
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.episodes.template import EpisodeTemplate
+from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage
+from msrl.tracking.rollouts import read_records
 from msrl.trainer.objective.batches import padded
 from msrl.types import (
     Completion,
@@ -44,7 +49,9 @@ from msrl.types import (
     TokenSequence,
     VersionRun,
 )
+from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.episode_metrics import episode_metrics
+from msrl.workflows.rl.rollout_log import RolloutLog
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 
@@ -58,8 +65,6 @@ Script = Callable[[str, int], Reply]  # (answer, number of the turn)
 def template(tmp_path_factory: pytest.TempPathFactory) -> EpisodeTemplate:
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save_pretrained(folder)
-    from msrl.data.tokenizer import open_tokenizer
-
     return EpisodeTemplate(open_tokenizer(folder))
 
 
@@ -487,8 +492,6 @@ def test_a_step_in_which_every_environment_fails_ends_the_run() -> None:
     fault = completion_of([((1, 2, 5), (2,))], [turn(1, "s")], fault=("timeout", "30 s"))
     with Scorer([], 1, environment_weight=1.0) as scorer:
         scores = scorer.score([RolloutGroup(Prompt(0, np.array([1])), (fault, fault))])
-    from msrl.errors import MsrlError
-
     with pytest.raises(MsrlError, match=mentions("environment", "timeout", "30 s")):
         scores.require_scores("step 1")
 
@@ -524,3 +527,52 @@ def test_metrics_of_episodes() -> None:
     assert values["observation_tokens"] == 0.5  # token 3 of the second episode
     plain = Completion(np.array([1]), np.zeros(1, np.float32), "stop", 0, "")
     assert episode_metrics([scored(plain, rewards=(0.0,))]) == {}
+
+
+def test_a_checkpoint_keeps_finished_episodes_exactly() -> None:
+    calls = ({"name": "f", "arguments": {"x": 1}, "error": None},)
+    first = replace(FIRST, episode=_with_calls(FIRST.episode, calls))
+    group = scored(first, SECOND)
+    ticket = Ticket(3, 1)
+    state = BufferState(4, 0, (), (FinishedGroup(ticket, 2, group),))
+    stored = json.loads(json.dumps(encode(state)))
+    (restored,) = decode(stored, lambda _: group.rollout.prompt).finished
+    for before, after in zip(
+        group.rollout.completions, restored.group.rollout.completions, strict=True
+    ):
+        assert before.episode is not None and after.episode is not None
+        assert after.episode.turns == before.episode.turns
+        assert after.episode.success == before.episode.success
+        for left, right in zip(before.episode.sequences, after.episode.sequences, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+            assert left.is_sampled.tolist() == right.is_sampled.tolist()
+
+
+def _with_calls(episode: Episode | None, calls: Any) -> Episode | None:
+    if episode is None:
+        return None
+    return replace(episode, turns=(replace(episode.turns[0], tool_calls=calls), episode.turns[1]))
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_rollout_files_have_the_sequences_and_turns_of_episodes(
+    tmp_path: Path, template: EpisodeTemplate, format: Any
+) -> None:
+    group = scored(FIRST, SECOND)
+    samples = training_samples([group], np.arange(1.0, 7.0), np.array([[True, False]]))
+    log = RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format)
+    log.write(1, [group], samples, [group], sequences=rl_sequences(samples), times={})
+    if format == "jsonl":
+        lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        first, second, *dropped = map(json.loads, lines)
+        assert first["advantage"] == 2.0 and first["is_learnt"] and not second["is_learnt"]
+        assert [turn["reward"] for turn in first["turns"]] == [0.5, 1.0]
+        assert first["response_ids"] == [5, 6, 7] and len(dropped) == 2
+        return
+    records = read_records(tmp_path / "rollouts" / "step_000001.parquet")
+    assert [(record.sample, record.sequence) for record in records] == [(0, 0), (0, 1), (1, 0)] * 2
+    assert records[1].behavior_logprobs.tolist() == [0, 0, -7]
+    assert records[2].advantages.tolist() == [0, 0, 4, 0, 5, 6]
+    assert records[0].versions == ((0, 2),) and records[2].success is True
+    assert [turn["reward"] for turn in records[0].turns] == [0.5, 1.0]
+    assert not records[3].loss_mask.any()

@@ -8,7 +8,7 @@ from pathlib import Path
 from msrl import registry
 from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
-from msrl.config.sections.environment import EnvironmentConfig
+from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart
 from msrl.registry.declarations import declaration
 
 
@@ -22,25 +22,41 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
                     f"environment.{name}", "has no effect without environment.name. Set that key."
                 )
         return
-    yield from _source(resolved, section)
+    yield from _sources(resolved, section)
     yield from _tool_format(resolved, section)
     yield from _rewards(resolved, section)
 
 
-def _source(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
-    """Check the environment and its options."""
-    if section.name is not None and section.path is not None:
-        yield resolved.mistake("environment.path", "conflicts with environment.name. Set only one.")
-    elif section.name is not None:
-        plugin = (registry.ENVIRONMENTS, section.name, "environment")
-        mistakes = list(check_plugin_name(resolved, "environment.name", *plugin[:2]))
-        yield from mistakes or check_options(resolved, "environment.options", plugin)
-    elif section.path is not None:
-        file, colon, name = section.path.rpartition(":")
+def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    """Check the environments and their options."""
+    if not section.mixture:
+        yield from _source(resolved, "environment", section)
+        return
+    for name in EnvironmentPart.model_fields:
+        if resolved.is_set(f"environment.{name}"):
+            yield resolved.mistake(
+                f"environment.{name}", "conflicts with environment.mixture. Set it there."
+            )
+    for name, entry in section.mixture.items():
+        yield from _source(resolved, f"environment.mixture.{name}", entry)
+    if not any(entry.weight for entry in section.mixture.values()):
+        yield resolved.mistake("environment.mixture", "all weights are 0. Set one.")
+
+
+def _source(resolved: Resolved, key: str, part: EnvironmentPart) -> Iterator[str]:
+    """Check one environment."""
+    if (part.name is None) == (part.path is None):
+        yield resolved.mistake(key, "set either name or path")
+    elif part.name is not None:
+        plugin = (registry.ENVIRONMENTS, part.name, "environment")
+        mistakes = list(check_plugin_name(resolved, f"{key}.name", *plugin[:2]))
+        yield from mistakes or check_options(resolved, f"{key}.options", plugin)
+    elif part.path is not None:
+        file, colon, name = part.path.rpartition(":")
         if not colon or not name.isidentifier():
-            yield resolved.mistake("environment.path", "must be path/file.py:Class")
+            yield resolved.mistake(f"{key}.path", "must be path/file.py:Class")
         elif not Path(file).is_file():
-            yield resolved.mistake("environment.path", f"file not found: {file}")
+            yield resolved.mistake(f"{key}.path", f"file not found: {file}")
 
 
 def _tool_format(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
@@ -53,7 +69,7 @@ def _tool_format(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str
 def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
     """Check reward settings that are not defined for rewards of turns."""
     config = resolved.config
-    if config.reward.format_penalty and section.name != "single_turn":
+    if config.reward.format_penalty and not section.is_single_turn:
         yield resolved.mistake(
             "reward.format_penalty",
             "compares one response with a format, but an episode has several answers. Remove it.",

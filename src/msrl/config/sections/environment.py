@@ -7,14 +7,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from msrl import registry
-from msrl.config.sections.base import Count, Float, Seconds, Section, Text
+from msrl.config.sections.base import Count, Float, NonNegative, Seconds, Section, Text
 
 
-class EnvironmentConfig(Section):
-    """Environment of the episodes of train-grpo.
-
-    Without a name and a path, a response is one turn.
-    """
+class EnvironmentPart(Section):
+    """One of several environments."""
 
     name: Text | None = Field(
         default=None,
@@ -26,6 +23,34 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Options of the environment, by name."
+    )
+    timeout_s: Seconds = Field(
+        default=30.0,
+        description="Maximum time of one call of the environment in seconds. Its process is "
+        "killed then, which ends the episode.",
+    )
+
+
+class MixtureEntry(EnvironmentPart):
+    """One of several environments, with its share of the rows."""
+
+    weight: NonNegative = Field(
+        default=1.0,
+        description="Relative share of the rows that do not name an environment in their column "
+        "extra.environment.",
+    )
+
+
+class EnvironmentConfig(EnvironmentPart):
+    """Environment of the episodes of train-grpo.
+
+    Without a name, a path and a mixture, a response is one turn.
+    """
+
+    mixture: dict[Text, MixtureEntry] = Field(
+        default_factory=dict[str, MixtureEntry],
+        description="Several environments by a name of your choice, instead of name and path. The "
+        "column extra.environment of a row selects one, else the weights do.",
     )
     tool_format: Text | None = Field(
         default=None,
@@ -44,11 +69,6 @@ class EnvironmentConfig(Section):
         default=None,
         description="Number of seconds after which an episode begins no further turn. "
         "Default: no limit.",
-    )
-    timeout_s: Seconds = Field(
-        default=30.0,
-        description="Maximum time of one call of the environment in seconds. Its process is "
-        "killed then, which ends the episode.",
     )
     max_running: Count = Field(
         default=64, description="Maximum number of calls that run at the same time per engine."
@@ -71,4 +91,9 @@ class EnvironmentConfig(Section):
     @property
     def is_on(self) -> bool:
         """True if responses are episodes with an environment."""
-        return self.name is not None or self.path is not None
+        return self.name is not None or self.path is not None or bool(self.mixture)
+
+    @property
+    def is_single_turn(self) -> bool:
+        """True if an episode is one response, whose reward comes from the reward sources."""
+        return self.name == "single_turn"

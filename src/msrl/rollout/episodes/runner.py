@@ -143,7 +143,8 @@ class EpisodeRunner:
         now = time.perf_counter()
         tokens = EpisodeTokens(prompt.token_ids)
         self._running[name] = _Running(name, prompt, sampling, seed, tokens, now, now)
-        self._await(name, self._environments.open(name, environment_row(prompt, sampling.seed)))
+        row = environment_row(prompt, sampling.seed, keeps_name=bool(self._section.mixture))
+        self._await(name, self._environments.open(name, row))
 
     def abort(self, name: str) -> None:
         """End an episode without a completion."""
@@ -345,9 +346,14 @@ def turn_seed(seed: int | None, number: int) -> int | None:
     return bits >> (64 - _SEED_BITS)
 
 
-def environment_row(prompt: Prompt, seed: int | None) -> JsonObject:
-    """Return what an environment is reset with. A row has the same seed in every pass."""
-    columns = {name: text for name, text in prompt.extra.items() if name != ENVIRONMENT_COLUMN}
+def environment_row(prompt: Prompt, seed: int | None, *, keeps_name: bool) -> JsonObject:
+    """Return what an environment is reset with. A row has the same seed in every pass.
+
+    Without `keeps_name`, a column with the name of an environment is dropped.
+    """
+    columns = dict(prompt.extra)
+    if not keeps_name:
+        columns.pop(ENVIRONMENT_COLUMN, None)
     own_seed = sample_seed(seed or 0, 0, prompt.index, 0, 0)
     return {**columns, "answer": prompt.answer, "index": prompt.index, "seed": own_seed}
 

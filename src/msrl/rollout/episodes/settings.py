@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.config.sections.environment import EnvironmentConfig
+from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart, MixtureEntry
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.pool import EnvironmentPool
 
@@ -31,19 +31,29 @@ class EpisodeSettings:
     @property
     def waits_for_openings(self) -> bool:
         """True if all episodes begin in one step, as responses without an environment do."""
-        return self.environment.name == "single_turn"
+        return self.environment.is_single_turn
 
     def pool(self) -> EnvironmentPool:
         """Return the processes of the environments, which are not started yet."""
         section = self.environment
         return EnvironmentPool(
-            {"environment": environment_source(section)},
+            environment_sources(section),
             tool_format=self.tool_format,
             max_running=section.max_running,
         )
 
 
-def environment_source(section: EnvironmentConfig) -> EnvironmentSource:
-    """Return the environment of a section of the configuration."""
-    path = "" if section.path is None else str(Path(section.path).absolute())
-    return EnvironmentSource(section.name or "", path, section.options, section.timeout_s)
+def environment_sources(section: EnvironmentConfig) -> dict[str, EnvironmentSource]:
+    """Return the environments of a section of the configuration by name."""
+    if not section.mixture:
+        return {"environment": _source(section, 1.0)}
+    return {name: _mixed(entry) for name, entry in section.mixture.items()}
+
+
+def _mixed(entry: MixtureEntry) -> EnvironmentSource:
+    return _source(entry, entry.weight)
+
+
+def _source(part: EnvironmentPart, weight: float) -> EnvironmentSource:
+    path = "" if part.path is None else str(Path(part.path).absolute())
+    return EnvironmentSource(part.name or "", path, part.options, part.timeout_s, weight)

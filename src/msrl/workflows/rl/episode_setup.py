@@ -38,7 +38,7 @@ def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
         _tool_format(section, template),
         plan.rollout.max_prompt_tokens,
     )
-    if section.name != "single_turn":
+    if not section.is_single_turn:
         opening = _open(settings, prompt, plan.sampling.seed)
         template.check(needs_tools=bool(opening.tools))
         if opening.messages:
@@ -57,11 +57,12 @@ def _open(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Openin
     section = settings.environment
     with settings.pool() as pool:
         pool.start()
-        reply = pool.open("check", environment_row(prompt, seed)).result()
+        row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
+        reply = pool.open("check", row).result()
     if isinstance(reply, EpisodeFault):
-        key, value = ("name", section.name) if section.name else ("path", section.path)
+        name = section.name or section.path or ", ".join(section.mixture)
         raise MsrlError(
-            f"environment.{key}={value}: cannot be reset with row {prompt.index} of the data "
+            f"environment={name}: cannot be reset with row {prompt.index} of the data "
             f"({reply.reason}): {error_line(reply.detail)}. Correct the environment or the data."
         )
     return reply
