@@ -50,6 +50,13 @@ def errors(*sets: str) -> list[str]:
         (
             (
                 "environment.name=frozen_lake",
+                "reward.sources=[{verifier: acc, name: environment}]",
+            ),
+            [("reward.sources.0", "name")],
+        ),
+        (
+            (
+                "environment.name=frozen_lake",
                 "algo.advantage.estimator=gigpo",
                 "reward.norm.center=group",
                 "reward.clip=1.0",

@@ -10,6 +10,8 @@ from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
 from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart
 from msrl.registry.declarations import declaration
+from msrl.rewards.episodes import LABEL
+from msrl.rewards.sources import Source
 
 
 def check_environment(resolved: Resolved) -> Iterator[str]:
@@ -74,6 +76,12 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
             "reward.format_penalty",
             "compares one response with a format, but an episode has several answers. Remove it.",
         )
+    for number, source in enumerate(config.reward.sources):
+        if Source.of(source).label == LABEL:
+            yield resolved.mistake(
+                f"reward.sources.{number}",
+                f"has the name {LABEL}, which the environment's rewards have. Set another name.",
+            )
     estimator = config.algo.advantage.estimator
     plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")
     if not plugin.constant("NEEDS_TURNS"):
