@@ -10,7 +10,7 @@ from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
 from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart
 from msrl.registry.declarations import declaration
-from msrl.rewards.episodes import LABEL
+from msrl.rewards.failures import ENVIRONMENT
 from msrl.rewards.sources import Source
 
 
@@ -77,10 +77,10 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
             "compares one response with a format, but an episode has several answers. Remove it.",
         )
     for number, source in enumerate(config.reward.sources):
-        if Source.of(source).label == LABEL:
+        if Source.of(source).label == ENVIRONMENT:
             yield resolved.mistake(
                 f"reward.sources.{number}",
-                f"has the name {LABEL}, which the environment's rewards have. Set another name.",
+                f"has the name {ENVIRONMENT}, that of the environment's rewards. Set another one.",
             )
     estimator = config.algo.advantage.estimator
     plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")

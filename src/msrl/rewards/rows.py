@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 from msrl.errors import MsrlError
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source
-from msrl.types import Prompt
+from msrl.types import Completion, Prompt
 
 
 class RowSources:
@@ -56,6 +57,14 @@ class RowSources:
             f"{prompt.extra.get(TAG)}; the sources have the tags {', '.join(tags)}. Map the tags "
             f"with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags."
         )
+
+
+def row_columns(prompt: Prompt, completion: Completion) -> Mapping[str, str]:
+    """Return the columns for verifiers: those of the row, and the messages of an episode."""
+    if completion.episode is None:
+        return prompt.extra
+    messages = [dict(message) for message in completion.episode.messages]
+    return {**prompt.extra, "messages": json.dumps(messages, ensure_ascii=False)}
 
 
 def _check_answer(number: int, source: Source, prompt: Prompt) -> None:

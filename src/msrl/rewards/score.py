@@ -22,12 +22,20 @@ from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
 from msrl.models.hf_config import ReadConfig, read_hf_config
-from msrl.rewards import episodes
-from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_scores
+from msrl.rewards.failures import (
+    ENVIRONMENT,
+    SourceCalls,
+    count_calls,
+    episode_calls,
+    fault_notes,
+    join_calls,
+    require_scores,
+)
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
-from msrl.rewards.rows import RowSources
+from msrl.rewards.rows import RowSources, row_columns
+from msrl.rewards.shaping import with_environment
 from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
@@ -228,7 +236,7 @@ class Scorer:
         for g, c, s in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             function = self._in_pool.index(s)
-            columns = episodes.row_columns(prompt, completion)
+            columns = row_columns(prompt, completion)
             calls.append(Call(function, completion.text, prompt.answer, columns))
         return calls
 
@@ -237,7 +245,7 @@ class Scorer:
         items: list[Item] = []
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
-            columns = episodes.row_columns(prompt, completion)
+            columns = row_columns(prompt, completion)
             items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns))
         return items
 
@@ -301,14 +309,14 @@ class Scorer:
 
 def _with_environment(scores: Scores, weight: float) -> Scores:
     """Return scores with the rewards and faults of environments."""
-    groups = tuple(episodes.with_environment(group, weight) for group in scores.groups)
-    calls = episodes.episode_calls(groups)
-    failures = {f"{episodes.LABEL}/{reason}": count for reason, count in calls.failures.items()}
+    groups = tuple(with_environment(group, weight) for group in scores.groups)
+    calls = episode_calls(groups)
+    failures = {f"{ENVIRONMENT}/{reason}": count for reason, count in calls.failures.items()}
     return Scores(
         groups,
         {**scores.failures, **failures},
-        scores.notes + episodes.fault_notes(groups),
-        {**scores.calls, episodes.LABEL: calls},
+        scores.notes + fault_notes(groups),
+        {**scores.calls, ENVIRONMENT: calls},
     )
 
 

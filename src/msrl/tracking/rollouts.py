@@ -179,4 +179,7 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     }
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])
-    return RolloutRecord(**{**row, **arrays, "versions": versions, "messages": messages})
+    values = {**row, **arrays, "versions": versions, "messages": messages}
+    if "turns" in row:  # which files of earlier versions do not have
+        values["turns"] = tuple(row["turns"])
+    return RolloutRecord(**values)
