@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,11 +98,18 @@ ENVIRONMENTS: dict[str, Script] = {
         success=True,
         package="gymnasium",
     ),
+    "endpoint": Script(
+        ["yes", "end"],
+        [None, None],
+        ["one", "two"],
+        {"command": [sys.executable, "tests/chat_agent.py", "forget"]},
+        package="openai",
+    ),
     "mcp": Script(
         [call("add", '{"a": 2, "b": 3}'), call("fail", "{}"), "5"],
         [None, None, None],
-        ["", "5", "broken"],
-        {"command": ["python", SERVER], "tools": ["add", "fail"]},
+        ["", "5", "Error"],
+        {"command": [sys.executable, SERVER], "tools": ["add", "fail"]},
         {},
         ["add", "fail"],
         package="mcp",

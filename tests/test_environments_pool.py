@@ -74,10 +74,8 @@ def test_every_episode_has_a_process_of_its_own():
         ("none", "invalid", "StepResult"),
     ],
 )
-def test_a_fault_ends_its_episode_with_a_counted_reason(
-    environments_of_faults, mood, reason, keyword
-):
-    environments, before = environments_of_faults, dict(environments_of_faults.fault_counts)
+def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, keyword):
+    environments, before = faulty, dict(faulty.fault_counts)
     environments.open(mood, {}).result(LIMIT_S)
     environments.open(f"neighbor of {mood}", {}).result(LIMIT_S)
     result = fault(environments.step(mood, mood))

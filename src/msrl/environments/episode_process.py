@@ -16,6 +16,7 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from msrl.environments.base import Environment, EnvironmentSource, StepResult
@@ -61,12 +62,14 @@ def serve_episode(
     name, row = message
     timeout_s = setup.sources[name].timeout_s
     episode = _Episode(factories[name], setup)
-    start_alarm(timeout_s)
-    channel.sendall(_frame(lambda: episode.open(row), setup.max_message_bytes))
-    while (answer := read(source)) is not None:
+    call = partial(episode.open, row)
+    while call is not None:
         start_alarm(timeout_s)
-        channel.sendall(_frame(lambda text=answer: episode.step(text), setup.max_message_bytes))
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        frame = _frame(call, setup.max_message_bytes)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)  # an idle episode has no time limit
+        channel.sendall(frame)
+        answer = read(source)
+        call = None if answer is None else partial(episode.step, answer)
     signal.setitimer(signal.ITIMER_REAL, CLOSE_LIMIT_S)
     episode.close()
 

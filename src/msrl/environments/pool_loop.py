@@ -130,7 +130,7 @@ class PoolLoop:
         futures += [episode.future for episode in self._running.values()]
         for future in [*futures, *self._starting]:
             if future is not None:
-                future.cancel()
+                _cancel(future)
         for episode in self._known.values():
             self._hang_up(episode)
         if self._server is not None:
@@ -296,7 +296,7 @@ class PoolLoop:
         episode.is_closed = True
         future, episode.future = episode.future, None
         if future is not None:
-            future.cancel()
+            _cancel(future)
         self._hang_up(episode)
         if episode.is_running and self._server is not None:
             self._server.kill(episode.number)
@@ -392,6 +392,12 @@ def _resolve(future: Future[Any], value: object) -> None:
             future.set_exception(value)
         else:
             future.set_result(value)
+
+
+def _cancel(future: Future[Any]) -> None:
+    """Cancel a future and wake its waiters."""
+    if not future.cancelled() and future.cancel():
+        future.set_running_or_notify_cancel()
 
 
 def _decode(kind: int, value: dict[str, Any], *, is_opening: bool) -> Reply:

@@ -42,7 +42,7 @@ class BM25:
         self._norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
 
     def search(self, query: str, num_results: int) -> list[str]:
-        """Return the best texts; texts without a word of the query are no results."""
+        """Return the best texts that share words with the query."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(_words(query)):
             postings = self._postings.get(word, [])
