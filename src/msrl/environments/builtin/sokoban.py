@@ -38,6 +38,8 @@ class Sokoban(Environment):
         *,
         wall_share: float,
         step_reward: float,
+        box_reward: float,
+        success_reward: float,
         invalid_reward: float,
     ) -> None:
         if size < 4 or num_boxes < 1 or not 0 <= wall_share < 1 or min(num_pulls, max_steps) < 1:
@@ -48,6 +50,7 @@ class Sokoban(Environment):
         self._size, self._num_boxes, self._num_pulls = size, num_boxes, num_pulls
         self._max_steps, self._instructions, self._wall_share = max_steps, instructions, wall_share
         self._step_reward, self._invalid_reward = step_reward, invalid_reward
+        self._box_reward, self._success_reward = box_reward, success_reward
         self.player = Cell(1, 1)
         self.walls, self.targets = frozenset[Cell](), frozenset[Cell]()
         self.boxes = set[Cell]()
@@ -75,9 +78,10 @@ class Sokoban(Environment):
         action = read_action(answer)
         if action is None:
             choices = ", ".join(name.capitalize() for name in ACTIONS)
-            return self._result(f"Invalid action. Choose one of {choices}.", is_invalid=True)
+            return self._result(f"Invalid action. Choose one of {choices}.", 0, is_invalid=True)
+        num_placed = len(self.boxes & self.targets)
         self._move(action)
-        return self._result("")
+        return self._result("", len(self.boxes & self.targets) - num_placed)
 
     def state(self) -> str | None:
         """Return the room with the player."""
@@ -135,13 +139,15 @@ class Sokoban(Environment):
         if self._is_free(target):
             self.player = target
 
-    def _result(self, note: str, *, is_invalid: bool = False) -> StepResult:
+    def _result(self, note: str, num_new: int, *, is_invalid: bool = False) -> StepResult:
+        """Return the result of a step that put `num_new` more boxes on targets."""
         is_success = self.boxes == set(self.targets)
         is_done = is_success or self._num_steps >= self._max_steps
         info: dict[str, Any] = {"invalid_action": is_invalid}
         if is_done:
             info["success"] = is_success
-        reward = float(is_success) + self._step_reward
+        reward = self._step_reward + self._box_reward * num_new
+        reward += self._success_reward if is_success else 0.0
         reward += self._invalid_reward if is_invalid else 0.0
         text = f"{note}\n{self.text()}" if note else self.text()
         return StepResult([Message("user", text)], reward, is_done, info)
@@ -165,6 +171,8 @@ def environment(
     max_steps: int = 30,
     wall_share: float = 0.1,
     step_reward: float = 0.0,
+    box_reward: float = 0.0,
+    success_reward: float = 1.0,
     invalid_reward: float = 0.0,
     instructions: str = INSTRUCTIONS,
 ) -> Sokoban:
@@ -177,6 +185,8 @@ def environment(
         max_steps: Number of steps after which the episode ends.
         wall_share: Share of walls among the inner cells.
         step_reward: Reward of every step, such as -0.01.
+        box_reward: Reward of a box that reaches a target; its negative for one that leaves it.
+        success_reward: Reward when all boxes are on targets.
         invalid_reward: Reward of an answer that is no action, such as -0.1.
         instructions: Text before the first room; empty for none.
     """
@@ -188,5 +198,7 @@ def environment(
         instructions,
         wall_share=wall_share,
         step_reward=step_reward,
+        box_reward=box_reward,
+        success_reward=success_reward,
         invalid_reward=invalid_reward,
     )
