@@ -51,7 +51,7 @@ class StepResult:
     - `success`: True or False at the end of an episode.
     - `invalid_action`: True if the answer was no action of the environment.
     - `tool_calls`: list of {name, arguments, error} in the order of the calls; `error` is None or
-      "unknown", "arguments", "malformed" or "raised".
+      "unknown", "arguments", "malformed", "raised" or "skipped".
     """
 
     messages: list[Message]
@@ -91,6 +91,7 @@ class Environment:
     """
 
     TOOLS: Sequence[str] = ()
+    max_calls: int = 0  # calls of one answer that run; further ones are skipped, 0 is no limit
     tool_format: str = "hermes"  # set for the template of the run before `reset` is called
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:

@@ -33,6 +33,7 @@ class Toolbox(Protocol):
 
     TOOLS: Sequence[str]
     tool_format: str
+    max_calls: int
 
     def external_tools(self) -> list[JsonObject]:
         """Return further tools in OpenAI's form, which `call_external` runs."""
@@ -130,6 +131,9 @@ def run_calls(toolbox: Toolbox, answer: str) -> tuple[list[Message], list[JsonOb
     messages: list[Message] = []
     records: list[JsonObject] = []
     for number, call in enumerate(parsed.calls):
+        if toolbox.max_calls and number >= toolbox.max_calls:
+            records.append(_record(call, "skipped"))
+            continue
         output, error = _run_call(toolbox, call)
         messages.append(_tool_message(call, output, number))
         records.append(_record(call, error))

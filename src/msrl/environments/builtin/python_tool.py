@@ -70,6 +70,7 @@ def environment(
     *,
     prompt_column: str = "",
     system: str = "",
+    max_calls: int = 0,
     time_s: float = 5.0,
     memory_mb: int = 512,
     processes: int = 16,
@@ -81,6 +82,7 @@ def environment(
         prompt_column: Column with the question. Empty keeps the prompt of the row, which must show
             the tool.
         system: System text; empty for none.
+        max_calls: Number of calls of one answer that run; 0 is no limit.
         time_s: Wall-clock limit of a program.
         memory_mb: Memory limit of a program in MiB.
         processes: Maximum number of processes of a program.
@@ -89,7 +91,9 @@ def environment(
     limits = Limits(
         case_s=time_s, total_s=time_s, memory_bytes=memory_mb << 20, processes=processes
     )
-    return PythonTool(prompt_column, system, limits, max_output_chars)
+    tools = PythonTool(prompt_column, system, limits, max_output_chars)
+    tools.max_calls = max_calls
+    return tools
 
 
 def _output(case: Case) -> str:

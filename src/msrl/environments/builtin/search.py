@@ -104,6 +104,7 @@ def environment(
     text_column: str = "text",
     prompt_column: str = "",
     system: str = "",
+    max_calls: int = 0,
     num_results: int = 3,
     max_chars: int = 1000,
 ) -> Environment:
@@ -115,10 +116,13 @@ def environment(
         prompt_column: Column with the question. Empty keeps the prompt of the row, which must show
             the tool.
         system: System text; empty for none.
+        max_calls: Number of calls of one answer that run; 0 is no limit.
         num_results: Number of results of a query.
         max_chars: Maximum length of one result.
     """
-    return Search(_index(corpus, text_column), prompt_column, system, num_results, max_chars)
+    tools = Search(_index(corpus, text_column), prompt_column, system, num_results, max_chars)
+    tools.max_calls = max_calls
+    return tools
 
 
 @functools.cache

@@ -30,8 +30,10 @@ def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
     if parts and custom is not None:
         _put_parts(translation, custom, dict(zip(tags, parts, strict=False)), weights)
         _put_limits(translation, custom, top, envs, manager, infer)
-    for key in ("group_size", "tags", "num_groups_partition", "num_env_groups"):
-        manager.record(key, KeyStatus.APPLIED, _MANAGER[key])
+    for key, text in _MANAGER.items():
+        manager.record(key, KeyStatus.APPLIED, text)
+    for key in ("max_actions_per_traj", "max_tokens_per_step", "env_manager_cls"):
+        top.record(key, KeyStatus.APPLIED, "read by custom_envs")
     manager.apply_remaining()
     _put_turn_estimator(translation, top)
 
@@ -40,6 +42,8 @@ _MANAGER = {
     "group_size": "rollout.samples_per_prompt",
     "tags": "environment.name, or environment.mixture",
     "num_groups_partition": "environment.mixture.TAG.weight",
+    "n_groups": "environment.mixture.TAG.weight",
+    "generating_args": "environment.max_turn_tokens: max_new_tokens",
     "num_env_groups": "a step has rollout_batch_size trajectories; rows of the data are groups",
 }
 
@@ -55,11 +59,12 @@ def _section(translation: Translation, top: Keys, key: str, section: str) -> Key
 def _tags(manager: Keys) -> tuple[list[str], list[float]]:
     """Return the tags of the training, and the number of groups of each."""
     tags = [str(tag) for tag in _list(manager.value("tags"))] or ["SimpleSokoban"]
-    counts = _list(manager.value("num_groups_partition"))
-    if manager.get("num_groups_partition") is None:
+    entry = manager.get("num_groups_partition", "n_groups")
+    if entry is None:
         return tags, [1.0] * len(tags)
+    counts = _list(entry.value)
     if len(counts) != len(tags) or not all(isinstance(count, int) for count in counts):
-        manager.add_error("num_groups_partition", "must have a number of groups for every tag")
+        manager.add_error(entry.key, "must have a number of groups for every tag")
         return tags, [1.0] * len(tags)
     return tags, [float(count) for count in counts]
 
