@@ -25,6 +25,7 @@ from msrl import registry
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.episode_process import EpisodeSetup, Factory, detach, serve_episode
 from msrl.environments.protocol import COMMAND, EXITED, OPEN
+from msrl.environments.tools import prepare_tools, tool_format
 from msrl.errors import MsrlError
 from msrl.rewards.worker import (
     HEADER,
@@ -49,7 +50,8 @@ def main() -> None:
     sys.path[:] = setup.path
     try:
         factories = {name: _load(name, source) for name, source in setup.sources.items()}
-    except NotLoadedError as error:
+        tool_format(setup.tool_format)
+    except (NotLoadedError, MsrlError) as error:
         sink.write(error_message(str(error)))
         return
     sink.write(HEADER.pack(READY, 0.0, 0))
@@ -72,7 +74,9 @@ def _load(name: str, source: EnvironmentSource) -> Factory:
         if prepare is not None:
             prepare(**source.options)
         if not source.path:  # the constructors of built-in environments check their options
-            target(**source.options)
+            prepare_tools(type(target(**source.options)))
+        elif isinstance(target, type):
+            prepare_tools(target)
     except Exception as error:
         if isinstance(error, MsrlError):
             raise NotLoadedError(str(error)) from error
@@ -118,6 +122,8 @@ class _ForkServer:
             while self._step():
                 pass
         finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for number in list(self._pids):
                 self._kill(number)
 

@@ -6,6 +6,7 @@ the description of a parameter is its entry in the section `Args:`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -66,11 +67,25 @@ def tool_schemas(toolbox: Toolbox) -> list[JsonObject]:
 
 def schema(name: str, method: Callable[..., Any]) -> JsonObject:
     """Return the description of a function in OpenAI's form."""
-    summary, descriptions = _read_docstring(inspect.getdoc(method) or "")
+    return _schema(name, getattr(method, "__func__", method))
+
+
+def prepare_tools(kind: type[Any]) -> None:
+    """Derive the schemas of a class, which the processes that are forked later share."""
+    for name, value in vars(kind).items():
+        if getattr(value, _MARK, False) or name in getattr(kind, "TOOLS", ()):
+            schema(name, value)
+            for parameter in _types(value).values():
+                _adapter(parameter)
+
+
+@functools.cache
+def _schema(name: str, function: Callable[..., Any]) -> JsonObject:
+    summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     properties: JsonObject = {}
     required: list[str] = []
-    types = get_type_hints(method)
-    for parameter in _parameters(method):
+    types = _types(function)
+    for parameter in _parameters(function):
         kind = types.get(parameter.name, str)
         properties[parameter.name] = _parameter_schema(kind, descriptions.get(parameter.name))
         if parameter.default is parameter.empty:
@@ -78,8 +93,16 @@ def schema(name: str, method: Callable[..., Any]) -> JsonObject:
         else:
             properties[parameter.name]["default"] = parameter.default
     parameters = {"type": "object", "properties": properties, "required": required}
-    function = {"name": name, "description": summary, "parameters": parameters}
-    return {"type": "function", "function": function}
+    entry = {"name": name, "description": summary, "parameters": parameters}
+    return {"type": "function", "function": entry}
+
+
+@functools.cache
+def _types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of the parameters of a function."""
+    types = get_type_hints(function)
+    types.pop("return", None)
+    return types
 
 
 def tool_format(name: str) -> Any:
@@ -161,7 +184,7 @@ def check_arguments(method: Callable[..., Any], arguments: Mapping[str, Any]) ->
     for name in arguments:
         if name not in parameters:
             raise ValueError(f"unknown argument {name[:100]!r}; known: {', '.join(parameters)}")
-    types = get_type_hints(method)
+    types = _types(getattr(method, "__func__", method))
     values: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if name in arguments:
@@ -185,6 +208,7 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
         raise ValueError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from None
 
 
+@functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """Return the converter to a type. Models write numbers as text and text as numbers."""
     is_plain = isinstance(kind, type) and kind in (str, int, float, bool)
@@ -198,7 +222,8 @@ def _parameter_schema(kind: Any, description: str | None) -> JsonObject:
 
 def _parameters(method: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     for parameter in inspect.signature(method).parameters.values():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not is_variable and parameter.name != "self":
             yield parameter
 
 
