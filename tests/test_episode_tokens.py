@@ -62,7 +62,7 @@ def tokenizer_of(name: str) -> TextTokenizer:
 
 def cases(tokenizer: TextTokenizer) -> list[Case]:
     """Return all templates that the tokenizer has the tokens for."""
-    found: list[Case] = []
+    fitting: list[Case] = []
     for name in template_names():
         try:
             renderer = make_renderer(load_template(name), tokenizer)
@@ -77,8 +77,8 @@ def cases(tokenizer: TextTokenizer) -> list[Case]:
         except MsrlError:
             pass
         end = renderer.stop_token_ids[0] if renderer.eos_token_id is None else renderer.eos_token_id
-        found.append(Case(name, template, end, tuple(roles)))
-    return found
+        fitting.append(Case(name, template, end, tuple(roles)))
+    return fitting
 
 
 def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
