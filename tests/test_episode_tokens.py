@@ -42,7 +42,6 @@ WORDS = (
     "🙂",
     "a b",
 )
-NUM_TEMPLATES = {"gpt2": 12, "granite-3.1-1b-a400m": 13, "mistral-7b-instruct-v0.2": 13}
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,16 @@ class Case:
     roles: tuple[str, ...]
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def tokenizer_of(name: str) -> TextTokenizer:
     return open_tokenizer(shared_data("tokenizers", name))
 
 
-def cases(tokenizer: TextTokenizer) -> list[Case]:
+@lru_cache
+def cases(tokenizer_name: str) -> list[Case]:
     """Return all templates that the tokenizer has the tokens for."""
-    found: list[Case] = []
+    tokenizer = tokenizer_of(tokenizer_name)
+    fitting: list[Case] = []
     for name in template_names():
         try:
             renderer = make_renderer(load_template(name), tokenizer)
@@ -76,9 +77,11 @@ def cases(tokenizer: TextTokenizer) -> list[Case]:
             roles.append("tool")
         except MsrlError:
             pass
-        end = renderer.stop_token_ids[0] if renderer.eos_token_id is None else renderer.eos_token_id
-        found.append(Case(name, template, end, tuple(roles)))
-    return found
+        stops, eos = renderer.stop_token_ids, renderer.eos_token_id
+        shown = int(template.suffix(1, [Message("user", "q")], None)[0])
+        end = shown if shown in stops or eos is None else eos
+        fitting.append(Case(name, template, end, tuple(roles)))
+    return fitting
 
 
 def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
@@ -96,8 +99,8 @@ def text(random_: random.Random) -> str:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    all_cases = cases(tokenizer)
-    assert len(all_cases) >= NUM_TEMPLATES.get(name, 20)
+    all_cases, vocab_size = cases(name), tokenizer.vocab_size
+    assert len(all_cases) >= 12
     for number, case in enumerate(all_cases):
         random_ = random.Random(number)
         opening = [Message("user", text(random_))]
@@ -105,7 +108,7 @@ def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: st
         tokens, sampled, versions = EpisodeTokens(prompt), list[Ints](), list[VersionRun]()
         harmless = len(prompt)
         for turn in range(3):
-            ids = np.array([random_.randrange(tokenizer.vocab_size) for _ in range(5)])
+            ids = np.array([random_.randrange(vocab_size) for _ in range(5)])
             is_truncated = random_.random() < 0.3
             if not is_truncated:
                 ids[-1] = case.end
@@ -146,7 +149,7 @@ def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_rea
 ) -> None:
     tokenizer = tokenizer_of(name)
     num_exact = 0
-    for case in cases(tokenizer):
+    for case in cases(name):
         for role in case.roles:
             messages = [Message("user", "Go on the ice.")]
             tokens = EpisodeTokens(case.template.conversation(messages))
@@ -161,15 +164,18 @@ def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_rea
             if np.array_equal(own, rendered):
                 num_exact += 1
                 continue
-            # A SentencePiece tokenizer puts a space before an answer that is encoded alone; a
-            # template without an end of answers drops the sampled one.
+            # Known reasons: a SentencePiece tokenizer puts a space before an answer that is encoded
+            # alone. Other tokenizers may merge the end of a prompt that ends with plain text and
+            # the beginning of an answer. A template without an end of answers drops the sampled
+            # one.
             ends = {case.end} if case.name in WITHOUT_END else set[int]()
-            left = np.array([token for token in own.tolist() if token not in ends])
-            right = np.array([token for token in rendered.tolist() if token not in ends])
-            assert name.startswith("mistral") or ends, (case.name, role)
-            assert decoded(tokenizer, left).replace(" ", "") == decoded(tokenizer, right).replace(
-                " ", ""
-            ), (case.name, role)
+            left, right = (
+                decoded(tokenizer, np.array([item for item in row.tolist() if item not in ends]))
+                for row in (own, rendered)
+            )
+            if name.startswith("mistral"):
+                left, right = left.replace(" ", ""), right.replace(" ", "")
+            assert left == right, (case.name, role)
     assert num_exact or name.startswith("mistral")
 
 

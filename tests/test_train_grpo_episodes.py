@@ -24,15 +24,21 @@ RETRY = {
 }
 # An environment with all kinds of messages, and a history that is shortened after two turns.
 OWN = """
+import time
+
 from msrl.environments.base import Environment, StepResult
 from msrl.types import Message
 
 class Walk(Environment):
+    def __init__(self, *, delay_s: float = 0.0):
+        self.delay_s = delay_s
+
     def reset(self, row):
         self.count = 0
         return [Message("user", "go " + row["answer"])]
 
     def step(self, answer):
+        time.sleep(self.delay_s)
         self.count += 1
         if self.count == 3:
             return StepResult([], 1.0, done=True, info={"success": True})
@@ -79,11 +85,13 @@ def sequence_logprobs(model: Any, sequence: dict[str, Any]) -> np.ndarray:
     return values[np.array(sequence["is_sampled"][1:])]
 
 
-def assert_tokens_belong_to_their_versions(run_dir: Path, inputs: Path, scratch: Path) -> int:
+def assert_tokens_belong_to_their_versions(
+    run_dir: Path, inputs: Path, scratch: Path, num_steps: int = STEPS
+) -> int:
     """Score all sampled tokens again; return the number of episodes with several versions."""
-    models = [model_after(run_dir, step, inputs / "untied", scratch) for step in range(STEPS)]
+    models = [model_after(run_dir, step, inputs / "untied", scratch) for step in range(num_steps)]
     num_mixed = 0
-    for step in range(STEPS):
+    for step in range(num_steps):
         for row in rollouts(run_dir, step + 1):
             runs = row.get("versions") or [[row["policy_version"], len(row["response_ids"])]]
             versions = np.repeat(*np.array(runs).T)
@@ -160,8 +168,10 @@ def test_an_own_environment_may_shorten_the_history(inputs: Path, tmp_path: Path
 @pytest.mark.full
 def test_episodes_keep_exact_versions_while_the_policy_trains(inputs: Path, tmp_path: Path) -> None:
     algo = {"mismatch": {"weight": "token"}}
-    config = episodes(inputs, "async", RETRY, algo=algo)
-    config["rollout"] |= {"async": {"max_staleness": 2}}
-    config["rollout"]["engine"]["max_num_seqs"] = 1  # slower than the updates
+    options = {"delay_s": 1.5}  # longer than a step, so that updates arrive within episodes
+    environment = {"path": f"{inputs / 'walk.py'}:Walk", "options": options, "max_turn_tokens": 12}
+    config = episodes(inputs, "async", environment, algo=algo)
+    config["train"]["steps"] = 5
+    config["rollout"] |= {"async": {"max_staleness": 1}}
     run_dir = run(inputs, config)
-    assert assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path) > 0
+    assert assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 5) > 0

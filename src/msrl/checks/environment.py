@@ -8,7 +8,7 @@ from pathlib import Path
 from msrl import registry
 from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
-from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart
+from msrl.config.sections.environment import EnvironmentConfig, SingleEnvironment
 from msrl.registry.declarations import declaration
 from msrl.rewards.failures import ENVIRONMENT
 from msrl.rewards.sources import Source
@@ -34,7 +34,7 @@ def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
     if not section.mixture:
         yield from _source(resolved, "environment", section)
         return
-    for name in EnvironmentPart.model_fields:
+    for name in SingleEnvironment.model_fields:
         if resolved.is_set(f"environment.{name}"):
             yield resolved.mistake(
                 f"environment.{name}", "conflicts with environment.mixture. Set it there."
@@ -45,16 +45,16 @@ def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
         yield resolved.mistake("environment.mixture", "all weights are 0. Set one.")
 
 
-def _source(resolved: Resolved, key: str, part: EnvironmentPart) -> Iterator[str]:
+def _source(resolved: Resolved, key: str, entry: SingleEnvironment) -> Iterator[str]:
     """Check one environment."""
-    if (part.name is None) == (part.path is None):
+    if (entry.name is None) == (entry.path is None):
         yield resolved.mistake(key, "set either name or path")
-    elif part.name is not None:
-        plugin = (registry.ENVIRONMENTS, part.name, "environment")
+    elif entry.name is not None:
+        plugin = (registry.ENVIRONMENTS, entry.name, "environment")
         mistakes = list(check_plugin_name(resolved, f"{key}.name", *plugin[:2]))
         yield from mistakes or check_options(resolved, f"{key}.options", plugin)
-    elif part.path is not None:
-        file, colon, name = part.path.rpartition(":")
+    elif entry.path is not None:
+        file, colon, name = entry.path.rpartition(":")
         if not colon or not name.isidentifier():
             yield resolved.mistake(f"{key}.path", "must be path/file.py:Class")
         elif not Path(file).is_file():

@@ -10,7 +10,7 @@ from msrl import registry
 from msrl.config.sections.base import Count, Float, NonNegative, Seconds, Section, Text
 
 
-class EnvironmentPart(Section):
+class SingleEnvironment(Section):
     """One of several environments."""
 
     name: Text | None = Field(
@@ -31,7 +31,7 @@ class EnvironmentPart(Section):
     )
 
 
-class MixtureEntry(EnvironmentPart):
+class MixtureEntry(SingleEnvironment):
     """One of several environments, with its share of the rows."""
 
     weight: NonNegative = Field(
@@ -41,7 +41,7 @@ class MixtureEntry(EnvironmentPart):
     )
 
 
-class EnvironmentConfig(EnvironmentPart):
+class EnvironmentConfig(SingleEnvironment):
     """Environment of the episodes of train-grpo.
 
     Without a name, a path and a mixture, a response is one turn.

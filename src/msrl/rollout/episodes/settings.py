@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.config.sections.environment import EnvironmentConfig, EnvironmentPart, MixtureEntry
+from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry, SingleEnvironment
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.pool import EnvironmentPool
 
@@ -54,6 +54,6 @@ def _mixed(entry: MixtureEntry) -> EnvironmentSource:
     return _source(entry, entry.weight)
 
 
-def _source(part: EnvironmentPart, weight: float) -> EnvironmentSource:
-    path = "" if part.path is None else str(Path(part.path).absolute())
-    return EnvironmentSource(part.name or "", path, part.options, part.timeout_s, weight)
+def _source(entry: SingleEnvironment, weight: float) -> EnvironmentSource:
+    path = "" if entry.path is None else str(Path(entry.path).absolute())
+    return EnvironmentSource(entry.name or "", path, entry.options, entry.timeout_s, weight)
