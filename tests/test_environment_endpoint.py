@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from msrl.config.sections.environment import EnvironmentConfig
+from msrl.data.tokenizer import open_tokenizer
 from msrl.data.turns import ToolCall
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening
 from msrl.environments.pool import EnvironmentPool
 from msrl.environments.tool_formats import hermes
+from msrl.rollout.episodes.runner import EpisodeRunner
+from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.episodes.template import EpisodeTemplate
+from msrl.types import Prompt
 from support import assert_mentions
+from test_episodes import END, ids, run_one
+from tiny_qwen2 import make_tokenizer
 
 pytest.importorskip("openai")
 AGENT = Path(__file__).with_name("chat_agent.py")
@@ -77,3 +86,38 @@ def test_an_agent_that_fails_is_a_fault():
 def test_an_agent_that_never_asks_is_a_fault():
     (opening,) = play("unknown", [])
     assert isinstance(opening, EpisodeFault) and opening.reason == "error"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> EpisodeTemplate:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return EpisodeTemplate(open_tokenizer(folder))
+
+
+@pytest.mark.parametrize(("agent", "num_sequences"), [("chat", 1), ("forget", 2)])
+def test_answers_to_an_agent_are_recorded_as_sampled(
+    agent: str, num_sequences: int, template: EpisodeTemplate
+):
+    options = {"command": [sys.executable, str(AGENT), agent]}
+    section = EnvironmentConfig(name="endpoint", options=options, timeout_s=60.0)
+    settings = EpisodeSettings(section, Path(), "", "hermes", 200)
+    answers = [[*ids(template, letter), END] for letter in ("A", "B", "C")]
+    prompt = Prompt(0, np.arange(40, 50), "C", {"question": "Which letter?"})
+    with settings.pool() as pool:
+        runner = EpisodeRunner(pool, settings, template, 512, str)
+        completion, policy = run_one(runner, answers, prompt=prompt)
+    episode = completion.episode
+    assert episode is not None and episode.fault == ("", "")
+    sampled = [token for answer in answers[: len(episode.turns)] for token in answer]
+    assert completion.token_ids.tolist() == sampled
+    assert len(completion.logprobs) == len(sampled)
+    assert len(episode.sequences) == num_sequences
+    masked = [s.token_ids[s.is_sampled].tolist() for s in episode.sequences]
+    assert [token for tokens in masked for token in tokens] == sampled
+    for request, turn in zip(policy.requests[1:], episode.turns, strict=False):
+        assert turn.finish_reason == "stop" and END in request[1].token_ids
+    if agent == "chat":
+        assert (episode.reward, episode.success) == (1.0, True)
+        roles = [message["role"] for message in episode.messages]
+        assert roles == ["system", "user", *["assistant", "user"] * 2, "assistant"]

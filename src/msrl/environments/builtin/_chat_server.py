@@ -1,6 +1,6 @@
 """OpenAI-compatible server of one episode, on the loopback address with a key of the episode.
 
-`POST /v1/chat/completions` waits for the answer of the policy, also as a stream of one part.
+`POST /v1/chat/completions` waits for the answer of the policy, also as a stream of one chunk.
 `POST /v1/reward` takes {"reward": number, "success": true or false}. `GET /v1/models` lists the
 policy. Format: https://platform.openai.com/docs/api-reference/chat
 """
@@ -103,8 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Write no line per request."""
 
     def _has_key(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self._episode.key.encode())
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(key.encode(), self._episode.key.encode())
 
     def _body(self) -> dict[str, Any]:
         try:
@@ -136,15 +136,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send({**_head("chat.completion"), "choices": [choice]})
 
     def _stream(self, message: Mapping[str, Any], reason: str) -> None:
-        """Send a message as one part of a stream, and the end."""
+        """Send a message as one chunk of a stream, and the end."""
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls") or ())]
         delta = {**message, "tool_calls": calls} if calls else message
         head = _head("chat.completion.chunk")
-        parts = [
+        chunks = [
             {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
         ]
-        lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
+        lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
         self._write(200, "text/event-stream", f"{lines}data: [DONE]\n\n".encode())
 
     def _take_reward(self, body: dict[str, Any]) -> None:
@@ -197,10 +197,10 @@ def text_content(message: Mapping[str, Any]) -> str:
         return ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    blocks = content if isinstance(content, list) else [None]
+    texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise _BadRequestError("messages: content must be text or a list of text parts")
+        raise _BadRequestError("messages: content must be text or a list of text blocks")
     return "".join(map(str, texts))
 
 
