@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -646,6 +647,20 @@ def test_published_tokenizers_are_equal_to_those_of_transformers(name):
         == loaded(text, add_special_tokens=False)["input_ids"]
     )
     assert opened.vocab_size == len(loaded)
+
+
+@pytest.mark.parametrize("model_type", [None, "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3-4b", "granite-3.1-1b-a400m", "mistral-7b-instruct-v0.2"])
+def test_the_tokenizer_is_that_of_auto_tokenizer(tmp_path: Path, name: str, model_type: str | None):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / name
+    shutil.copytree(shared_data("tokenizers", name), folder)
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected, loaded = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert type(loaded) is type(expected)
+    assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
 
 
 def test_the_hash_distinguishes_tokenizers():

@@ -2,12 +2,14 @@
 
 `load_tokenizer` returns the tokenizer of transformers. `open_tokenizer` returns only what
 preprocessing needs. It avoids the import of transformers (about two seconds) for tokenizers that
-tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend).
+tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend). For common
+other classes, it avoids that of AutoTokenizer, which imports torch (another four seconds).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# By the class in tokenizer_config.json: its module, and the model types in config.json for which
+# AutoTokenizer (transformers 5.19) selects this class. It also does so without a config.json.
+_CLASSES = {
+    "Qwen2Tokenizer": ("qwen2.tokenization_qwen2", ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")),
+    "GPT2Tokenizer": ("gpt2.tokenization_gpt2", ("gpt2",)),
+    "LlamaTokenizer": ("llama.tokenization_llama", ()),
+}
 _DEFINING_FILES = {"tokenizer.json", "tokenizer_config.json", "config.json"}
 
 
@@ -80,19 +89,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         MsrlError: the folder does not contain a tokenizer.
     """
     folder = _folder(path)
-    from transformers import AutoTokenizer, GPT2Tokenizer
-
     files = {file.name for file in folder.iterdir()}
     if not files & {*_DEFINING_FILES, "vocab.json"}:
         raise MsrlError(f"tokenizer={folder}: {_no_tokenizer(folder)}")
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & _DEFINING_FILES:
+            from transformers import GPT2Tokenizer
+
             return GPT2Tokenizer(
                 vocab=str(folder / "vocab.json"),
                 merges=str(folder / "merges.txt"),
                 name_or_path=str(folder),
             )
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except (KeyboardInterrupt, SystemExit):
@@ -109,6 +118,28 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "Copy it to this folder, or name a folder that contains it."
         )
     return tokenizer
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """Return AutoTokenizer, or the class that it would select if that is known."""
+    config = _read_object(folder / "tokenizer_config.json")
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    model = _read_object(folder / "config.json")
+    module, model_types = _CLASSES.get(name, ("", ()))
+    is_known = not model or (model.get("model_type") in model_types and "auto_map" not in model)
+    if module and is_known and "auto_map" not in config and (folder / "tokenizer.json").is_file():
+        return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none."""
+    if not path.is_file():
+        return {}
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    return contents if isinstance(contents, dict) else {}
 
 
 def open_tokenizer(path: str | Path) -> TextTokenizer:
