@@ -23,13 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# By the class in tokenizer_config.json: its module, and the model types in config.json for which
-# AutoTokenizer (transformers 5.19) selects this class. It also does so without a config.json.
+# Classes that AutoTokenizer (transformers 5.19) selects, by the model type in config.json (None:
+# there is no config.json) and the class in tokenizer_config.json.
+_QWEN2 = "models.qwen2.tokenization_qwen2:Qwen2Tokenizer"
+_GPT2 = "models.gpt2.tokenization_gpt2:GPT2Tokenizer"
 _CLASSES = {
-    "Qwen2Tokenizer": ("qwen2.tokenization_qwen2", ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")),
-    "GPT2Tokenizer": ("gpt2.tokenization_gpt2", ("gpt2",)),
-    "LlamaTokenizer": ("llama.tokenization_llama", ()),
+    (None, "Qwen2Tokenizer"): _QWEN2,
+    ("qwen2", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen3", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen2_moe", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen3_moe", "Qwen2Tokenizer"): _QWEN2,
+    (None, "GPT2Tokenizer"): _GPT2,
+    ("gpt2", "GPT2Tokenizer"): _GPT2,
+    (None, "LlamaTokenizer"): "models.llama.tokenization_llama:LlamaTokenizer",
 }
+# Model types for which it selects TokenizersBackend, whatever tokenizer_config.json names.
+_BACKEND_TYPES = {"granite", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4", "internlm2"}
+_BACKEND = "tokenization_utils_tokenizers:TokenizersBackend"
 _DEFINING_FILES = {"tokenizer.json", "tokenizer_config.json", "config.json"}
 
 
@@ -123,12 +133,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def _tokenizer_class(folder: Path) -> Any:
     """Return AutoTokenizer, or the class that it would select if that is known."""
     config = _read_object(folder / "tokenizer_config.json")
-    name = str(config.get("tokenizer_class")).removesuffix("Fast")
     model = _read_object(folder / "config.json")
-    module, model_types = _CLASSES.get(name, ("", ()))
-    is_known = not model or (model.get("model_type") in model_types and "auto_map" not in model)
-    if module and is_known and "auto_map" not in config and (folder / "tokenizer.json").is_file():
-        return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    model_type = str(model["model_type"]) if "model_type" in model else None
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    target = _BACKEND if model_type in _BACKEND_TYPES else _CLASSES.get((model_type, name))
+    if target and (folder / "tokenizer.json").is_file() and "auto_map" not in config | model:
+        module, _, class_name = target.partition(":")
+        return getattr(importlib.import_module(f"transformers.{module}"), class_name)
     from transformers import AutoTokenizer
 
     return AutoTokenizer
