@@ -159,6 +159,13 @@ def learning(session: nox.Session) -> None:
     python(session, "-m", "benchmarks.learning", *session.posargs)
 
 
+@nox.session
+def agent(session: nox.Session) -> None:
+    """Check that an agent learns in several turns: `-- [--seeds N...] [--task NAME...]`."""
+    install(session, "cpu,dev")
+    python(session, "examples/agent/run.py", *session.posargs)
+
+
 def python(session: nox.Session, *args: str) -> None:
     """Run this environment's Python, offline and with one OpenMP thread per process."""
     session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD)

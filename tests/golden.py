@@ -43,9 +43,10 @@ ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
     # The second advantage adds a quarter of the third delta.
     "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
     # Every response is one turn here and begins in the state of its prompt: gigpo is twice
-    # group_norm, and step_reinforce is the return.
+    # group_norm, and step_reinforce and agentic_reinforce are the return.
     "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
     "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
+    "agentic_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
 }
 
 # --- policy losses: algorithms/losses/ ---

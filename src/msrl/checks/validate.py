@@ -13,6 +13,7 @@ from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
+from msrl.checks.environment import check_environment
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
@@ -111,6 +112,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_algorithm,
         check_old_logprobs,
         check_async,
+        check_environment,
         check_rollout_filter,
         check_weight_transfer,
         check_grpo_temperatures,

@@ -20,6 +20,7 @@ from msrl.config.sections.commands import (
     GenerateConfig,
     PreprocessConfig,
 )
+from msrl.config.sections.environment import EnvironmentConfig
 from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import (
     CheckpointConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "ConvertConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "FilterConfig",
     "GenerateConfig",
@@ -78,6 +80,9 @@ class Config(Section):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers.")
     rollout: RolloutConfig = Field(
         default=RolloutConfig(), description="Generation of responses in train-grpo."
+    )
+    environment: EnvironmentConfig = Field(
+        default=EnvironmentConfig(), description="Environment of the episodes of train-grpo."
     )
     reward: RewardConfig = Field(
         default=RewardConfig(), description="Rewards of responses in train-grpo."

@@ -19,6 +19,7 @@ from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
+from msrl.importers.mindspeed_rl.tools import put_tools
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
 from msrl.importers.sections import Keys, hydra_layers, put_tracker_options, same_path
 from msrl.importers.table import canonical, load_table
@@ -118,6 +119,7 @@ class _RlFile:
         ).apply()
         self._other_resources()
         self._integrated_reference()
+        put_tools(translation, self.rl, self.sampling, self.file)
         self._engines(world)
         self._lengths()
         self._trackers()
@@ -297,6 +299,9 @@ class _RlFile:
         entry, native = self.generate.get("max_model_len"), "rollout.engine.max_model_len"
         limit = self.generate.number("max_model_len")
         prompt, response = self.rl.number("max_prompt_length"), self.sampling.number("max_tokens")
+        episode = node_at(self.translation.tree, ["rollout", "max_response_tokens"])
+        if episode is not None and isinstance(episode.value, int):  # of several turns
+            response = episode.value
         total = (prompt or 0) + (response or 0)
         if limit is None or limit >= total or self.sampling.get("max_tokens") is None:
             return self.generate.assign("max_model_len", [native], limit)

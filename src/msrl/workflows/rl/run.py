@@ -286,7 +286,7 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
                 placed,
                 "rollout",
                 RolloutActor,
-                [(_engine_settings(job.plan), platform.name)] * len(engine_env),
+                [(_engine_settings(job.plan), platform.name, job.episodes)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
                 silence_s=cluster.rpc_timeout_s,
@@ -367,11 +367,13 @@ def _scorer(job: RLSetup) -> Scorer:
         return job.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
 
     sources = [Source.of(section) for section in job.config.reward.sources]
+    environment = job.config.environment
     return Scorer(
         sources,
         num_workers=max(1, min(8, job.platform.device_count())),
         prompt_text=prompt_text,
         read_config=job.plan.hf_config,
+        environment_weight=environment.reward_weight if environment.is_on else None,
     )
 
 
