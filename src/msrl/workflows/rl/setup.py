@@ -27,7 +27,7 @@ from msrl.rewards.sources import Source
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.rl.episode_setup import episode_settings
+from msrl.workflows.rl.episode_setup import check_environment_names, episode_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.preflight import check_run_folder
@@ -218,6 +218,7 @@ def _fitting_prompts(
     )
     try:
         sources.check(dataset[row] for row in rows)
+        check_environment_names(plan.config.environment, (dataset[row] for row in rows))
     except MsrlError as error:
         raise MsrlError(f"{key}={prefix}: {error}") from error
     return dataset, rows
