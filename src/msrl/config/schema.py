@@ -17,8 +17,10 @@ from msrl.config.sections.base import Section
 from msrl.config.sections.commands import (
     ChatConfig,
     ConvertConfig,
+    EvaluateConfig,
     GenerateConfig,
     PreprocessConfig,
+    ServeConfig,
 )
 from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import (
@@ -49,6 +51,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "FilterConfig",
     "GenerateConfig",
     "LengthConfig",
@@ -65,6 +68,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "ServeConfig",
     "TrainConfig",
 ]
 
@@ -99,6 +103,10 @@ class Config(Section):
         default=GenerateConfig(), description="Settings of `msrl generate`."
     )
     chat: ChatConfig = Field(default=ChatConfig(), description="Settings of `msrl chat`.")
+    evaluate: EvaluateConfig = Field(
+        default=EvaluateConfig(), description="Settings of `msrl eval`."
+    )
+    serve: ServeConfig = Field(default=ServeConfig(), description="Settings of `msrl serve`.")
 
     _references: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 
