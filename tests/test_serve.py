@@ -35,7 +35,7 @@ from msrl.rollout.server import ServerSettings, server_command, server_environme
 from msrl.rollout.server_access import free_port, is_loopback, read_api_key
 from msrl.rollout.server_key import RequireKey
 from msrl.workflows.serve import model_cache
-from msrl.workflows.serve.engine import choose_renderer
+from msrl.workflows.serve.engine import choose_renderer, other_template
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
@@ -52,6 +52,14 @@ from training_runs import (
 )
 
 KEY = "correct-horse-battery"
+# The chat template of the small model as a template of msrl.
+SAME_AS_CHATML = """
+user: "<|im_start|>user\\n{{content}}<|im_end|>\\n"
+assistant_start: "<|im_start|>assistant\\n"
+assistant: "{{content}}<|im_end|>\\n"
+special: ["<|im_start|>", "<|im_end|>"]
+stop: ["<|im_end|>"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +180,16 @@ def test_the_template_selects_the_parser_of_tool_calls(folder: Path):
     assert parsers["chatml"] is None and parsers["native"] is None
     for name in ("qwen2.5-0.5b-instruct", "qwen3-4b"):
         assert tool_parser(choose_renderer(shared_data("tokenizers", name), None)) == "hermes"
+
+
+def test_a_template_other_than_that_of_the_checkpoint_is_reported(folder: Path, tmp_path: Path):
+    assert_mentions(other_template(folder, choose_renderer(folder, "qwen")), "qwen", folder)
+    assert other_template(folder, choose_renderer(folder, None)) is None
+    own = tmp_path / "same.yaml"
+    own.write_text(SAME_AS_CHATML)
+    assert other_template(folder, choose_renderer(folder, str(own))) is None
+    save_model(tmp_path / "plain", tied=False, chat_template=False)
+    assert other_template(tmp_path / "plain", choose_renderer(tmp_path / "plain", "qwen")) is None
 
 
 def server_settings(folder: Path, **changes: Any) -> ServerSettings:

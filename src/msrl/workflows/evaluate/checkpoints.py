@@ -81,7 +81,8 @@ def _checkpoints(path: Path) -> Iterator[Checkpoint]:
 
         yield _of_iteration(folder, latest_iteration(folder))
     else:
-        name = model_name(str(folder))
+        is_export = folder.name == "hf"  # of a run, whose checkpoints have the name alone
+        name = f"{folder.parent.name} hf" if is_export else model_name(str(folder))
         yield Checkpoint(name, name, folder, None, None)
 
 
@@ -105,7 +106,7 @@ def _with_unique_labels(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
         series, number = checkpoint.series, 1
         while names.setdefault(series, checkpoint.root) != checkpoint.root:
             number += 1
-            parent = checkpoint.root.parent.name
+            parent = _named_folder(checkpoint.root).parent.name
             series = f"{parent}-{checkpoint.series}" if number == 2 else f"{series}-{number}"
         label = checkpoint.label.replace(checkpoint.series, series, 1)
         labels = {other.label for other in unique}
@@ -113,6 +114,11 @@ def _with_unique_labels(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
             label = f"{label} iteration {checkpoint.iteration}"
         unique.append(replace(checkpoint, label=label, series=series))
     return unique
+
+
+def _named_folder(root: Path) -> Path:
+    """Return the folder whose name `model_name` returns."""
+    return root.parent if root.name in ("checkpoints", "hf") else root
 
 
 def model_folder(checkpoint: Checkpoint) -> Path:

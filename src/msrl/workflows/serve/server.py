@@ -20,7 +20,7 @@ from msrl.limits import printable
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
 from msrl.workflows.serve import model_cache
-from msrl.workflows.serve.engine import choose_renderer, engine_settings
+from msrl.workflows.serve.engine import choose_renderer, engine_settings, other_template
 from msrl.workflows.serve.served_model import ServedModel, open_served_model, write_adapters
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
@@ -52,6 +52,8 @@ def prepare(config: Config) -> ServeSetup:
     free_port(section.host, section.port)
     model = open_served_model(section)
     renderer = choose_renderer(model.tokenizer_dir, section.template)
+    if warning := other_template(model.tokenizer_dir, renderer):
+        _print_note(warning)
     parser = tool_parser(renderer) if section.tools is None else section.tools
     key, source = read_api_key(section.api_key_file) or (None, "")
     return ServeSetup(
@@ -102,7 +104,7 @@ def run(config: Config) -> None:
                 environment,
                 folder,
                 server_url(settings.host, settings.port),
-                lambda: _print_ready(settings),
+                lambda: _print_ready(setup, settings),
                 is_verbose=settings.engine.verbose,
             )
 
@@ -132,11 +134,12 @@ def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
     )
 
 
-def _print_ready(settings: ServerSettings) -> None:
+def _print_ready(setup: ServeSetup, settings: ServerSettings) -> None:
     """Print the address and the names of the models on standard output."""
     names = ", ".join([settings.name, *settings.adapters])
     url = server_url(settings.host, settings.port)
-    print(f"Serving {names} at {url}/v1 (Ctrl-C stops the server)", flush=True)
+    key = f" with the API key from {setup.key_source}" if setup.api_key else ""
+    print(printable(f"Serving {names} at {url}/v1{key} (Ctrl-C stops the server)"), flush=True)
 
 
 def _print_note(text: str) -> None:
