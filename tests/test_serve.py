@@ -65,7 +65,7 @@ stop: ["<|im_end|>"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hf")
-    save_model(path, tied=False)
+    save_model(path, tied=False, positions=2048)
     return path
 
 
@@ -479,10 +479,9 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
         **chat, tools=[TOOL], extra_body={"return_token_ids": True}
     )
     assert shown.prompt_token_ids == greedy_ids(folder, 1, tools=[TOOL])[0]
-    forced = client.chat.completions.create(
-        **{**chat, "max_tokens": 60}, tools=[TOOL], tool_choice="required"
-    )
-    assert forced.choices[0].message.tool_calls is not None
+    choice = {"type": "function", "function": {"name": "add"}}
+    forced = client.chat.completions.create(**chat, tools=[TOOL], tool_choice=choice)
+    assert forced.choices[0].message.tool_calls[0].function.name == "add"
     assert sorted(model.id for model in client.models.list()) == ["tiny", "tuned"]
     for path in ("/v1/models", "/metrics", "/tokenize"):
         with pytest.raises(urllib.error.HTTPError, match="401"):

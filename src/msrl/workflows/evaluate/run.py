@@ -208,7 +208,7 @@ def run(config: Config) -> None:
 def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
     if not setup.pending:
         return
-    with _Engines(setup, platform) as engines, _scorer(setup, platform) as scorer:
+    with _Engines(setup) as engines, _scorer(setup, platform) as scorer:
         for model in setup.pending:
             result, rows = _evaluate(setup, model, engines.load(model), scorer)
             setup.results.add(result, rows)
@@ -222,9 +222,9 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
 class _Engines:
     """Context with one engine, which is replaced for a checkpoint of another shape."""
 
-    def __init__(self, setup: EvaluationSetup, platform: Platform) -> None:
-        self._setup, self._platform = setup, platform
-        self._shape: Shape | None = None
+    def __init__(self, setup: EvaluationSetup) -> None:
+        self._setup = setup
+        self._current: tuple[Shape, Engine] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> _Engines:
@@ -236,9 +236,10 @@ class _Engines:
     def load(self, model: EvaluatedModel) -> Engine:
         """Return an engine with the weights of a checkpoint."""
         source = open_checkpoint(model.checkpoint)
-        if source.shape == self._shape:
-            self._engine.load_weights(hf_weights(source))
-            return self._engine
+        if self._current is not None and self._current[0] == source.shape:
+            engine = self._current[1]
+            engine.load_weights(hf_weights(source))
+            return engine
         self._stack.close()
         plan, longest = model.plan, max(len(prompt.token_ids) for prompt in self._setup.prompts)
         settings = engine_settings(
@@ -249,9 +250,9 @@ class _Engines:
             max_num_seqs=len(self._setup.prompts) * self._setup.sampling.num_samples,
             random_weights=True,
         )
-        engine = running_engine(plan.config, source, settings)
-        self._engine, self._shape = self._stack.enter_context(engine), source.shape
-        return self._engine
+        engine = self._stack.enter_context(running_engine(plan.config, source, settings))
+        self._current = source.shape, engine
+        return engine
 
 
 def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
