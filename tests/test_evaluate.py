@@ -181,6 +181,11 @@ def test_settings_of_an_evaluation_are_checked(tmp_path: Path, monkeypatch: pyte
     assert_each_mentions(
         mistakes(), ("evaluate.models",), ("data.eval", "--data"), ("reward.sources", "missing")
     )
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    hint = "-c run/config.yaml"
+    assert_each_mentions(
+        mistakes("evaluate.models=[run]"), ("data.eval", hint), ("reward.sources", hint)
+    )
     assert_each_mentions(
         mistakes(*good, "evaluate.models=[gone, empty]"),
         ("evaluate.models.0=gone", "not found"),

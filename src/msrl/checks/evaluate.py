@@ -52,11 +52,23 @@ def _model(resolved: Resolved, key: str, path: str) -> Iterator[str]:
         )
 
 
+def _run_hint(resolved: Resolved) -> str:
+    """Return a hint at the configuration of a run among the models, or nothing."""
+    for path in resolved.config.evaluate.models:
+        file = Path(path) / "config.yaml"
+        if run_checkpoints(path) is not None and file.is_file():
+            return f" -c {file} loads the settings of the run."
+    return ""
+
+
 def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check that data.eval has preprocessed prompts."""
     prefix = resolved.config.data.eval
     if prefix is None:
-        yield "data.eval: missing. Set it, or use --data: held-out prompts of `msrl preprocess`."
+        yield (
+            "data.eval: missing. Use --data PREFIX, held-out prompts of `msrl preprocess`."
+            f"{_run_hint(resolved)}"
+        )
         return
     if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
         yield resolved.mistake(
@@ -80,7 +92,7 @@ def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]
     entries = [sources.Source.of(section) for section in sections]
     for number, key, message in sources.mistakes(entries, plan.hf_config):
         if number is None:
-            yield f"reward.sources: {message}"
+            yield f"reward.sources: {message}.{_run_hint(resolved)}"
         else:
             yield resolved.mistake(f"reward.sources.{number}.{key}", message)
     for number, section in enumerate(sections):

@@ -35,7 +35,9 @@ def _model(resolved: Resolved, path: str) -> Iterator[str]:
 
 def _adapters(resolved: Resolved) -> Iterator[str]:
     serve = resolved.config.serve
-    names = set() if serve.model is None else {serve.name or model_name(serve.model)}
+    names: set[str] = set()
+    if serve.model is not None:
+        names.add(serve.name or model_name(serve.model))
     for number, text in enumerate(serve.lora):
         key, (name, path) = f"serve.lora.{number}", split_adapter(text)
         if not Path(path).is_dir():
