@@ -701,6 +701,23 @@ def adapted(inputs) -> Path:
 
 
 @pytest.mark.full
+def test_eval_of_a_run_repeats_the_evaluations_of_its_training(adapted, tmp_path):
+    configuration, out = str(adapted / "config.yaml"), tmp_path / "out"
+    words = ("-c", configuration, str(adapted), "--output", str(out))
+    table = succeed("eval", *words, log=tmp_path / "eval.log")
+    assert_mentions(table, "adapted step 3", "pass@1")
+    samples = [json.loads(line) for line in (out / "samples/adapted_step_3.jsonl").open()]
+    logged = rollouts(adapted, 3, "eval")
+    for column in ("prompt_index", "response_ids", "reward", "is_right", "policy_version"):
+        assert [row[column] for row in samples] == [row[column] for row in logged], column
+    (entry,) = json.loads((out / "results.json").read_text())["checkpoints"]
+    values = metrics(adapted)[2]
+    for name in ("pass@1", "reward", "response_length", "truncated"):
+        assert entry["metrics"][name] == pytest.approx(values[f"eval/{name}"]), name
+    assert "not evaluated again" in succeed("eval", *words, log=tmp_path / "again.log")
+
+
+@pytest.mark.full
 def test_adapters_are_trained_and_their_reference_is_the_model_without_them(
     adapted, inputs, tmp_path
 ):

@@ -14,6 +14,11 @@ from msrl.checks.commands import check_chat, check_convert, check_generate, chec
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
 from msrl.checks.environment import check_environment
+from msrl.checks.evaluate import (
+    check_evaluate,
+    check_evaluation_prompts,
+    check_evaluation_sources,
+)
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
@@ -25,6 +30,7 @@ from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.serve import check_serve
 from msrl.checks.trackers import check_tracker_options
 from msrl.checks.training import (
     check_devices,
@@ -79,6 +85,8 @@ def guess(resolved: Resolved) -> str | None:
 
 
 _COMMAND_BY_KEY = {
+    "evaluate": "eval",
+    "serve": "serve",
     "reward.sources": "train-grpo",
     "generate": "generate",
     "chat": "chat",
@@ -123,6 +131,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "preprocess": (check_preprocess,),
     "generate": (check_generate, check_engine_options),
     "chat": (check_chat, check_engine_options),
+    "serve": (check_serve, check_engine_options),
+    "eval": (check_evaluate, check_engine_options),
     "cluster": (check_tls,),
 }
 
@@ -146,4 +156,5 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
         check_engines,
         check_roles,
     ),
+    "eval": (check_evaluation_prompts, check_evaluation_sources),
 }

@@ -18,9 +18,11 @@ from msrl.cli import (
     config,
     convert,
     doctor,
+    evaluate,
     generate,
     preprocess,
     report,
+    serve,
     train,
 )
 from msrl.cli.help import Command, Group, examples
@@ -45,6 +47,8 @@ ORDER = (
     "train-grpo",
     "generate",
     "chat",
+    "serve",
+    "eval",
     "report",
     "cluster",
     "config",
@@ -90,6 +94,8 @@ app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
+app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
+app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")

@@ -168,13 +168,18 @@ class RolloutLog:
 
         `verdicts` holds for each group whether its answers are right, or None if no source decides.
         """
-        if not self._is_on:
-            return
+        if self._is_on:
+            self._write("eval", step, self.evaluation_rows(groups, verdicts))
+
+    def evaluation_rows(
+        self, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
+    ) -> list[dict[str, object]]:
+        """Return a row for each answer of an evaluation."""
         flat: list[bool | None] = []
         for group, verdict in zip(groups, verdicts, strict=True):
             flat += verdict or [None] * len(group.rewards)
         pairs = zip(self._rows(groups), flat, strict=True)
-        self._write("eval", step, [{**row, "is_right": right} for row, right in pairs])
+        return [{**row, "is_right": right} for row, right in pairs]
 
     def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         (self._run_dir / folder).mkdir(exist_ok=True)
