@@ -156,7 +156,7 @@ def check_offload(resolved: Resolved) -> Iterator[str]:
         if getattr(resolved.config.train.offload, kind):
             yield resolved.mistake(
                 f"train.offload.{kind}",
-                "train-sft needs it permanently; only train-grpo offloads it while it generates. "
+                "is needed permanently: only train-grpo offloads it while it generates. "
                 "Set it to false.",
             )
 
@@ -235,6 +235,7 @@ def check_sft_batches(resolved: Resolved) -> Iterator[str]:
     config, train = resolved.config, resolved.config.train
     yield from _check_batch(resolved, "train.global_batch", train.global_batch)
     limit, longest = train.max_tokens_per_micro_batch, config.data.seq_length
+    # A pair is checked once its length is known: both sides may be shorter.
     if limit is not None and longest is not None and limit < longest:
         yield resolved.mistake(
             "train.max_tokens_per_micro_batch",

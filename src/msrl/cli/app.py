@@ -42,6 +42,7 @@ ORDER = (
     "convert-ckpt",
     "preprocess",
     "train-sft",
+    "train-dpo",
     "train-grpo",
     "generate",
     "chat",
@@ -87,6 +88,7 @@ app = typer.Typer(
 app.add_typer(convert.app, name="convert-ckpt")
 app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
 app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft)
+app.command("train-dpo", cls=Command, epilog=train.DPO_EXAMPLES)(train.train_dpo)
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)

@@ -22,7 +22,13 @@ _TRAINING = {
     "pp": "train.parallel.pp",
 }
 _ENGINE = {"tp": "rollout.engine.tp"}
-_KEYS = {"train-sft": _TRAINING, "train-grpo": _TRAINING, "generate": _ENGINE, "chat": _ENGINE}
+_KEYS = {
+    "train-sft": _TRAINING,
+    "train-dpo": _TRAINING,
+    "train-grpo": _TRAINING,
+    "generate": _ENGINE,
+    "chat": _ENGINE,
+}
 _SECTIONS = {
     "convert-ckpt": "convert",
     "preprocess": "preprocess",

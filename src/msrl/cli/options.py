@@ -40,6 +40,7 @@ class CommandName(str, Enum):
     """Commands that read a configuration."""
 
     sft = "train-sft"
+    dpo = "train-dpo"
     grpo = "train-grpo"
     convert = "convert-ckpt"
     preprocess = "preprocess"

@@ -33,13 +33,14 @@ from msrl.plan.derived import (
     needs_reference,
     num_engines,
     num_separate_devices,
+    preference_plan,
     replica_size,
     world_size,
 )
 from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
 
-TRAININGS = ("train-sft", "train-grpo")
+TRAININGS = ("train-sft", "train-dpo", "train-grpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,11 @@ class RunPlan:
     """Values that a training resolves once. Paths are absolute.
 
     Attributes:
-        command: `train-sft` or `train-grpo`.
+        command: `train-sft`, `train-dpo` or `train-grpo`.
         config: Configuration of the run.
         policy: Trained model; None if no model is set.
         critic: Value model; None for a run without one.
-        reference: Model of the KL terms; None for a run without one.
+        reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
@@ -103,7 +104,7 @@ class RunPlan:
         replica_size: Number of ranks of one model replica.
         roles: Workers to place on devices.
         separate_models: Models that have separate devices.
-        sampling: Sampling of the rollouts, which train-sft does not have.
+        sampling: Sampling of the rollouts of train-grpo.
     """
 
     command: str
@@ -137,7 +138,21 @@ class RunPlan:
 
     @property
     def needs_reference(self) -> bool:
-        return self.is_grpo and needs_reference(self.config)
+        return _needs_reference(self.config, self.command)
+
+    @property
+    def has_reference_on_ranks(self) -> bool:
+        """True if the training ranks compute with the reference during the training."""
+        is_precomputed = self.command == "train-dpo" and preference_plan(self.config).is_precomputed
+        is_separate = self.separate_model("reference") is not None
+        return self.needs_reference and not is_separate and not is_precomputed
+
+    @property
+    def sides(self) -> int:
+        """Number of sequences of a row of data: 2 for pairs."""
+        if self.command != "train-dpo":
+            return 1
+        return 2 if preference_plan(self.config).data == "pairs" else 1
 
     @property
     def has_own_reference(self) -> bool:
@@ -268,7 +283,7 @@ def resolve(config: Config, command: str) -> RunPlan:
     """
     models = _ModelReader()
     policy, is_grpo = _policy(config, models), command == "train-grpo"
-    has_reference = is_grpo and needs_reference(config)
+    has_reference = _needs_reference(config, command)
     sources = config.reward.sources if is_grpo else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
@@ -290,6 +305,13 @@ def resolve(config: Config, command: str) -> RunPlan:
         separate_models=separate_models(config) if is_grpo else (),
         sampling=_sampling(config, datasets),
     )
+
+
+def _needs_reference(config: Config, command: str) -> bool:
+    """Return True if a training needs a reference model."""
+    if command == "train-dpo":
+        return preference_plan(config).needs_reference
+    return command == "train-grpo" and needs_reference(config)
 
 
 def run_folder(config: Config) -> Path:

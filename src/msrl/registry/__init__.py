@@ -24,6 +24,7 @@ FAMILIES = "msrl.models.families"
 HANDLERS = "msrl.data.handlers"
 LOSSES = "msrl.algorithms.losses"
 PLATFORMS = "msrl.platforms"
+PREFERENCES = "msrl.algorithms.preference"
 TRACKERS = "msrl.tracking.trackers"
 VERIFIERS = "msrl.rewards.verifiers"
 _INTERFACE = "base"  # module of a plugin package that defines what its plugins implement

@@ -103,7 +103,7 @@ class TrainingRank:
     # Policy and reference
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step of the policy over this data-parallel rank's micro-batches.
 
@@ -118,7 +118,7 @@ class TrainingRank:
         )
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float
     ) -> dict[str, float]:
         """Return the policy's metrics of a training step without an update."""
         return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)
@@ -171,7 +171,7 @@ class TrainingRank:
         return self._trained_critic().values(micro_batches)
 
     def train_critic_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step of the critic over this data-parallel rank's micro-batches.
 

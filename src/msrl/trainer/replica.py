@@ -167,7 +167,7 @@ class ModelReplica:
         micro_batches: Sequence[MicroBatch],
         finish: Finish,
         *,
-        num_tokens: int,
+        num_tokens: float,
         lr: float,
         gives_hidden: bool = False,
         references: Sequence[Distribution | None] = (),
@@ -177,7 +177,8 @@ class ModelReplica:
         Args:
             micro_batches: Micro-batches of this data-parallel rank.
             finish: Function that computes the loss and the sums of a micro-batch.
-            num_tokens: Number of loss tokens in the micro-batches of all ranks.
+            num_tokens: Number of loss tokens in the micro-batches of all ranks, or another
+                divisor that the loss expects.
             lr: Learning rate.
             gives_hidden: See `run`.
             references: See `run`.
@@ -335,7 +336,7 @@ class ModelReplica:
         return torch.zeros((), device=self.position.device), no_count, result
 
     def mean_metrics(
-        self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int
+        self, rows: Sequence[Mapping[str, Tensor]], num_tokens: float
     ) -> dict[str, float]:
         """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`.
 

@@ -69,7 +69,7 @@ class ValueModelReplica(ModelReplica):
         ]
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
@@ -89,6 +89,6 @@ def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
 
 
 def _minimize(
-    loss: ValueLoss, num_tokens: int, output: Output, batch: DeviceBatch
+    loss: ValueLoss, num_tokens: float, output: Output, batch: DeviceBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return loss(_values(output, batch), batch.fields, num_tokens)

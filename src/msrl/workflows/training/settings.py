@@ -133,6 +133,12 @@ def rank_settings(
     )
 
 
+def reference_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
+    """Return the settings of ranks that hold the reference model only."""
+    common = _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none)
+    return replace(common, reference=_reference_settings(plan))
+
+
 def separate_rank_settings(
     plan: RunPlan, platform: str, model: SeparateModel, reward_models: Mapping[str, Path]
 ) -> RankSettings:
@@ -208,7 +214,7 @@ def _shared_reference(plan: RunPlan) -> ReplicaSettings | None:
 
     With adapters, the reference is the policy without them, unless it has its own weights.
     """
-    if not plan.needs_reference or plan.separate_model("reference") is not None:
+    if not plan.has_reference_on_ranks:
         return None
     is_policy = plan.train.lora.rank is not None and not plan.has_own_reference
     return None if is_policy else _reference_settings(plan)

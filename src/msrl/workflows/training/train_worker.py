@@ -120,14 +120,14 @@ class TrainWorker:
     # Policy and reference
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
         return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)
@@ -151,7 +151,7 @@ class TrainWorker:
         return self._training_rank.values(micro_batches)
 
     def update_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the critic once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():

@@ -70,20 +70,30 @@ class TrainerGroup:
         lr: float,
         *,
         rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
         """Update the policy once on these sequences; return the mean metrics.
 
-        The sequences of a row stay in one micro-batch. By default, each is a row.
+        The sequences of a row stay in one micro-batch. By default, each is a row. The divisor of
+        loss and metrics is `total_weight`, by default the number of loss tokens.
         """
-        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
-        return self._call("update", batches, loss, num_tokens, lr)[0]
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("update", batches, loss, divisor, lr)[0]
 
     def evaluate(
-        self, sequences: Sequences, limits: BatchLimits, loss: Loss, *, rows: Rows | None = None
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: Loss,
+        *,
+        rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
-        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
-        return self._call("evaluate", batches, loss, num_tokens)[0]
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("evaluate", batches, loss, divisor)[0]
 
     def logprobs(
         self,
