@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msrl.checks import plugins
 from msrl.checks.inputs import check_kind, check_model_path
@@ -36,6 +36,32 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     yield from check_algo_keys(resolved, "preference", "train-dpo")
 
 
+def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each setting of train-rm that is invalid or has no effect."""
+    train = resolved.config.train
+    yield from check_kind(resolved, plan, "pairs", _REMEDIES["pairs"])
+    yield from check_preference_data(resolved)
+    yield from check_algo_keys(resolved, "reward_model", "train-rm")
+    yield from _unused_roles(resolved, "train-rm", ("reference", *_ROLES))
+    if train.lora.rank is not None:
+        yield resolved.mistake(
+            "train.lora.rank",
+            "adapters are not supported in train-rm, which also trains the score head. Remove it, "
+            "or set train.freeze.",
+        )
+    if train.chunk is not None:
+        yield resolved.mistake(
+            "train.chunk", "has no effect in train-rm: reward models have no logits. Remove it."
+        )
+
+
+def _unused_roles(resolved: Resolved, command: str, roles: Iterable[str]) -> Iterator[str]:
+    for name in roles:
+        section = getattr(resolved.config.cluster.roles, name)
+        if section != type(section)():
+            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
+
+
 def _reference(resolved: Resolved) -> Iterator[str]:
     """Check the settings of the reference model."""
     config, loss = resolved.config, preference_plan(resolved.config)
@@ -55,10 +81,7 @@ def _reference(resolved: Resolved) -> Iterator[str]:
             "cluster.roles.reference: train-dpo has no separate devices for the reference. Only "
             "load can be set. Use algo.preference.reference=precomputed to save memory."
         )
-    for name in _ROLES:
-        section = getattr(config.cluster.roles, name)
-        if section != type(section)():
-            yield f"cluster.roles.{name}: has no effect in train-dpo. Remove it."
+    yield from _unused_roles(resolved, "train-dpo", _ROLES)
 
 
 def _labeled(resolved: Resolved) -> Iterator[str]:
@@ -100,9 +123,10 @@ def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]
 
 
 def check_no_preference(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each changed key of `algo.preference`, which only train-dpo reads."""
-    for key in _changed_keys(resolved, "algo.preference"):
-        yield resolved.mistake(key, "is a key of train-dpo only. Remove it.")
+    """Yield a line for each changed key of `algo` that only train-dpo or train-rm reads."""
+    for section, command in (("preference", "train-dpo"), ("reward_model", "train-rm")):
+        for key in _changed_keys(resolved, f"algo.{section}"):
+            yield resolved.mistake(key, f"is a key of {command} only. Remove it.")
 
 
 def _changed_keys(resolved: Resolved, section: str) -> Iterator[str]:

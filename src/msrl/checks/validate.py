@@ -20,7 +20,7 @@ from msrl.checks.evaluation import (
     check_sft_evaluation,
 )
 from msrl.checks.inputs import check_examples, check_prompts
-from msrl.checks.preference import check_no_preference, check_preference
+from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
@@ -80,6 +80,7 @@ def guess(resolved: Resolved) -> str | None:
 
 _COMMAND_BY_KEY = {
     "algo.preference": "train-dpo",
+    "algo.reward_model": "train-rm",
     "reward.sources": "train-grpo",
     "generate": "generate",
     "chat": "chat",
@@ -109,6 +110,13 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_no_preference,
     ),
     "train-dpo": (
+        *_TRAINING,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
+    ),
+    "train-rm": (
         *_TRAINING,
         check_sft_batches,
         check_offload,
@@ -146,6 +154,7 @@ _MODEL: tuple[PlanCheck, ...] = (
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
     "train-sft": (*_MODEL, check_examples),
     "train-dpo": (*_MODEL, check_preference),
+    "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": (
         *_MODEL,
         check_prompts,

@@ -26,6 +26,7 @@ WORKFLOWS = {
     "preprocess": "msrl.workflows.preprocess",
     "train-sft": "msrl.workflows.sft.run",
     "train-dpo": "msrl.workflows.preference.run",
+    "train-rm": "msrl.workflows.preference.reward_model",
     "train-grpo": "msrl.workflows.rl.run",
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",

@@ -26,6 +26,7 @@ _OTHER_WORDS = {
     "fine-tune": ("train-sft",),
     "pretrain": ("train-sft",),
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo"), ("train-dpo",)),
+    **dict.fromkeys(("rm", "orm", "reward"), ("train-rm",)),
     "rl": ("train-grpo",),
     "ppo": ("train-grpo",),
     "dapo": ("train-grpo",),

@@ -25,6 +25,7 @@ _ENGINE = {"tp": "rollout.engine.tp"}
 _KEYS = {
     "train-sft": _TRAINING,
     "train-dpo": _TRAINING,
+    "train-rm": _TRAINING,
     "train-grpo": _TRAINING,
     "generate": _ENGINE,
     "chat": _ENGINE,

@@ -41,6 +41,7 @@ class CommandName(str, Enum):
 
     sft = "train-sft"
     dpo = "train-dpo"
+    rm = "train-rm"
     grpo = "train-grpo"
     convert = "convert-ckpt"
     preprocess = "preprocess"

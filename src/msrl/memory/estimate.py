@@ -244,7 +244,7 @@ def _stage_memory(
         return memory
     activations, working = _activations(plan, shape, stage, batch)
     memory = replace(memory, activations=activations, working=working)
-    if stage < plan.layout.pp - 1:
+    if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
     spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
     logits = head_bytes(

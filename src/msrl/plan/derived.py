@@ -12,7 +12,7 @@ from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
 
-_TRAINING = ("train-sft", "train-dpo", "train-grpo")
+_TRAINING = ("train-sft", "train-dpo", "train-rm", "train-grpo")
 
 
 def layout_from(section: LayoutConfig) -> ParallelLayout:
@@ -152,6 +152,12 @@ def preference_plan(config: Config) -> PreferencePlan:
     )
 
 
+def has_pairs(config: Config, command: str) -> bool:
+    """Return True if a training reads preference pairs."""
+    is_pairwise = command == "train-dpo" and preference_plan(config).data == "pairs"
+    return is_pairwise or command == "train-rm"
+
+
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """Return the optimizer settings of the policy with the overrides of the critic."""
     overrides = config.cluster.roles.critic.optimizer
@@ -258,10 +264,11 @@ def _engine_rows(config: Config) -> dict[str, str | int]:
 
 def _sft_rows(config: Config, command: str) -> dict[str, str | int]:
     rows: dict[str, str | int] = {"rows per optimizer update": config.train.global_batch}
-    has_pairs = command == "train-dpo" and preference_plan(config).data == "pairs"
     if config.data.seq_length:
         rows["tokens per optimizer update, at most"] = (
-            config.train.global_batch * config.data.seq_length * (2 if has_pairs else 1)
+            config.train.global_batch
+            * config.data.seq_length
+            * (2 if has_pairs(config, command) else 1)
         )
     if command == "train-dpo":
         rows["beta"] = f"{preference_plan(config).beta:g}"

@@ -56,6 +56,12 @@ def _train_dpo(plan: RunPlan) -> str:
     return _supervised(plan, PreferenceTask(plan))
 
 
+def _train_rm(plan: RunPlan) -> str:
+    from msrl.workflows.preference.reward_model import RewardModelTask
+
+    return _supervised(plan, RewardModelTask())
+
+
 def _supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
     from msrl.workflows.training.preflight import check_start, planned_platform
     from msrl.workflows.training.supervised import prepare
@@ -108,7 +114,12 @@ def _convert(config: Config) -> str:
     return f"the weights in {load} can be read"
 
 
-_TRAININGS = {"train-sft": _train_sft, "train-dpo": _train_dpo, "train-grpo": _train_grpo}
+_TRAININGS = {
+    "train-sft": _train_sft,
+    "train-dpo": _train_dpo,
+    "train-rm": _train_rm,
+    "train-grpo": _train_grpo,
+}
 _CHECKS = {
     "preprocess": _preprocess,
     "generate": _generate,

@@ -39,7 +39,13 @@ def run(folder: Path) -> None:
         results = final_results(resolve(config, _training(config, folder)), saved, folder)
     else:
         results = checkpoint_results(saved, is_done=True)
-    command = next_command(config, folder, results, is_completed)
+    command = next_command(
+        config,
+        folder,
+        results,
+        is_completed,
+        is_reward_model=_training(config, folder) == "train-rm",
+    )
     write_results(folder, results, curves=CURVES, command=command)
 
 

@@ -292,6 +292,20 @@ class PreferenceConfig(Section):
     )
 
 
+class RewardModelConfig(Section):
+    """Loss of train-rm on preference pairs."""
+
+    kind: Literal["outcome"] = Field(
+        default="outcome",
+        description="Kind of reward model: one score of the complete answer (outcome).",
+    )
+    center_coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the square of both scores' sum, which keeps scores around 0. "
+        "0 disables the term.",
+    )
+
+
 class AlgoConfig(Section):
     """Advantages and losses."""
 
@@ -316,6 +330,9 @@ class AlgoConfig(Section):
     )
     preference: PreferenceConfig = Field(
         default=PreferenceConfig(), description="Loss of train-dpo on preference data."
+    )
+    reward_model: RewardModelConfig = Field(
+        default=RewardModelConfig(), description="Loss of train-rm on preference pairs."
     )
     old_logprobs: Literal["trainer", "behavior", "log-linear"] = Field(
         default="trainer",

@@ -56,6 +56,14 @@ class Loss(Protocol):
     ) -> tuple[Tensor, Sums]: ...
 
 
+class ValuesLoss(Protocol):
+    """A loss of a model with one value per token."""
+
+    def __call__(
+        self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: float
+    ) -> tuple[Tensor, Sums]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SftLoss:
     """Negative log-likelihood, mean over the loss tokens of the global batch."""

@@ -59,9 +59,11 @@ class PreferenceRows:
 
 
 def checked_rows(
-    plan: RunPlan, kind: str, *, reads_margins: bool
+    plan: RunPlan, kind: str, *, reads_margins: bool, num_added: int = 0
 ) -> tuple[PreferenceRows, PreferenceRows | None]:
     """Return the rows to train on and the held-out rows, if any; print notes on them.
+
+    The training adds `num_added` tokens to each side.
 
     Raises:
         MsrlError: They do not fit the model or the configuration.
@@ -89,7 +91,7 @@ def checked_rows(
         evaluated = open_rows(config, other, range(len(other)))
     for name, rows in (("data.train", train), ("held out", evaluated)):
         if rows is not None:
-            _check_length(config, rows)
+            _check_length(config, rows, num_added)
             _print_notes(name, rows)
     return train, evaluated
 
@@ -157,13 +159,18 @@ def _refuse_margins(dataset: PreferenceDataset, config: Config) -> None:
         )
 
 
-def _check_length(config: Config, rows: PreferenceRows) -> None:
+def _check_length(config: Config, rows: PreferenceRows, num_added: int) -> None:
     """Raise MsrlError if a row does not fit into a micro-batch."""
     limit = config.train.max_tokens_per_micro_batch
-    if limit is not None and limit < rows.longest:
+    num_sides = len(rows.examples(rows.members[0][0]).sides)
+    longest = max(
+        length + num_added * num_sides * len(row)
+        for length, row in zip(rows.lengths, rows.members, strict=True)
+    )
+    if limit is not None and limit < longest:
         raise MsrlError(
             f"train.max_tokens_per_micro_batch={limit}: the longest row of "
-            f"{rows.dataset.prefix} has {rows.longest} tokens, all sides together. Raise it."
+            f"{rows.dataset.prefix} has {longest} tokens, all sides together. Raise it."
         )
 
 

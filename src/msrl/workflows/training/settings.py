@@ -133,6 +133,23 @@ def rank_settings(
     )
 
 
+def reward_model_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
+    """Return the settings of ranks that train a reward model."""
+    train = plan.train
+    common = _common_settings(plan, platform, train.parallel, plan.shape_or_none)
+    settings = critic_settings(
+        plan.model.weights,
+        train.optimizer,
+        hf_dir=plan.model.hf_dir,
+        recompute=train.recompute,
+        offload=train.offload,
+        max_skipped=train.max_skipped,
+        bad_batch_dir=_bad_batch_dir(plan),
+    )
+    freeze = (*settings.freeze, *train.freeze)
+    return replace(common, critic=replace(settings, freeze=freeze, router=train.router))
+
+
 def reference_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
     """Return the settings of ranks that hold the reference model only."""
     common = _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none)
