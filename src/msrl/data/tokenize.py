@@ -30,6 +30,7 @@ from msrl.errors import MsrlError
 from msrl.types import (
     Bools,
     Conversation,
+    Floats,
     Ints,
     Message,
     PreferenceRow,
@@ -55,9 +56,12 @@ class TokenizeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Concatenated sequences: `values` [sum of lengths], `lengths` [S]."""
+    """Concatenated sequences: `values` [sum of lengths], `lengths` [S].
 
-    values: Tokens
+    Values are token ids, or numbers in float32.
+    """
+
+    values: Tokens | Floats
     lengths: Tokens
 
 
