@@ -45,6 +45,30 @@ def check_training_inputs(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each setting that contradicts random initial weights."""
+    config, shape = resolved.config, plan.shape_or_none
+    if config.model.init == "checkpoint":
+        return
+    key = "model.init"
+    if plan.command != "train-sft":
+        yield resolved.mistake(key, "only train-sft starts from random weights. Remove it.")
+    if config.checkpoint.load is not None:
+        yield resolved.mistake("checkpoint.load", "conflicts with model.init=random. Remove one.")
+    if config.train.lora.rank is not None:
+        yield resolved.mistake(
+            "train.lora.rank", "adapters of a random model cannot learn. Remove it."
+        )
+    if config.model.path is not None and not is_hf(config.model.path):
+        yield resolved.mistake("model.path", "model.init=random needs a folder with config.json.")
+    if shape is not None and shape.pass_through:
+        yield resolved.mistake(
+            key,
+            f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
+            "*), so they cannot start from random ones. Use a checkpoint.",
+        )
+
+
 def check_training_length(resolved: Resolved) -> Iterator[str]:
     train = resolved.config.train
     if train.steps is None and train.epochs is None:

@@ -34,6 +34,7 @@ from msrl.checks.training import (
     check_lora,
     check_model,
     check_offload,
+    check_random_weights,
     check_recompute,
     check_router,
     check_sft_batches,
@@ -149,6 +150,7 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_recompute,
     check_router,
     check_lora,
+    check_random_weights,
 )
 
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from msrl.checkpoint.random_weights import RandomSource
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
@@ -71,12 +72,7 @@ class ModelReplica:
 
     def load_model(self) -> tuple[torch.nn.Module, Shape]:
         """Return this rank's shard of the model with its weights, and the model's shape."""
-        path, iteration, position = self.settings.model, self.settings.iteration, self.position
-        source = (
-            open_weights(path, self.settings.hf_dir)
-            if iteration is None
-            else open_mcore(path, iteration=iteration)
-        )
+        position, source = self.position, self._open_weights()
         shape = self.trained_shape(source)
         padded = shape.padded_vocab_size(position.layout.tp)
         model = megatron.build_model(
@@ -84,6 +80,14 @@ class ModelReplica:
         )
         self.fill_weights(megatron.named_weights(model), source)
         return model, shape
+
+    def _open_weights(self) -> WeightSource:
+        settings = self.settings
+        if settings.is_random:
+            return RandomSource(settings.model, self.position.seed)
+        if settings.iteration is None:
+            return open_weights(settings.model, settings.hf_dir)
+        return open_mcore(settings.model, iteration=settings.iteration)
 
     def trained_shape(self, source: WeightSource) -> Shape:
         """Return the shape of the model that the weights of `source` are loaded into."""

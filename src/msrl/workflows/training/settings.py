@@ -33,7 +33,8 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     The checkpoint to resume from is verified elsewhere and not included.
     """
     folders = list[Path]()
-    if resume is None or plan.train.lora.rank is not None:
+    has_weights = plan.config.model.init == "checkpoint"
+    if (resume is None and has_weights) or plan.train.lora.rank is not None:
         folders.append(plan.model.weights)
     if plan.reference is not None and plan.reference.weights not in folders:
         folders.append(plan.reference.weights)
@@ -214,6 +215,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
     return ReplicaSettings(
         model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
+        is_random=plan.config.model.init == "random",
         optimizer=train.optimizer,
         freeze=train.freeze,
         lora=train.lora,
