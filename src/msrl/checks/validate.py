@@ -26,6 +26,7 @@ from msrl.checks.evaluation import (
     check_sft_evaluation,
 )
 from msrl.checks.inputs import check_examples, check_prompts
+from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
@@ -40,6 +41,7 @@ from msrl.checks.training import (
     check_lora,
     check_model,
     check_offload,
+    check_random_weights,
     check_recompute,
     check_router,
     check_sft_batches,
@@ -87,6 +89,8 @@ def guess(resolved: Resolved) -> str | None:
 _COMMAND_BY_KEY = {
     "evaluate": "eval",
     "serve": "serve",
+    "algo.preference": "train-dpo",
+    "algo.reward_model": "train-rm",
     "reward.sources": "train-grpo",
     "generate": "generate",
     "chat": "chat",
@@ -113,10 +117,26 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_offload,
         check_grpo_only_keys,
         check_sft_evaluation,
+        check_no_preference,
+    ),
+    "train-dpo": (
+        *_TRAINING,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
+    ),
+    "train-rm": (
+        *_TRAINING,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
     ),
     "train-grpo": (
         *_TRAINING,
         check_sft_only_keys,
+        check_no_preference,
         check_algorithm,
         check_old_logprobs,
         check_async,
@@ -142,10 +162,13 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_recompute,
     check_router,
     check_lora,
+    check_random_weights,
 )
 
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
     "train-sft": (*_MODEL, check_examples),
+    "train-dpo": (*_MODEL, check_preference),
+    "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": (
         *_MODEL,
         check_prompts,

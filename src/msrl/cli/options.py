@@ -40,6 +40,8 @@ class CommandName(str, Enum):
     """Commands that read a configuration."""
 
     sft = "train-sft"
+    dpo = "train-dpo"
+    rm = "train-rm"
     grpo = "train-grpo"
     convert = "convert-ckpt"
     preprocess = "preprocess"
@@ -336,7 +338,8 @@ Kind = Annotated[
     _option(
         "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
         help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts), text "
-        "for pretraining (pretrain). Default: the first kind of the handler.",
+        "for pretraining (pretrain), pairs or labeled answers for train-dpo (pairs, labeled). "
+        "Default: the first kind of the handler.",
     ),
 ]  # fmt: skip
 Template = Annotated[

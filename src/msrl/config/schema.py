@@ -91,7 +91,7 @@ class Config(Section):
     reward: RewardConfig = Field(
         default=RewardConfig(), description="Rewards of responses in train-grpo."
     )
-    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo.")
+    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and losses.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimization of the model.")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Loading, saving and resuming."

@@ -54,6 +54,11 @@ class ModelConfig(Section):
         default=None,
         description="Hugging Face folder or mcore checkpoint folder of the initial weights.",
     )
+    init: Literal["checkpoint", "random"] = Field(
+        default="checkpoint",
+        description="Initial weights: those of the checkpoint, or random ones for a folder with "
+        "only a config.json (train-sft only). run.seed determines them for every parallel layout.",
+    )
     tokenizer: Text | None = Field(
         default=None, description="Folder of the tokenizer. Default: the tokenizer of model.path."
     )

@@ -146,11 +146,9 @@ class _RlFile:
             return "ppo" if self.rl.value("adv_estimator") == "gae" else "grpo"
         name = _STAGES.get(str(stage.value))
         if name is None:
-            is_preference = str(stage.value) in ("dpo", "simpo")
-            feature = "preference training" if is_preference else "a supervised stage"
             self.translation.add_error(
                 stage,
-                f"not supported: {feature}. Must be one of {', '.join(_STAGES)}; "
+                f"not supported: a supervised stage. Must be one of {', '.join(_STAGES)}; "
                 "for sft, use `msrl train-sft`.",
             )
             self.translation.refuse_as_one()

@@ -59,14 +59,21 @@ def write_results(
 
 
 def next_command(
-    config: Config, path: Path, results: Mapping[str, str], is_completed: bool
+    config: Config,
+    path: Path,
+    results: Mapping[str, str],
+    is_completed: bool,
+    *,
+    is_reward_model: bool = False,
 ) -> str | None:
     """Return the command that uses the result of a run, or that resumes it; None without one.
 
-    A checkpoint of adapters cannot be used without its base model.
+    A checkpoint of adapters cannot be used without its base model, and a reward model not for chat.
     """
     if not is_completed:
         return resume_command(path) if "checkpoint" in results else None
+    if is_reward_model:
+        return None
     if "Hugging Face model" in results:
         return shlex.join(["msrl", "chat", "--model", str(path / "hf")])
     if "checkpoint" not in results or config.train.lora.rank is not None:
@@ -86,8 +93,10 @@ class RunLog:
         start_step: int,
         curves: Sequence[str],
         trackers: Sequence[str] | None = None,
+        is_reward_model: bool = False,
     ) -> None:
         """Open the folder of the run. `trackers` are those of the configuration by default."""
+        self._is_reward_model = is_reward_model
         self._folder = RunFolder.create(
             config.run.dir,
             config.run.name,
@@ -150,7 +159,13 @@ class RunLog:
                 self.path,
                 results,
                 curves=self._curves,
-                command=next_command(self._config, self.path, results, self._is_completed),
+                command=next_command(
+                    self._config,
+                    self.path,
+                    results,
+                    self._is_completed,
+                    is_reward_model=self._is_reward_model,
+                ),
             )
 
     @contextmanager

@@ -233,7 +233,13 @@ def open_session(
     Raises:
         KeyboardInterrupt: A signal ended the run.
     """
-    run_log = RunLog(plan.config, num_steps=num_steps, start_step=start_step, curves=curves)
+    run_log = RunLog(
+        plan.config,
+        num_steps=num_steps,
+        start_step=start_step,
+        curves=curves,
+        is_reward_model=plan.is_reward_model,
+    )
     with lasting_output(), run_log as log, EndAtOnce():
         session = TrainingSession(
             plan, log, start_step=start_step, num_steps=num_steps, resume=resume

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from msrl.cluster.rendezvous import Rendezvous
     from msrl.rollout.vllm_sender import DeviceSender
     from msrl.rollout.weights.sender import WeightSender
-    from msrl.trainer.objective.losses import Loss, ValueLoss
+    from msrl.trainer.objective.losses import Loss, ValuesLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,14 @@ class TrainWorker:
     # Policy and reference
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
         return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)
@@ -151,13 +151,19 @@ class TrainWorker:
         return self._training_rank.values(micro_batches)
 
     def update_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the critic once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_critic_step(
                 micro_batches, loss, num_tokens=num_tokens, lr=lr
             )
+
+    def evaluate_critic(
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float
+    ) -> dict[str, float]:
+        """Return the metrics of `update_critic` without an update."""
+        return self._training_rank.evaluate_critic(micro_batches, loss, num_tokens=num_tokens)
 
     def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
         """Return a reward model's values before the labels, [N] per micro-batch."""
