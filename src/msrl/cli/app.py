@@ -22,6 +22,7 @@ from msrl.cli import (
     preprocess,
     report,
     train,
+    view,
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
@@ -46,6 +47,7 @@ ORDER = (
     "generate",
     "chat",
     "report",
+    "view",
     "cluster",
     "config",
     "doctor",
@@ -91,6 +93,7 @@ app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_g
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
+app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

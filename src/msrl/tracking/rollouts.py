@@ -47,6 +47,8 @@ class RolloutRecord:
         trainer_logprobs: The trainer's log-probabilities before the first update; 0 if not sampled.
             None if the step did not compute them.
         reference_logprobs: The same of the reference model.
+        entropies: Entropies of the trainer's distributions before the first update, in nats.
+        tag: Tag of the row of the data, which selects its reward sources.
     """
 
     step: int
@@ -68,6 +70,8 @@ class RolloutRecord:
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     trainer_logprobs: Floats | None = None  # [T]
     reference_logprobs: Floats | None = None  # [T]
+    entropies: Floats | None = None  # [T]
+    tag: str = ""
 
     @property
     def staleness(self) -> int:
@@ -86,7 +90,7 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
-    """Return the rows of a file that `write_records` has written."""
+    """Return the rows of a file that `write_records` of this or an earlier version has written."""
     import pyarrow.parquet as pq
 
     return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
@@ -118,6 +122,8 @@ def _schema() -> pa.Schema:
         "times": numbers,
         "trainer_logprobs": pa.list_(pa.float32()),
         "reference_logprobs": pa.list_(pa.float32()),
+        "entropies": pa.list_(pa.float32()),
+        "tag": pa.string(),
     }
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
 
@@ -138,6 +144,7 @@ _DTYPES = {
     "advantages": np.float32,
     "trainer_logprobs": np.float32,
     "reference_logprobs": np.float32,
+    "entropies": np.float32,
 }
 
 
@@ -145,7 +152,7 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     arrays = {
         name: np.asarray(row[name], dtype)
         for name, dtype in _DTYPES.items()
-        if row[name] is not None
+        if row.get(name) is not None
     }
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])

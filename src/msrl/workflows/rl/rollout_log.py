@@ -15,6 +15,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
+from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import RolloutRecord, write_records
 from msrl.types import Floats, Prompt, ScoredGroup, TrainingSample
 
@@ -133,6 +134,7 @@ class RolloutLog:
             messages=(("prompt", self._text(prompt)), ("assistant", completion.text)),
             answer=prompt.answer,
             times=times,
+            tag=prompt.extra.get(TAG, ""),
             **logprobs,
         )
 
@@ -181,6 +183,7 @@ class RolloutLog:
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            **({"tag": prompt.extra[TAG]} if TAG in prompt.extra else {}),
             **({"versions": versions} if versions else {}),
         }
 
@@ -190,4 +193,8 @@ class RolloutLog:
 
 
 # Columns of the rollout record by the field of the sequences that holds them.
-_LOGPROBS = {"trainer_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
+_LOGPROBS = {
+    "trainer_logprobs": "old_logprobs",
+    "reference_logprobs": "reference_logprobs",
+    "entropies": "entropies",
+}
