@@ -49,6 +49,7 @@ class RolloutLog:
         *,
         sequences: Sequences | None = None,
         times: Mapping[str, float] | None = None,
+        values: Mapping[str, Mapping[int, Floats]] | None = None,
     ) -> None:
         """Write the rollouts of a step.
 
@@ -60,11 +61,13 @@ class RolloutLog:
             sequences: Sequences of `samples` with the log-probabilities of trainer and reference as
                 fields, for the format `parquet`.
             times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
+            values: Further arrays [T] by column and number of the sample, for `parquet`.
         """
         if not self._is_on:
             return None
         if self._format == "parquet":
-            records = self._records(step, groups, samples, dropped_groups, sequences, times or {})
+            columns = _token_columns(sequences, values or {})
+            records = self._records(step, groups, samples, dropped_groups, columns, times or {})
             path = self._run_dir / "rollouts" / f"step_{step:06d}.parquet"
             path.parent.mkdir(exist_ok=True)
             return write_records(path, list(records))
@@ -83,14 +86,13 @@ class RolloutLog:
         groups: Sequence[ScoredGroup],
         samples: Sequence[TrainingSample],
         dropped_groups: Sequence[ScoredGroup],
-        sequences: Sequences | None,
+        columns: Mapping[str, Mapping[int, Floats]],
         times: Mapping[str, float],
     ) -> Iterator[RolloutRecord]:
-        fields = {} if sequences is None else sequences.fields
         positions = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
         for number, ((g, c), sample) in enumerate(zip(positions, samples, strict=True)):
             logprobs = {
-                column: fields[name][number] for column, name in _LOGPROBS.items() if name in fields
+                column: arrays[number] for column, arrays in columns.items() if number in arrays
             }
             yield self._record(step, g, c, groups[g], sample, times, logprobs)
         for g, group in enumerate(dropped_groups, start=len(groups)):
@@ -193,8 +195,19 @@ class RolloutLog:
 
 
 # Columns of the rollout record by the field of the sequences that holds them.
-_LOGPROBS = {
-    "trainer_logprobs": "old_logprobs",
+_COLUMNS = {
+    "old_logprobs": "trainer_logprobs",
     "reference_logprobs": "reference_logprobs",
     "entropies": "entropies",
 }
+
+
+def _token_columns(
+    sequences: Sequences | None, values: Mapping[str, Mapping[int, Floats]]
+) -> Mapping[str, Mapping[int, Floats]]:
+    """Return the arrays [T] of the record by column and number of the sample."""
+    fields = {} if sequences is None else sequences.fields
+    computed = {
+        column: dict(enumerate(fields[name])) for name, column in _COLUMNS.items() if name in fields
+    }
+    return {**values, **computed}

@@ -144,8 +144,15 @@ class TrainingSession:
 
         It ends after the last step, an interrupt or an early stop.
         """
+        profile = self._config.log.profile
         for step in range(self._start_step, self._num_steps):
+            is_profiled = step + 1 in profile.steps
+            if is_profiled:
+                folder = self.run_dir / "profile" / f"step_{step + 1:06d}"
+                self._trainers.begin_profile(folder, profile.ranks)
             yield step
+            if is_profiled:
+                self._trainers.end_profile()
             if self._is_over:
                 return
 
