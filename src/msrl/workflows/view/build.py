@@ -27,7 +27,7 @@ class View:
             MsrlError: A folder is not that of a run, or the output folder has other contents.
         """
         self.output = output
-        self._runs = [RunData(folder, number) for number, folder in enumerate(folders)]
+        self._runs = _open_runs(folders)
         self._is_live = is_live
         self._version = 0
         _prepare(output)
@@ -35,7 +35,7 @@ class View:
     @property
     def title(self) -> str:
         """Title of the page."""
-        return ", ".join(run.folder.absolute().name for run in self._runs)
+        return ", ".join(run.name for run in self._runs)
 
     def update(self) -> None:
         """Write the data files that have changed, then the page."""
@@ -58,10 +58,10 @@ def write_single_file(folders: Sequence[Path], output: Path) -> Path:
     Raises:
         MsrlError: The runs have too much data for a single file.
     """
-    runs = [RunData(folder, number) for number, folder in enumerate(folders)]
+    runs = _open_runs(folders)
     chunks = InlineChunks()
     _write_runs(runs, chunks)
-    text = page(", ".join(run.folder.absolute().name for run in runs), chunks.values)
+    text = page(", ".join(run.name for run in runs), chunks.values)
     if len(text) > SINGLE_FILE_BYTES:
         raise MsrlError(
             f"{output}: the runs need {len(text) / 1e6:.0f} MB in a single file, and at most "
@@ -73,6 +73,21 @@ def write_single_file(folders: Sequence[Path], output: Path) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     return output
+
+
+def _open_runs(folders: Sequence[Path]) -> list[RunData]:
+    names = distinct_names(folders)
+    return [RunData(folder, i, names[i]) for i, folder in enumerate(folders)]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths: one, or as many as tell all folders apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for count in range(1, max(map(len, paths))):
+        names = ["/".join(parts[-count:]) for parts in paths]
+        if len({*names}) == len(names):
+            return names
+    return [str(folder) for folder in folders]
 
 
 def _write_runs(runs: Sequence[RunData], chunks: Chunks) -> None:

@@ -19,7 +19,7 @@ from msrl.files import write_text
 
 CHUNK_BYTES = 1 << 20  # a chunk ends after the sample that reaches this size
 _UNSAFE = re.compile("[<>&\u007f-\u009f\u2028\u2029\ufeff\ud800-\udfff]")
-_DECIMALS = 5
+_DECIMALS = 6
 
 
 class Chunks(Protocol):
@@ -62,7 +62,7 @@ def safe_json(value: object) -> str:
 
 def number(value: float) -> float | None:
     """Return a number that JSON can represent, or None."""
-    return round(value, 6) if math.isfinite(value) else None
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def compact(values: Sequence[float] | np.ndarray) -> list[float | None] | float | None:

@@ -65,9 +65,9 @@ def _model_nodes(folder: Path, depth: int, title: str) -> Iterator[Node]:
         for step, record in sorted(manifest["iterations"].items(), key=lambda item: -int(item[0])):
             digest, note = _digest(record.get("files", {})), _layout(record)
             yield _node(depth, title, folder / f"iter_{int(step):07d}", digest, note)
-        source = manifest.get("source")
-        if isinstance(source, str):
-            yield from _model_nodes(Path(source), depth + 1, "converted from")
+            source = record.get("source")
+            if isinstance(source, str) and depth < _MAX_DEPTH:
+                yield from _model_nodes(Path(source), depth + 1, "converted from")
     elif folder.is_dir():
         record = _json(folder / HF_MANIFEST)
         note = "Hugging Face folder" if (folder / "config.json").is_file() else ""

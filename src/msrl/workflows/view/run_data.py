@@ -27,7 +27,8 @@ from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_f
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
 _SAVED = re.compile(r"Saved checkpoint of step (\d+) ")
-_PREVIEW = 160  # characters of a text in a table
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
+_PREVIEW = 100  # characters of a text in a table
 _BYTES_PER_NUMBER = 8
 # Sections of other commands, which are the same in every run folder.
 _OTHER_SECTIONS = ("convert", "preprocess", "generate", "chat")
@@ -39,6 +40,7 @@ class RunData:
 
     folder: Path
     number: int
+    name: str
     _tables: dict[str, _Table] = field(default_factory=dict[str, "_Table"])
     _token_ids: set[int] = field(default_factory=set[int])
 
@@ -58,7 +60,7 @@ class RunData:
         reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
         attempts = _json_lines(self.folder / ATTEMPTS)
         return {
-            "name": self.folder.absolute().name,
+            "name": self.name,
             "folder": str(self.folder),
             "config": flat({k: v for k, v in config.items() if k not in _OTHER_SECTIONS}),
             "attempts": attempts,
@@ -243,7 +245,7 @@ def _scores(samples: Sequence[ViewSample]) -> dict[str, list[float | None]]:
 
 def _preview(text: str) -> str:
     """Return the beginning and end of a text on one line."""
-    line = " ".join(text[: 4 * _PREVIEW].split() if len(text) < _PREVIEW else text.split())
+    line = " ".join(_SPECIAL_TOKEN.sub(" ", text).split())
     if len(line) <= _PREVIEW:
         return line
     return f"{line[: _PREVIEW // 3]} … {line[-2 * _PREVIEW // 3 :]}"

@@ -71,7 +71,8 @@ function drawCurves(plot, lines, markers, readout) {
   const series = [{ label: "step" }];
   for (const { run, label, steps, values, dash } of lines) {
     const stroke = color(`run-${runColor(run)}`);
-    const points = { show: steps.length <= 40, size: 5, fill: stroke };
+    const known = values.reduce((sum, value) => sum + (value === null ? 0 : 1), 0);
+    const points = { show: known <= 40, size: 5, fill: stroke };
     const line = { label, stroke, width: 1.75, points, spanGaps: true, dash };
     if (isSmoothed) {
       tables.push([steps, values], [steps, smooth(values, state.smoothing)]);

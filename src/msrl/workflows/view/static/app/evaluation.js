@@ -15,7 +15,7 @@ export async function evaluationPage(main) {
   const run = Math.min(Number(query.get("run") ?? 0), state.runs.length - 1);
   const entries = state.runs[run].tables.eval;
   const steps = entries.map((entry) => entry.step);
-  fill(main, el("h1", {}, "Evaluation"), problemRunSelect(run), accuracy());
+  fill(main, el("h1", {}, "Evaluation"), el("div", { class: "toolbar" }, problemRunSelect(run)), accuracy());
   if (!steps.length) {
     main.append(el("p", { class: "quiet" }, "The run has no files of evaluations (eval.every_steps, log.save_rollouts)."));
     return;
@@ -85,6 +85,7 @@ function comparison(run, steps, before, after, problems, wanted) {
   const shown = problems.filter(({ change }) => !wanted || change === wanted);
   const list = virtualList({
     label: "Problems",
+    kind: "problems",
     rowHeight: PROBLEM_HEIGHT,
     render: (index) => problemRow(shown[index]),
     describe: (index) => `Prompt ${shown[index].prompt}: ${shown[index].change}`,

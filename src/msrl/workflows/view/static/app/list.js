@@ -9,21 +9,21 @@ const SPARE_ROWS = 6; // above and below the visible ones
  *
  * `render(index)` returns the contents of a row, `open(index)` is called by a click or Enter.
  */
-export function virtualList({ label, rowHeight, render, open, describe }) {
+export function virtualList({ label, rowHeight, render, open, describe, kind = "" }) {
   let count = 0;
   let active = 0;
   const rows = el("div", { class: "rows", role: "presentation" });
-  const element = el("div", { class: "virtual", role: "listbox", tabindex: "0", "aria-label": label,
+  const element = el("div", { class: `virtual ${kind}`, role: "listbox", tabindex: "0", "aria-label": label,
     on: { scroll: () => requestAnimationFrame(draw), keydown: onKey } }, rows);
 
   function draw() {
+    rows.style.height = `${count * rowHeight}px`;
     const top = element.scrollTop;
     const first = Math.max(0, Math.floor(top / rowHeight) - SPARE_ROWS);
     const last = Math.min(count, Math.ceil((top + element.clientHeight) / rowHeight) + SPARE_ROWS);
     const shown = [];
     for (let index = first; index < last; index += 1) shown.push(row(index));
     fill(rows, shown);
-    rows.style.height = `${count * rowHeight}px`;
     if (count) element.setAttribute("aria-activedescendant", `row-${active}`);
     else element.removeAttribute("aria-activedescendant");
   }

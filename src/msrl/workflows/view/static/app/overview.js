@@ -60,7 +60,7 @@ function differenceCard() {
   if (state.runs.length < 2) return null;
   const keys = differingKeys();
   return el("section", { class: "card run" }, el("h2", {}, "Differences"),
-    el("p", {}, `${keys.length} of the settings differ.`),
+    el("p", {}, keys.length === 1 ? "1 setting differs." : `${keys.length} settings differ.`),
     el("a", { class: "button", href: address(["overview"], { tab: "config" }) }, "Compare configurations"));
 }
 
@@ -118,7 +118,7 @@ function drawGrid(grid, text) {
   const names = [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics.values)))];
   const wanted = names.filter((name) => name.toLowerCase().includes(text.toLowerCase()));
   const groups = new Map();
-  const key = text ? [] : KEY_METRICS.filter((name) => names.includes(name));
+  const key = text ? [] : KEY_METRICS.filter((name) => names.includes(name) && lines(name).length);
   if (key.length) groups.set("Key metrics", key);
   for (const name of wanted.sort()) {
     const group = name.includes("/") ? name.split("/")[0] : "other";
@@ -128,7 +128,8 @@ function drawGrid(grid, text) {
   fill(grid, [...groups].map(([group, members], i) =>
     el("details", { class: "group", open: i === 0 || Boolean(text) },
       el("summary", {}, el("h2", {}, group), el("span", { class: "quiet" }, ` ${members.length}`)),
-      el("div", { class: "grid" }, members.map((name) => curveCard(name, lines(name), markers))))),
+      el("div", { class: "grid" }, members.map((name) => [name, lines(name)]).filter(([, drawn]) => drawn.length)
+        .map(([name, drawn]) => curveCard(name, drawn, markers))))),
   wanted.length ? null : el("p", { class: "quiet" }, "No metric has this name."));
   grid.querySelectorAll("details").forEach((details) =>
     details.addEventListener("toggle", () => redraw(details)));
@@ -137,7 +138,7 @@ function drawGrid(grid, text) {
 function lines(name) {
   return state.runs
     .map((run, number) => ({ run: number, label: run.name, steps: run.metrics.steps, values: run.metrics.values[name] }))
-    .filter(({ run, values }) => values && !state.hidden.has(run));
+    .filter(({ run, values }) => values?.some((value) => value !== null) && !state.hidden.has(run));
 }
 
 /** Return the keys whose values are not the same in all runs. */

@@ -8,7 +8,7 @@ import { virtualList } from "./list.js";
 import { turnViews } from "./sample.js";
 
 const ROW_HEIGHT = 40;
-const NARROW_ROW_HEIGHT = 64;
+const NARROW_ROW_HEIGHT = 86;
 const FILTERS = ["run", "kind", "from", "to", "verdict", "finish", "tag", "trained", "rewardMin", "rewardMax",
   "lengthMin", "lengthMax", "text", "sort"];
 const SORTS = [["", "step"], ["reward", "lowest reward"], ["-reward", "highest reward"],
@@ -148,16 +148,19 @@ function filterBar(samples, filters, run, change) {
   const kinds = [["rollout", "rollouts"], ["eval", "evaluations"]].filter(([kind]) => state.runs[run].tables[kind].length);
   const text = el("input", { type: "search", value: filters.text, placeholder: "in prompts, responses, answers",
     on: { change: (event) => change("text", event.target.value) } });
+  const more = ["kind", "finish", "tag", "trained", "from", "to", "rewardMin", "rewardMax", "lengthMin", "lengthMax", "sort"];
+  const isOpen = matchMedia("(min-width: 721px)").matches || more.some((name) => filters[name] !== "");
   return [
     state.runs.length > 1 ? field("Run", select(state.runs.map((item, i) => [i, visible(item.name)]), run, (value) => change("run", value))) : null,
-    kinds.length > 1 ? field("Kind", select(kinds, filters.kind || "rollout", (value) => change("kind", value))) : null,
     el("div", { class: "field segments-field" }, el("span", {}, "Verdict"), verdictButtons(samples, filters, change)),
     field("Text", text, "wide"),
+    el("details", { class: "more", open: isOpen }, el("summary", {}, "More filters"), el("div", { class: "toolbar" },
+    kinds.length > 1 ? field("Kind", select(kinds, filters.kind || "rollout", (value) => change("kind", value))) : null,
     choice("Finish", "finish", values(samples.finish).map((reason) => [reason, reason])),
     tags.length ? choice("Tag", "tag", tags.map((tag) => [tag, visible(tag)])) : null,
     choice("Trained", "trained", [["1", "trained"], ["0", "not trained"]]),
     numbers("Steps", "from", "to"), numbers("Reward", "rewardMin", "rewardMax"), numbers("Length", "lengthMin", "lengthMax"),
-    field("Order", select(SORTS, filters.sort, (value) => change("sort", value))),
+    field("Order", select(SORTS, filters.sort, (value) => change("sort", value))))),
   ];
 }
 
@@ -186,7 +189,7 @@ function sampleRow(samples, i) {
     el("span", { class: "cell c3" }, digits(samples.reward[i])),
     el("span", { class: "cell c4" }, samples.tokens[i]),
     el("span", { class: "cell c5" }, samples.finish[i], samples.trained[i] ? "" : " · not trained"),
-    el("span", { class: "cell c6" }, el("span", { class: "quiet" }, visible(samples.question[i] ?? "")), " ", visible(samples.preview[i])),
+    el("span", { class: "cell c6" }, el("span", { class: "quiet" }, visible(samples.question[i] ?? "")), " ", el("span", {}, visible(samples.preview[i]))),
   ];
 }
 

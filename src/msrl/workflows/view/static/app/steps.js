@@ -57,7 +57,7 @@ async function drawStep(body, run, step) {
     const data = await stepTable(entry);
     parts.push(rewards(data), lengths(data), groups(data), staleness(data));
   }
-  parts.push(timeline(run, index), allMetrics(metrics, index));
+  parts.push(allMetrics(metrics, index), timeline(run, index));
   fill(body, parts);
 }
 
@@ -162,13 +162,17 @@ function lane(names, seconds, i, longest) {
 function allMetrics(metrics, index) {
   const rows = Object.entries(metrics.values)
     .filter(([, values]) => values[index] !== null)
-    .map(([name, values]) => [visible(name), digits(values[index]), change(values, index)]);
-  return card("All metrics", table(["Metric", "Value", "Change"], rows));
+    .map(([name, values]) => el("div", {}, el("dt", {}, visible(name)),
+      el("dd", {}, digits(values[index]), el("span", { class: "quiet" }, ` ${change(values, index)}`))));
+  return el("section", { class: "card wide" }, el("h2", {}, "All metrics"),
+    el("p", { class: "quiet small" }, "In gray: the change since the step before."),
+    el("dl", { class: "metrics" }, rows));
 }
 
 function change(values, index) {
   const before = values[index - 1];
-  if (before === null || before === undefined) return "-";
+  if (before === null || before === undefined) return "";
   const difference = values[index] - before;
+  if (difference === 0) return "";
   return `${difference > 0 ? "+" : ""}${digits(difference)}`;
 }

@@ -24,7 +24,7 @@ export function digits(value) {
 }
 
 export function percent(value) {
-  return value === null || value === undefined ? "-" : `${digits(100 * value)}%`;
+  return value === null || value === undefined ? "-" : `${digits(Math.round(1000 * value) / 10)}%`;
 }
 
 /** Return a duration in seconds as text. */
