@@ -249,7 +249,9 @@ class ProfileConfig(Section):
         description="Steps to trace, from 1. The traces are in profile/ in the folder of the run.",
         examples=[[5, 6]],
     )
-    ranks: tuple[Size, ...] = Field(default=(0,), description="Training ranks to trace, from 0.")
+    ranks: tuple[Size, ...] = Field(
+        default=(0,), description="Training ranks to trace, from 0. An empty list traces all ranks."
+    )
 
 
 class LogConfig(Section):

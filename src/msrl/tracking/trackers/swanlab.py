@@ -75,6 +75,7 @@ def open_tracker(
             log_dir=str(folder),
             mode=mode,
             config=settings,
+            settings=swanlab.Settings(terminal={"proxy_type": "none"}),  # log.txt has all lines
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise MsrlError(
@@ -85,9 +86,11 @@ def open_tracker(
 
 
 def _has_login() -> bool:
-    """Return True if an API key is in the environment or in the file of `swanlab login`."""
-    folder = Path(os.environ.get("SWANLAB_SAVE_DIR", str(Path.home() / ".swanlab")))
-    return bool(os.environ.get("SWANLAB_API_KEY")) or (folder / ".netrc").is_file()
+    """Return True if an API key is in the environment or in a file of `swanlab login`."""
+    home = str(Path.home() / ".swanlab")
+    user = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR", home)
+    files = (Path(user) / ".netrc", Path.cwd() / ".swanlab" / ".netrc")
+    return bool(os.environ.get("SWANLAB_API_KEY")) or any(file.is_file() for file in files)
 
 
 class SwanLabTracker:

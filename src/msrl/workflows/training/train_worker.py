@@ -253,8 +253,8 @@ class TrainWorker:
     # Profiles
 
     def begin_profile(self, folder: Path, ranks: Sequence[int]) -> None:
-        """Begin a trace if this rank is one of `ranks`."""
-        if self._rank not in ranks:
+        """Begin a trace if this rank is one of `ranks`, or if `ranks` is empty."""
+        if ranks and self._rank not in ranks:
             return
         folder.mkdir(parents=True, exist_ok=True)
         trace = folder / f"rank_{self._rank:05d}"
