@@ -251,7 +251,7 @@ def install_torch_npu(session: nox.Session, folder: Path) -> None:
 
 
 def install_playwright(session: nox.Session, folder: Path) -> None:
-    """Install Playwright into a folder of its own. It uses the browser of the system."""
+    """Install Playwright, which uses the browser of the system, into `folder`."""
     stamp_file = folder / "msrl-browser.stamp"
     if stamp_file.exists() and stamp_file.read_text() == PLAYWRIGHT + sys.version:
         return

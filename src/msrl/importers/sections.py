@@ -152,10 +152,10 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
 
     -1 and `all` select all ranks.
     """
-    others = ("profile_step_start", "profile_step_end", "profile_ranks")
+    options = ("profile_step_start", "profile_step_end", "profile_ranks")
     if not is_on or first is None or last is None or last < first:
         keys.record("profile", KeyStatus.OFF, "")
-        for key in others:
+        for key in options:
             keys.record(key, KeyStatus.DEAD, "read with profile only")
         return
     ranks = keys.value("profile_ranks")
@@ -163,7 +163,7 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
     keys.assign("profile", ["log.profile.steps"], list(range(first, last + 1)))
     if keys.get("profile_ranks") is not None:
         keys.assign("profile_ranks", ["log.profile.ranks"], [] if is_all else as_list(ranks))
-    for key in others:
+    for key in options:
         keys.record(key, KeyStatus.APPLIED, "log.profile.steps")
 
 

@@ -84,7 +84,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths: one, or as many as tell all folders apart."""
     paths = [folder.absolute().parts for folder in folders]
     for count in range(1, max(map(len, paths))):
-        names = ["/".join(parts[-count:]) for parts in paths]
+        names = ["/".join(path[-count:]) for path in paths]
         if len({*names}) == len(names):
             return names
     return [str(folder) for folder in folders]

@@ -55,7 +55,7 @@ class InlineChunks:
 
 
 def safe_json(value: object) -> str:
-    """Return JSON that may stand in a script element and in a JavaScript file."""
+    """Return JSON that is safe in a script element and in a JavaScript file."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -98,7 +98,7 @@ def add_in_parts(
             starts.append(index)
             total = 0
         total += size(index)
-    for part, start in enumerate(starts):
-        end = starts[part + 1] if part + 1 < len(starts) else len(rows)
-        chunks.add(f"{name}-{part}", list(rows[start:end]))
+    for index, start in enumerate(starts):
+        end = starts[index + 1] if index + 1 < len(starts) else len(rows)
+        chunks.add(f"{name}-{index}", list(rows[start:end]))
     return starts

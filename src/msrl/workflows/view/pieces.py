@@ -22,7 +22,7 @@ Piece = str | list[int]
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
+class TokenPieces:
     """Texts of the tokens of one tokenizer, looked up once per token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -53,22 +53,22 @@ class Pieces:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the bytes by the characters that stand for them in byte-level vocabularies (GPT-2).
+    """Return the bytes by the characters that represent them in byte-level vocabularies (GPT-2).
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     plain = {chr(byte): byte for byte in printable}
-    return plain | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return plain | {chr(0x100 + index): byte for index, byte in enumerate(unprintable)}
 
 
-def open_pieces(folders: Iterable[Path]) -> Pieces | None:
+def open_pieces(folders: Iterable[Path]) -> TokenPieces | None:
     """Return the texts of the first folder that has a usable tokenizer, or None."""
     for folder in folders:
         if folder.is_dir():
             try:
-                return Pieces(open_tokenizer(folder).backend)
+                return TokenPieces(open_tokenizer(folder).backend)
             except MsrlError:
                 continue
     return None

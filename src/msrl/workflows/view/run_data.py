@@ -22,7 +22,7 @@ from msrl.tracking.run import ATTEMPTS, CONFIG
 from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
 from msrl.workflows.view.lineage import lineage
-from msrl.workflows.view.pieces import Pieces, open_pieces
+from msrl.workflows.view.pieces import TokenPieces, open_pieces
 from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_files
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
@@ -41,7 +41,7 @@ class RunData:
     folder: Path
     number: int
     name: str
-    _tables: dict[str, _Table] = field(default_factory=dict[str, "_Table"])
+    _tables: dict[str, _ConvertedFile] = field(default_factory=dict[str, "_ConvertedFile"])
     _token_ids: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class RunData:
                 samples = read_samples(path, size if isinstance(size, int) else None)
                 name = f"{self.number}/{kind}-{path.stem.removeprefix('step_')}"
                 self._token_ids.update(*(sample.token_ids.tolist() for sample in samples))
-                table = _Table(state, _write_table(name, samples, verdicts, chunks))
+                table = _ConvertedFile(state, _write_table(name, samples, verdicts, chunks))
                 self._tables[str(path)] = table
             entries.append(table.entry)
         return entries
@@ -105,7 +105,7 @@ class RunData:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _ConvertedFile:
     """Entry of a converted file; `state` tells whether the file has changed since."""
 
     state: tuple[int, int]
@@ -185,7 +185,7 @@ def _tokenizer_folders(folder: Path, config: Mapping[str, Any]) -> Iterator[Path
                 yield base / path
 
 
-def _pieces(pieces: Pieces | None, token_ids: set[int]) -> dict[str, Any]:
+def _pieces(pieces: TokenPieces | None, token_ids: set[int]) -> dict[str, Any]:
     if pieces is None:
         return {}
     return {str(token): piece for token, piece in pieces.pieces(sorted(token_ids)).items()}

@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 UPDATE_S = 5.0  # seconds between two updates
 
 
-class Handler(SimpleHTTPRequestHandler):
+class ViewHandler(SimpleHTTPRequestHandler):
     """Handler of files of the view, for requests that name this server only.
 
     Other sites can make a browser send requests to loopback addresses under another host name (DNS
@@ -53,7 +53,7 @@ def open_server(view: View, port: int) -> ThreadingHTTPServer:
     Raises:
         MsrlError: The port is in use.
     """
-    handler = partial(Handler, directory=str(view.output))
+    handler = partial(ViewHandler, directory=str(view.output))
     try:
         return ThreadingHTTPServer((HOST, port), handler)
     except OSError as error:
