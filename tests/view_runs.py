@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, decoders, models
 
+from msrl.tracking.log_file import SAVED
 from msrl.tracking.rollouts import RolloutRecord, write_records
 from msrl.workflows.view.pieces import byte_alphabet
 
@@ -130,9 +131,8 @@ def make_run(
     folder.mkdir(parents=True)
     config = make_config(folder.name) if config is None else config
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "log.txt").write_text(
-        f"2026-01-01T00:00:00Z Saved checkpoint of step 2 to {folder}\n"
-    )
+    saved = SAVED.format(step=2, folder=folder)
+    (folder / "log.txt").write_text(f"2026-01-01T00:00:00Z {saved}\n")
     write_tokenizer(folder / "checkpoints" / "hf")
     _write_attempts(folder, num_steps)
     _write_metrics(folder, num_steps)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from msrl.errors import ProcessFailedError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
+from msrl.tracking.log_file import SAVED
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.guard import GradientError
 from msrl.types import StepReport
@@ -220,7 +221,7 @@ class TrainingSession:
     def _add_saved(self, checkpoints: Sequence[SavedTraining]) -> None:
         """Report checkpoints that are now complete."""
         for saved in checkpoints:
-            print(f"Saved checkpoint of step {saved.step} to {saved.root}", file=sys.stderr)
+            print(SAVED.format(step=saved.step, folder=saved.root), file=sys.stderr)
             self._saved = saved
 
 

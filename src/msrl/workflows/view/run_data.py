@@ -16,6 +16,7 @@ import yaml
 
 from msrl.errors import MsrlError
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
+from msrl.tracking.log_file import SAVED
 from msrl.tracking.metrics import FILE_NAME as METRICS
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.run import ATTEMPTS, CONFIG
@@ -26,7 +27,7 @@ from msrl.workflows.view.pieces import TokenPieces, open_pieces
 from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_files
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
-_SAVED = re.compile(r"Saved checkpoint of step (\d+) ")
+_SAVED = re.compile(SAVED.partition(" to ")[0].format(step=r"(\d+)") + " to ")
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 _PREVIEW = 100  # characters of a text in a table
 _BYTES_PER_NUMBER = 8
