@@ -409,6 +409,15 @@ def _wandb(folder: Path) -> list[tuple[int, float]]:
     ]
 
 
+def _swanlab(folder: Path) -> list[tuple[int, float]]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")  # its blocks are those of W&B's files
+    records = [Record.FromString(data) for data in wandb_records(file)]
+    scalars = [record.scalar for record in records if record.HasField("scalar")]
+    return [(row.step, row.value.number) for row in scalars if row.key == "train/loss"]
+
+
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
     """Reader of what a tracker wrote to a run folder: steps and values of `train/loss`.
@@ -422,6 +431,7 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
+    "swanlab": TrackerRow(_swanlab, "swanlab", (("SWANLAB_MODE", "offline"),)),
     "tensorboard": TrackerRow(_tensorboard, "tensorboard"),
     "wandb": TrackerRow(_wandb, "wandb", (("WANDB_MODE", "offline"),)),
 }

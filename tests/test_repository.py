@@ -64,6 +64,7 @@ def test_all_documented_nox_sessions_exist() -> None:
         "types",
         "layers",
         "npu",
+        "browser",
         "bench",
         "learning",
     }

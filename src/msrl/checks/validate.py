@@ -32,7 +32,7 @@ from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
 from msrl.checks.serve import check_serve
-from msrl.checks.trackers import check_tracker_options
+from msrl.checks.trackers import check_rollout_files, check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -145,6 +145,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
+        check_rollout_files,
         check_engine_options,
     ),
     "convert-ckpt": (check_convert,),

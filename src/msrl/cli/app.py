@@ -24,6 +24,7 @@ from msrl.cli import (
     report,
     serve,
     train,
+    view,
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
@@ -52,6 +53,7 @@ ORDER = (
     "serve",
     "eval",
     "report",
+    "view",
     "cluster",
     "config",
     "doctor",
@@ -101,6 +103,7 @@ app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
 app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
+app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

@@ -22,7 +22,6 @@ NOT_YET: dict[str, str] = {
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
-    "log.length_plot_every": "",
     "env": "set environment.name",
 }
 
