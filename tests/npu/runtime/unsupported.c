@@ -1,9 +1,12 @@
 // Functions that torch_npu links but that the simulated device does not have.
 //
 // They fail and leave a message that torch_npu adds to its exception. Their parameters are unused,
-// so this file declares none and includes no header of CANN.
+// so this file declares none and includes no header of CANN. With NPU_SIM_TRACE=1 they also print
+// the stack of the caller; ASCEND_LAUNCH_BLOCKING=1 makes it that of the operator.
+#include <execinfo.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { ERROR_FEATURE_UNSUPPORTED = 207000 };
@@ -15,6 +18,10 @@ const char* aclGetRecentErrMsg(void) { return message; }
 static int refuse(const char* name) {
   snprintf(message, sizeof message, "%s: not part of the simulated device", name);
   fprintf(stderr, "%s\n", message);
+  if (getenv("NPU_SIM_TRACE") != NULL) {
+    void* frames[64];
+    backtrace_symbols_fd(frames, backtrace(frames, 64), 2);
+  }
   return ERROR_FEATURE_UNSUPPORTED;
 }
 
