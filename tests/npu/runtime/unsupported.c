@@ -15,7 +15,7 @@ static char message[256];
 
 const char* aclGetRecentErrMsg(void) { return message; }
 
-static int refuse(const char* name) {
+int refuse(const char* name) {
   snprintf(message, sizeof message, "%s: not part of the simulated device", name);
   fprintf(stderr, "%s\n", message);
   if (getenv("NPU_SIM_TRACE") != NULL) {
@@ -27,39 +27,19 @@ static int refuse(const char* name) {
 
 #define UNSUPPORTED(name) \
   int name(void) { return refuse(#name); }
-#define UNSUPPORTED_POINTER(name) \
-  void* name(void) {              \
-    refuse(#name);                \
-    return NULL;                  \
-  }
 #define IGNORED(name) \
   int name(void) { return 0; }
 
-// Operators that are compiled at run time. Tests register references in their place.
-UNSUPPORTED(aclopCompileAndExecute)
-UNSUPPORTED_POINTER(aclopCreateAttr)
-UNSUPPORTED(aclopDestroyAttr)
-UNSUPPORTED(aclopSetAttrBool)
-UNSUPPORTED(aclopSetAttrDataType)
-UNSUPPORTED(aclopSetAttrFloat)
-UNSUPPORTED(aclopSetAttrInt)
-UNSUPPORTED(aclopSetAttrListBool)
-UNSUPPORTED(aclopSetAttrListFloat)
-UNSUPPORTED(aclopSetAttrListInt)
-UNSUPPORTED(aclopSetAttrListListInt)
-UNSUPPORTED(aclopSetAttrString)
-UNSUPPORTED_POINTER(aclCreateDataBuffer)
-UNSUPPORTED_POINTER(aclCreateTensorDesc)
-UNSUPPORTED(aclDestroyDataBuffer)
-UNSUPPORTED(aclDestroyTensorDesc)
-UNSUPPORTED(aclGetTensorDescDimV2)
-UNSUPPORTED(aclGetTensorDescFormat)
-UNSUPPORTED(aclGetTensorDescNumDims)
-UNSUPPORTED(aclGetTensorDescType)
-UNSUPPORTED(aclSetTensorDescName)
-UNSUPPORTED(aclSetTensorFormat)
-UNSUPPORTED(aclSetTensorPlaceMent)
-UNSUPPORTED(aclSetTensorShape)
+// Attributes of compiled operators (operators.cpp). Those that it has need none.
+IGNORED(aclopSetAttrBool)
+IGNORED(aclopSetAttrDataType)
+IGNORED(aclopSetAttrFloat)
+IGNORED(aclopSetAttrInt)
+IGNORED(aclopSetAttrListBool)
+IGNORED(aclopSetAttrListFloat)
+IGNORED(aclopSetAttrListInt)
+IGNORED(aclopSetAttrListListInt)
+IGNORED(aclopSetAttrString)
 
 // Kernels in binary form
 UNSUPPORTED(aclrtBinaryGetFunction)
