@@ -44,8 +44,6 @@ class _AfterTorchNpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         torch.ops.load_library(os.environ["NPU_SIM_KERNELS"])
         register_operators()
-        # torch_npu fills new memory of deterministic runs with an operator that it calls directly.
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 if "NPU_SIM_KERNELS" in os.environ:
