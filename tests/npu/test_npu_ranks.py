@@ -46,7 +46,10 @@ CASES = {
 }
 # The module starts ranks. Those of the CPU must not load torch_npu, as on a machine without NPUs.
 pytestmark = pytest.mark.slow
-ENVIRONMENTS = {"npu": {}, "cpu": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}
+ENVIRONMENTS = {
+    "npu": {"HCCL_CONNECT_TIMEOUT": "1200"},
+    "cpu": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+}
 
 
 def _environment(platform: str) -> dict[str, str]:
