@@ -40,6 +40,9 @@ def main(arguments: list[str]) -> None:
     """Build the simulator and run Python with the rest of the arguments."""
     if arguments[:1] != ["--packages"] or len(arguments) < 3:
         sys.exit("usage: simulator.py --packages FOLDER PYTHON-ARGUMENTS...")
+    mindspeed = os.environ.get("MINDSPEED_HOME")
+    if mindspeed and not (Path(mindspeed) / "mindspeed" / "megatron_adaptor.py").is_file():
+        sys.exit(f"MINDSPEED_HOME={mindspeed}: not a checkout of MindSpeed core_r0.16.0")
     packages = Path(arguments[1]).resolve()
     variables = environment(packages, *build(packages))
     os.execve(sys.executable, [sys.executable, *arguments[2:]], {**os.environ, **variables})
@@ -54,7 +57,13 @@ def environment(packages: Path, runtime: Path, kernels: Path) -> dict[str, str]:
     return {
         ENABLED: str(kernels / KERNELS),
         "LD_LIBRARY_PATH": _joined(runtime, os.environ.get("LD_LIBRARY_PATH")),
-        "PYTHONPATH": _joined(HERE / "site", packages, mindspeed, os.environ.get("PYTHONPATH")),
+        "PYTHONPATH": _joined(
+            HERE / "site",
+            packages,
+            packages / "mindspeed",  # packages that only MindSpeed needs
+            mindspeed,
+            os.environ.get("PYTHONPATH"),
+        ),
         "ASCEND_HOME_PATH": str(ascend),
         "ASCEND_OPP_PATH": str(ascend / "opp"),
         "NPU_SIM_DEVICES": str(NUM_DEVICES),

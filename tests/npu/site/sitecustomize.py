@@ -44,6 +44,10 @@ class _AfterTorchNpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         torch.ops.load_library(os.environ["NPU_SIM_KERNELS"])
         register_operators()
+        if os.environ.get("MINDSPEED_HOME"):
+            import mindspeed_placeholders
+
+            mindspeed_placeholders.install()
 
 
 if "NPU_SIM_KERNELS" in os.environ:
