@@ -107,7 +107,7 @@ def npu(session: nox.Session) -> None:
     install(session, "cpu,dev")
     packages = ROOT / ".nox" / "npu"
     install_torch_npu(session, packages)
-    needs = packages / "mindspeed"
+    needs = packages / "needs-of-mindspeed"
     if os.environ.get("MINDSPEED_HOME") and not (needs / "scipy").exists():
         pip(session, "install", "-q", "--no-deps", "--target", str(needs), "scipy")
     simulator = ("tests/npu/simulator.py", "--packages", str(packages))

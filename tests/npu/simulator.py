@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Replaces MindSpeed's adaptor where MINDSPEED_HOME names no checkout.
 STAND_IN = HERE / "mindspeed_stand_in"
+NEEDS = "needs-of-mindspeed"  # folder with packages beside torch_npu
 ENABLED = "NPU_SIM_KERNELS"  # the variable that tells a process that it runs on the simulator
 RUNTIME_SOURCES = ("device.cpp", "stream.cpp", "hccl.cpp", "operators.cpp", "unsupported.c")
 RUNTIME = "libascendcl.so"
@@ -60,7 +61,7 @@ def environment(packages: Path, runtime: Path, kernels: Path) -> dict[str, str]:
         "PYTHONPATH": _joined(
             HERE / "site",
             packages,
-            packages / "mindspeed",  # packages that only MindSpeed needs
+            packages / NEEDS,  # packages that only MindSpeed needs
             mindspeed,
             os.environ.get("PYTHONPATH"),
         ),
