@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -107,9 +108,14 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def npu(session: nox.Session) -> None:
     """Run tests/npu on simulated Ascend NPUs with the real torch_npu: `-- [PYTEST-OPTION...]`."""
+    if sys.platform != "linux" or shutil.which("g++") is None:
+        session.skip("the simulated NPU needs Linux and g++ (apt install g++)")
     install(session, "cpu,dev")
     packages = ROOT / ".nox" / "npu"
     install_torch_npu(session, packages)
+    needs = packages / "needs-of-mindspeed"
+    if os.environ.get("MINDSPEED_HOME") and not (needs / "scipy").exists():
+        pip(session, "install", "-q", "--no-deps", "--target", str(needs), "scipy")
     simulator = ("tests/npu/simulator.py", "--packages", str(packages))
     python(session, *simulator, "-m", "pytest", "-n", "0", "tests/npu", *session.posargs)
 
@@ -249,11 +255,19 @@ def install_peers(session: nox.Session, folder: Path) -> None:
 
 
 def install_torch_npu(session: nox.Session, folder: Path) -> None:
-    """Install torch_npu into a folder of its own: torch loads it wherever it finds it."""
+    """Install torch_npu into a folder of its own: torch loads it wherever it finds it.
+
+    Skips the session if there is no wheel for this Python and machine.
+    """
     stamp_file = folder / "msrl-npu.stamp"
     if stamp_file.exists() and stamp_file.read_text() == TORCH_NPU + sys.version:
         return
-    pip(session, "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), TORCH_NPU)
+    options = ("-q", "--no-deps", "--upgrade", "--only-binary", ":all:", "--target", str(folder))
+    try:
+        pip(session, "install", *options, TORCH_NPU)
+    except nox.command.CommandFailed:
+        version = sys.version.split()[0]
+        session.skip(f"pip cannot install {TORCH_NPU} for Python {version} on this machine")
     stamp_file.write_text(TORCH_NPU + sys.version)
 
 

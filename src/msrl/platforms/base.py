@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from msrl.errors import MsrlError
+
 if TYPE_CHECKING:
     import torch
 
@@ -67,6 +69,23 @@ class VarlenAttention(Protocol):
     ) -> torch.Tensor: ...  # [Q, h, d]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightEngine:
+    """A weight transfer engine of vLLM, which moves weights from device to device.
+
+    Attributes:
+        name: Its name in vLLM's registry.
+        module: Module of its classes where the trainer's side is static methods (vLLM 0.23).
+        prefix: Prefix of the names of these classes.
+        is_static: The trainer's side is static methods in all versions.
+    """
+
+    name: str
+    module: str | None = None
+    prefix: str = ""
+    is_static: bool = False
+
+
 class Platform(ABC):
     """One kind of device.
 
@@ -93,6 +112,11 @@ class Platform(ABC):
     libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")
     # Head dimensions that vLLM's attention kernels support, empty if vLLM selects the kernel.
     engine_head_dims: tuple[int, ...] = ()
+    # vLLM's weight transfer engines by the value of rollout.weights.transfer.
+    weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
+        "ipc": WeightEngine("ipc"),
+        "nccl": WeightEngine("nccl", "vllm.distributed.weight_transfer.nccl_engine", "NCCL"),
+    }
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -134,6 +158,18 @@ class Platform(ABC):
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank and select it for the process."""
+
+    def weight_engine(self, way: str) -> WeightEngine:
+        """Return vLLM's weight transfer engine for a way of the weights.
+
+        Raises:
+            MsrlError: The platform has none.
+        """
+        if way not in self.weight_engines:
+            raise MsrlError(
+                f"rollout.weights.transfer={way}: not supported on {self.name}. Set it to auto."
+            )
+        return self.weight_engines[way]
 
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False

@@ -27,6 +27,7 @@ from msrl.platforms.base import (
     Role,
     VariableOverride,
     VarlenAttention,
+    WeightEngine,
 )
 
 if TYPE_CHECKING:
@@ -151,6 +152,14 @@ class NpuPlatform(Platform):
     overlap_communication = True
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
+
+    # vllm-ascend 0.23 (distributed/weight_transfer). Its engine for shared devices, npu_ipc, needs
+    # calls that msrl does not make.
+    weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
+        "nccl": WeightEngine(
+            "hccl", "vllm_ascend.distributed.weight_transfer.hccl_engine", "HCCL", is_static=True
+        )
+    }
 
     def network_environment(self, interface: str) -> Mapping[str, str]:
         common = super().network_environment(interface)

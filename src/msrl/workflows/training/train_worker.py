@@ -214,9 +214,10 @@ class TrainWorker:
         from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
 
         host = group.address.rpartition(":")
+        platform = self._training_rank.policy.position.platform
         self._device_sender = DeviceSender(
             TransferGroup(
-                group.way,
+                platform.weight_engine(group.way),
                 self._rank,
                 (host[0], int(host[2])),
                 len(group.engines) * group.processes_per_engine,
