@@ -1,4 +1,4 @@
-"""Recipes of examples/recipes: dry runs with the real configurations, without weights or devices."""
+"""Recipes of examples/recipes: dry runs with real config.json files, without weights or devices."""
 
 from __future__ import annotations
 
