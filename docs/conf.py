@@ -52,19 +52,19 @@ _SYMBOLS = re.compile(r"[一-鿿]")
 class EnglishAndChinese(SearchEnglish):
     """Search index of English words and of pairs of Chinese characters.
 
-    Chinese has no spaces between words. A query of several characters is split into the same
-    pairs, and a page must have all of them.
+    Chinese has no spaces between words. The index has all pairs of neighboring characters, and a
+    query is split into pairs, all of which a page must have.
     """
 
     lang = "en_zh"
-    language_name = "English and Chinese"
+    language_name = "English"  # names the stemmer in the browser, too
     js_splitter_code = """
 function splitQuery(query) {
   const words = [];
   const runs = /[\\u4e00-\\u9fff]+|[\\p{Letter}\\p{Number}_\\p{Emoji_Presentation}]+/gu;
   for (const run of query.match(runs) || []) {
     if (!/^[\\u4e00-\\u9fff]/.test(run) || run.length === 1) { words.push(run); continue; }
-    for (let i = 0; i + 1 < run.length; i++) words.push(run.slice(i, i + 2));
+    for (let i = 0; i < run.length; i += 2) words.push(run.slice(i, i + 2));
   }
   return words;
 }
