@@ -144,7 +144,7 @@ def test_a_page_begins_with_a_sentence_about_its_contents(page: Path):
     title, _, rest = page.read_text(encoding="utf-8").partition("\n\n")
     first = rest.partition("\n\n")[0]
     assert title.startswith("# ") and "\n" not in title
-    assert re.match(r"[A-Z`].*\.", first, re.S) and len(first.split()) > 8
+    assert re.match(r"[A-Za-z`].*\.", first, re.S) and len(first.split()) > 8
 
 
 def generator() -> Any:
