@@ -51,8 +51,8 @@ def page_id(page: Path) -> str:
 def blocks(page: Path, *languages: str) -> list[str]:
     """Return the code blocks of a page in these languages."""
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^```(\S*)\n(.*?)^```", text, re.S | re.M)
-    return [block for language, block in found if language in languages]
+    fences = re.findall(r"^```(\S*)\n(.*?)^```", text, re.S | re.M)
+    return [block for language, block in fences if language in languages]
 
 
 def prose(page: Path) -> str:
@@ -141,8 +141,8 @@ def test_links_lead_to_existing_files_and_headings(page: Path):
 
 @pytest.mark.parametrize("page", SITE, ids=page_id)
 def test_a_page_begins_with_a_sentence_about_its_contents(page: Path):
-    title, _, rest = page.read_text(encoding="utf-8").partition("\n\n")
-    first = rest.partition("\n\n")[0]
+    title, _, body = page.read_text(encoding="utf-8").partition("\n\n")
+    first = body.partition("\n\n")[0]
     assert title.startswith("# ") and "\n" not in title
     assert re.match(r"[A-Za-z`].*\.", first, re.S) and len(first.split()) > 8
 
