@@ -157,6 +157,14 @@ def layers(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in build/docs. Warnings, such as broken links, are errors."""
+    install(session, "docs")
+    options = ("--fail-on-warning", "--keep-going", "--nitpicky", "-q")
+    python(session, "-m", "sphinx", *options, "-c", "docs", ".", "build/docs", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Benchmark msrl and its peers: `nox -s bench -- [NAME...] [--rounds N] [--write]`.
 
