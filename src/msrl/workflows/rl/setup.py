@@ -94,7 +94,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
-    eval_prompts = _eval_prompts(plan, tokenizer)
+    held_out = eval_prompts(plan, tokenizer)
     num_steps = count_steps(config, len(prompts.rows))
     resume, state = _checkpoint_and_state(plan, prompts.order, num_steps)
     return RLSetup(
@@ -104,7 +104,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         placement=plan.place(platform.ray_resource),
         prompts=prompts,
         state=state,
-        eval_prompts=eval_prompts,
+        eval_prompts=held_out,
         sampling=plan.sampling,
         num_steps=num_steps,
         resume=resume,
@@ -147,7 +147,7 @@ def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
     return Prompts(PromptMixture(datasets), tuple(np.concatenate(numbers).tolist()), order)
 
 
-def _eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
+def eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
     """Return the first `eval.prompts` prompts of `data.eval`; all if it is not set."""
     if not plan.data.eval:
         return ()
