@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msrl.checks.environment import check_environment
+from msrl.checks.environment import check_environment, check_no_environment
 from msrl.checks.validate import find_errors
 from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
@@ -145,3 +145,10 @@ def test_a_row_that_selects_an_unknown_environment_is_refused() -> None:
 
 def _row(environment: str) -> Prompt:
     return Prompt(2, np.array([1]), "", {"environment": environment})
+
+
+def test_a_command_that_runs_no_episodes_refuses_an_environment() -> None:
+    lines = list(check_no_environment(load(sets=("environment.name=frozen_lake",))))
+    assert_each_mentions(lines, ("environment", "train-grpo"))
+    assert not list(check_no_environment(load(sets=("environment.name=single_turn",))))
+    assert not list(check_no_environment(load()))

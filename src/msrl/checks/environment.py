@@ -29,6 +29,17 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
     yield from _rewards(resolved, section)
 
 
+def check_no_environment(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if a command that samples one answer per prompt has an environment."""
+    section = resolved.config.environment
+    if section.is_on and not section.is_single_turn:
+        yield resolved.mistake(
+            "environment",
+            "episodes are run by train-grpo only, which evaluates them with eval.every_steps. "
+            "Remove the section with environment=null.",
+        )
+
+
 def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
     """Check the environments and their options."""
     if not section.mixture:
