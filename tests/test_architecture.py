@@ -246,6 +246,7 @@ def test_a_whole_configuration_is_found_in_imports_and_plans() -> None:
 
 # Classes that have several keys of a section under the same names, with the reason.
 SAME_NAMES = {
+    "EnvironmentSource": "what the processes of environments receive",
     "DatasetManifest": "record of finished work on disk",
     "ParallelLayout": "sizes that the packages below the configuration compute with",
     "PolicyLoss": "numbers of a formula",

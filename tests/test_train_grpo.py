@@ -794,6 +794,7 @@ def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_wit
     assert "Traceback" not in command.output() and rows(inputs / "runs" / "raises") == []
 
 
+@pytest.mark.full
 def test_a_reward_function_that_fails_later_leaves_the_checkpoints_saved_before_it(inputs):
     from msrl.trainer.checkpointing.resume import saved_steps
 
@@ -950,6 +951,7 @@ def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs
     assert any(row["advantage"] for row in samples)
 
 
+@pytest.mark.full
 def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inputs):
     """One response per prompt and a greedy one; the second run starts from step 2 of the first."""
     data = {"blend": {str(inputs / "data"): 3.0, str(inputs / "eval"): 1.0}}
@@ -1145,6 +1147,7 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
         assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)
 
 
+@pytest.mark.full
 def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
     """Overwrite bytes in the shared memory of a training rank while it sends weights."""
     config = settings(inputs, "corrupted", "untied")

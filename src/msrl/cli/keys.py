@@ -35,6 +35,8 @@ _EVALUATION = {
 }
 _KEYS = {
     "train-sft": _TRAINING,
+    "train-dpo": _TRAINING,
+    "train-rm": _TRAINING,
     "train-grpo": _TRAINING,
     "generate": _ENGINE,
     "chat": _ENGINE,

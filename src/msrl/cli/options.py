@@ -40,6 +40,8 @@ class CommandName(str, Enum):
     """Commands that read a configuration."""
 
     sft = "train-sft"
+    dpo = "train-dpo"
+    rm = "train-rm"
     grpo = "train-grpo"
     convert = "convert-ckpt"
     preprocess = "preprocess"
@@ -336,7 +338,8 @@ Kind = Annotated[
     _option(
         "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
         help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts), text "
-        "for pretraining (pretrain). Default: the first kind of the handler.",
+        "for pretraining (pretrain), pairs or labeled answers for train-dpo (pairs, labeled). "
+        "Default: the first kind of the handler.",
     ),
 ]  # fmt: skip
 Template = Annotated[
@@ -691,6 +694,33 @@ Force = Annotated[
 RunFolder = Annotated[
     str,
     typer.Argument(metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False),
+]
+RunFolders = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Folders of runs, such as runs/grpo.", show_default=False
+    ),
+]
+ViewOutput = Annotated[
+    str | None,
+    _option(
+        "--output",
+        metavar="PATH",
+        help="Folder or, with --single-file, file to write. "
+        "Default: view or view.html in the folder of the first run.",
+    ),
+]
+SingleFile = Annotated[bool, _option("--single-file", help="Write one HTML file, for small runs.")]
+Serve = Annotated[
+    bool,
+    _option(
+        "--serve",
+        help="Serve the pages on 127.0.0.1 and update them while the runs go on, until Ctrl-C.",
+    ),
+]
+ViewPort = Annotated[
+    int,
+    _option("--port", metavar="N", min=0, max=65535, help="Port of --serve. 0 selects a free one."),
 ]
 Address = Annotated[
     str,

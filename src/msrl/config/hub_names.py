@@ -24,6 +24,8 @@ _TRAINING: tuple[tuple[str, Content], ...] = (
 )
 _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
     "train-sft": _TRAINING,
+    "train-dpo": (*_TRAINING, ("cluster.roles.reference.load", "weights")),
+    "train-rm": _TRAINING,
     "train-grpo": (
         *_TRAINING,
         ("cluster.roles.critic.load", "weights"),

@@ -22,6 +22,7 @@ from msrl.config.sections.commands import (
     PreprocessConfig,
     ServeConfig,
 )
+from msrl.config.sections.environment import EnvironmentConfig
 from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import (
     CheckpointConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "ConvertConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "EvaluateConfig",
     "FilterConfig",
@@ -83,10 +85,13 @@ class Config(Section):
     rollout: RolloutConfig = Field(
         default=RolloutConfig(), description="Generation of responses in train-grpo."
     )
+    environment: EnvironmentConfig = Field(
+        default=EnvironmentConfig(), description="Environment of the episodes of train-grpo."
+    )
     reward: RewardConfig = Field(
         default=RewardConfig(), description="Rewards of responses in train-grpo."
     )
-    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo.")
+    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and losses.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimization of the model.")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Loading, saving and resuming."

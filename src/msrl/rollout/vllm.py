@@ -378,7 +378,10 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     for override in platform.engine_overrides(os.environ):
         change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
         print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
-        os.environ[override.name] = override.value
+        if override.value:
+            os.environ[override.name] = override.value
+        else:  # vllm-ascend 0.23 appends settings to an empty value, which torch_npu cannot parse
+            del os.environ[override.name]
 
 
 def checked_arguments(settings: EngineSettings, platform: Platform) -> dict[str, Any]:
@@ -419,7 +422,8 @@ def _arguments(
     if settings.weight_backend is not None:
         from vllm.config import WeightTransferConfig
 
-        arguments["weight_transfer_config"] = WeightTransferConfig(backend=settings.weight_backend)
+        backend = platform.weight_engine(settings.weight_backend).name
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
     if settings.is_stepped:
         # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
         # old weights would arrive after an update.

@@ -7,11 +7,15 @@ messages. They need no device and write nothing.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.hub import is_without_weights
 from msrl.plan.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from msrl.workflows.training.supervised import SupervisedTask
 
 
 def check(plan: RunPlan) -> str:
@@ -27,7 +31,7 @@ def check(plan: RunPlan) -> str:
         if plan.command in ("generate", "chat", "serve") and _is_later(plan):
             return "not checked, because the command downloads the weights of its model first"
         if plan.is_training:
-            return _train_grpo(plan) if plan.is_grpo else _train_sft(plan)
+            return _TRAININGS[plan.command](plan)
         return _CHECKS[plan.command](plan.config)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
@@ -45,10 +49,28 @@ def _is_later(plan: RunPlan) -> bool:
 
 
 def _train_sft(plan: RunPlan) -> str:
-    from msrl.workflows.sft.run import prepare
-    from msrl.workflows.training.preflight import check_start, planned_platform
+    from msrl.workflows.sft.run import SftTask
 
-    job = prepare(plan, planned_platform(plan.config))
+    return _supervised(plan, SftTask())
+
+
+def _train_dpo(plan: RunPlan) -> str:
+    from msrl.workflows.preference.run import PreferenceTask
+
+    return _supervised(plan, PreferenceTask(plan))
+
+
+def _train_rm(plan: RunPlan) -> str:
+    from msrl.workflows.preference.reward_model import RewardModelTask
+
+    return _supervised(plan, RewardModelTask())
+
+
+def _supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
+    from msrl.workflows.training.preflight import check_start, planned_platform
+    from msrl.workflows.training.supervised import prepare
+
+    job = prepare(plan, planned_platform(plan.config), task)
     longest = job.train.longest
     check_start(plan, job.platform, job.resume, longest=longest)
     return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
@@ -108,6 +130,12 @@ def _convert(config: Config) -> str:
     return f"the weights in {load} can be read"
 
 
+_TRAININGS = {
+    "train-sft": _train_sft,
+    "train-dpo": _train_dpo,
+    "train-rm": _train_rm,
+    "train-grpo": _train_grpo,
+}
 _CHECKS = {
     "preprocess": _preprocess,
     "generate": _generate,

@@ -91,10 +91,11 @@ class PreprocessConfig(Section):
     tokenizer: Text | None = Field(
         default=None, description="Folder of the Hugging Face tokenizer."
     )
-    kind: Literal["pretrain", "sft", "prompts"] | None = Field(
+    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled"] | None = Field(
         default=None,
         description="Kind of data to write: documents (pretrain), examples with a loss mask (sft), "
-        "or prompts with ground truths (prompts). Default: the kind of the handler.",
+        "prompts with ground truths (prompts), preference pairs (pairs), or answers with a label "
+        "(labeled). Default: the kind of the handler.",
     )
     handler: Text | None = Field(
         default=None,

@@ -22,6 +22,7 @@ from msrl.rewards.score import Scorer, Scores, Source
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
+from msrl.workflows.rl.episode_metrics import episode_metrics
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
 
@@ -152,6 +153,7 @@ def evaluation_metrics(
         "reward": float(reward_matrix(groups).mean()),
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
+        **episode_metrics(groups),
         "response_length": float(lengths.mean()),
         "truncated": float(truncated_matrix(groups).mean()),
     }

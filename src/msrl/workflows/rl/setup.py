@@ -24,8 +24,10 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
+from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows.rl.episode_setup import check_environment_names, episode_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.preflight import check_run_folder
@@ -54,6 +56,7 @@ class RLSetup:
     resume: SavedTraining | None
     hf_dir: Path
     tokenizer: TextTokenizer
+    episodes: EpisodeSettings | None = None
 
     @property
     def start_step(self) -> int:
@@ -107,6 +110,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         resume=resume,
         hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
+        episodes=episode_settings(plan, prompts.dataset[prompts.rows[0]]),
     )
 
 
@@ -207,9 +211,14 @@ def _fitting_prompts(
     check_data(dataset.manifest, plan, prefix)
     verify_data(dataset, plan)
     rows = rows[:count]
-    sources = RowSources(tuple(Source.of(section) for section in plan.config.reward.sources))
+    sections = plan.config.reward.sources
+    sources = RowSources(
+        tuple(Source.of(section) for section in sections),
+        is_optional=plan.config.environment.is_on and not sections,
+    )
     try:
         sources.check(dataset[row] for row in rows)
+        check_environment_names(plan.config.environment, (dataset[row] for row in rows))
     except MsrlError as error:
         raise MsrlError(f"{key}={prefix}: {error}") from error
     return dataset, rows
