@@ -197,6 +197,9 @@ def test_settings_of_an_evaluation_are_checked(tmp_path: Path, monkeypatch: pyte
         mistakes(*good, "eval.samples_per_prompt=4"), ("eval.samples_per_prompt=4", "greedy")
     )
     assert_each_mentions(mistakes(*good, "eval.source=other"), ("eval.source=other", "acc"))
+    assert_each_mentions(
+        mistakes(*good, "environment.name=frozen_lake"), ("environment", "one turn")
+    )
     ranks = "reward.sources=[{model: model, engine: megatron}]"
     assert any("training ranks" in line for line in mistakes(*good, ranks))
 

@@ -399,7 +399,12 @@ class Server:
     def __init__(self, log: Path, *arguments: str) -> None:
         self.tmp = make_tmp()
         self.command = Command("serve", *arguments, "--port", "0", log=log, tmp=self.tmp)
-        self.command.when(lambda: "Serving" in self.command.output(), every_s=0.2)
+        try:
+            self.command.when(lambda: "Serving" in self.command.output(), every_s=0.2)
+        except AssertionError:
+            if self.command.process.poll() is None:
+                self.command.kill()
+            raise
         match = re.search(r"at (http://\S+)", self.command.output())
         assert match is not None
         self.url = match[1]
@@ -479,9 +484,6 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
         **chat, tools=[TOOL], extra_body={"return_token_ids": True}
     )
     assert shown.prompt_token_ids == greedy_ids(folder, 1, tools=[TOOL])[0]
-    choice = {"type": "function", "function": {"name": "add"}}
-    forced = client.chat.completions.create(**chat, tools=[TOOL], tool_choice=choice)
-    assert forced.choices[0].message.tool_calls[0].function.name == "add"
     assert sorted(model.id for model in client.models.list()) == ["tiny", "tuned"]
     for path in ("/v1/models", "/metrics", "/tokenize"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -506,15 +508,20 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_second_start_reuses_the_conversion_and_a_kill_leaves_no_server(
+def test_a_second_start_reuses_the_conversion_calls_tools_and_a_kill_leaves_no_server(
     mcore: Path, tmp_path: Path
 ):
     cache = ("--cache", str(tmp_path / "cache"))
     first = Server(tmp_path / "first", str(mcore), *cache)
     first.command.process.send_signal(signal.SIGINT)
     assert first.command.wait() == 130
-    second = Server(tmp_path / "second", str(mcore), *cache)
+    second = Server(tmp_path / "second", str(mcore), "--template", "qwen", *cache)
     assert "Converted" in first.command.output() and "Converted" not in second.command.output()
+    client = pytest.importorskip("openai").OpenAI(base_url=second.url, api_key="none")
+    chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 16, "temperature": 0}
+    choice = {"type": "function", "function": {"name": "add"}}
+    forced = client.chat.completions.create(**chat, tools=[TOOL], tool_choice=choice)
+    assert forced.choices[0].message.tool_calls[0].function.name == "add"
     pids = second.pids
     second.command.process.send_signal(signal.SIGKILL)
     second.command.wait()

@@ -68,7 +68,7 @@ class _AdapterShard:
     b: Tensor
 
 
-def read_mcore_lora(save: Path, shape: Shape, iteration: int | None = None) -> Adapter:
+def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None) -> Adapter:
     """Read the adapter in an mcore checkpoint and join its shards.
 
     The checkpoint may also contain the base weights. `iteration` defaults to the latest.
