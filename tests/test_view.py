@@ -172,6 +172,22 @@ def test_configurations_and_lineage_of_two_runs_can_be_compared(tmp_path: Path):
     ]
 
 
+def test_the_lineage_leads_back_to_the_converted_folder(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "runs" / "grpo", num_steps=1)
+    (tmp_path / "hf" / "qwen").mkdir(parents=True)
+    (tmp_path / "hf" / "qwen" / "config.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    source = str(tmp_path / "hf" / "qwen")
+    record = {"layout": {"tp": 2}, "dtype": "float32", "files": {"a": {"bytes": 1}}}
+    manifest = {"format": 1, "iterations": {"1": {**record, "source": source}}}
+    (tmp_path / "model" / "msrl_manifest.json").write_text(json.dumps(manifest))
+    write_folder([run], tmp_path / "view")
+    nodes = read_chunk(tmp_path / "view", "runs")[0]["lineage"]
+    kinds = {node["path"]: (node["kind"], node["note"]) for node in nodes}
+    assert kinds[str(tmp_path / "model" / "iter_0000001")] == ("initial model", "tp=2, float32")
+    assert kinds[source] == ("converted from", "Hugging Face folder")
+
+
 def test_a_single_file_holds_its_data_and_allows_no_other_file(run: Path, tmp_path: Path):
     text = write_single_file([run], tmp_path / "view.html").read_text()
     assert text.count("data-chunk=") > 6

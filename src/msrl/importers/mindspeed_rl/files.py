@@ -360,7 +360,8 @@ class _RlFile:
 
     def _swanlab_mode(self, *, is_on: bool) -> None:
         """Translate swanlab_mode, whose `cloud` is called `online` in later versions of SwanLab."""
-        mode = {"cloud": "online"}.get(self.rl.value("swanlab_mode"), self.rl.value("swanlab_mode"))
+        value = self.rl.value("swanlab_mode")
+        mode = "online" if value == "cloud" else value
         if not is_on:
             return self.rl.record("swanlab_mode", KeyStatus.DEAD, "read with swanlab only")
         if mode in ("online", "local", "offline"):

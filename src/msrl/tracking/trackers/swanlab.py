@@ -10,6 +10,7 @@ new SwanLab run with the step in its name.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from msrl.types import StepReport
 def check(options: Mapping[str, Any]) -> None:
     """Raise MsrlError if swanlab is not installed or there is no login for its service."""
     try:
-        import swanlab  # noqa: F401
+        importlib.import_module("swanlab")
     except ImportError as error:
         raise MsrlError(
             "log.trackers=swanlab: the package swanlab is not installed. "
@@ -57,8 +58,7 @@ def open_tracker(
         MsrlError: swanlab is not installed, not logged in or cannot start.
     """
     check({"mode": mode})
-    import swanlab
-
+    swanlab = importlib.import_module("swanlab")
     config = run_dir / "config.yaml"
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     title = name or run_dir.name

@@ -154,7 +154,8 @@ def _markers(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict[str, l
 
 def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """Yield the last step that was logged before each attempt after the first."""
-    times = [(line.get("time"), line.get("step")) for line in _json_lines(folder / METRICS)]
+    lines = _json_lines(folder / METRICS)
+    times = [(line.get("time"), int(line["step"])) for line in lines]
     for attempt in attempts[1:]:
         start = datetime.fromisoformat(attempt["started"])
         before = [step for time, step in times if time and datetime.fromisoformat(time) < start]
