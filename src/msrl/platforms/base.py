@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from msrl.errors import MsrlError
@@ -258,6 +260,21 @@ class Platform(ABC):
     def set_random_state(self, state: torch.Tensor) -> None:
         """Restore a state that `random_state` returned on a device of this kind."""
         raise NotImplementedError
+
+    def profiler(self, trace: Path) -> AbstractContextManager[Any]:
+        """Return a profiler of the process that writes a trace to a path when it ends.
+
+        The path has no suffix. torch.profiler writes one file, `trace.json`, for Perfetto and
+        chrome://tracing.
+        """
+        from torch.profiler import ProfilerActivity, profile, supported_activities
+
+        kinds = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
+        return profile(
+            activities=[kind for kind in kinds if kind in supported_activities()],
+            record_shapes=True,
+            on_trace_ready=lambda result: result.export_chrome_trace(f"{trace}.json"),
+        )
 
     def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
         """Wait for all queued operations of the device, so that durations can be measured."""

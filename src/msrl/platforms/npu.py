@@ -14,6 +14,8 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
@@ -273,6 +275,16 @@ class NpuPlatform(Platform):
 
         # The type of MindSpeed's count. MindSpeed moves it to the device.
         return torch.tensor(updates, dtype=torch.int64)
+
+    def profiler(self, trace: Path) -> AbstractContextManager[Any]:
+        """Return torch_npu's profiler, which writes a folder for MindStudio Insight."""
+        profiler = importlib.import_module("torch_npu.profiler")
+        kinds = profiler.ProfilerActivity
+        return profiler.profile(
+            activities=[kinds.CPU, kinds.NPU],
+            record_shapes=True,
+            on_trace_ready=profiler.tensorboard_trace_handler(str(trace)),
+        )
 
     def random_state(self) -> torch.Tensor | None:
         return importlib.import_module("torch_npu").npu.get_rng_state()
