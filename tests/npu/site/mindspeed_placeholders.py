@@ -39,8 +39,11 @@ def _unchanged(*_: object, **__: object) -> Callable[[Any], Any]:
 
 
 def install() -> None:
-    """Use placeholders where the packages are missing, and keep Triton from looking for a GPU."""
-    sys.meta_path.append(_Placeholders())
+    """Use placeholders of the packages, and keep Triton from looking for a GPU.
+
+    torch_npu has a torchair that needs further libraries of CANN.
+    """
+    sys.meta_path.insert(0, _Placeholders())
     try:
         import triton
     except ImportError:
