@@ -12,6 +12,7 @@ import pytest
 import families
 import golden
 import mixture_families
+import scripted_episodes
 import test_rewards_verifiers
 from msrl import registry
 from msrl.config.presets import preset_names, preset_values
@@ -51,12 +52,25 @@ KINDS = {
     "policy loss": Kind(
         plugins("msrl.algorithms.losses"), golden.LOSSES, "LOSSES in tests/golden.py"
     ),
+    "preference loss": Kind(
+        plugins("msrl.algorithms.preference"), golden.PREFERENCES, "PREFERENCES in tests/golden.py"
+    ),
     "dataset handler": Kind(plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/golden.py"),
     "tracker": Kind(plugins(TRACKERS), golden.TRACKERS, "TRACKERS in tests/golden.py"),
     "prompt template": Kind(template_names, golden.TEMPLATES, "TEMPLATES in tests/golden.py"),
     "preset": Kind(preset_names, golden.PRESETS, "PRESETS in tests/golden.py"),
     "verifier": Kind(
         plugins("msrl.rewards.verifiers"), VERIFIERS, "CASES in tests/test_rewards_verifiers.py"
+    ),
+    "environment": Kind(
+        plugins(registry.ENVIRONMENTS),
+        scripted_episodes.ENVIRONMENTS,
+        "ENVIRONMENTS in tests/scripted_episodes.py",
+    ),
+    "tool format": Kind(
+        plugins(registry.TOOL_FORMATS),
+        scripted_episodes.TOOL_FORMATS,
+        "TOOL_FORMATS in tests/scripted_episodes.py",
     ),
     "architecture": Kind(
         lambda: list(architectures()),
@@ -116,6 +130,11 @@ def test_a_handler_reads_its_golden_row(name: str) -> None:
     result = handler.converter()(row.row)
     if row.text is not None:
         assert result == row.text
+        return
+    if row.answers:
+        sides = [[(m.role, m.content) for m in side.messages] for side in result.conversations]
+        assert sides == [[*row.turns, ("assistant", answer)] for answer in row.answers]
+        assert (result.value, result.weight) == (row.value, 1.0)
         return
     turns = tuple((message.role, message.content) for message in result.messages)
     assert (turns, result.answer) == (row.turns, row.answer)

@@ -65,6 +65,7 @@ def test_all_documented_nox_sessions_exist() -> None:
         "layers",
         "docs",
         "npu",
+        "browser",
         "bench",
         "learning",
     }
