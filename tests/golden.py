@@ -134,6 +134,65 @@ LOSSES: dict[str, LossRow] = {
     "gmpo": LossRow(_gmpo),
 }
 
+# --- preference losses: algorithms/preference/ ---
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Log-probability of an answer under policy and reference, and its number of tokens."""
+
+    logprob: float
+    reference: float
+    num_tokens: int
+
+    @property
+    def ratio(self) -> float:
+        return self.logprob - self.reference
+
+    @property
+    def mean(self) -> float:
+        return self.logprob / self.num_tokens
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def _dpo(c: Answer, r: Answer, beta: float, margin: float) -> float:
+    return -math.log(_sigmoid(beta * (c.ratio - r.ratio) - margin))
+
+
+def _ipo(c: Answer, r: Answer, beta: float, margin: float) -> float:
+    return (c.ratio / c.num_tokens - r.ratio / r.num_tokens - 1 / (2 * beta)) ** 2
+
+
+def _simpo(c: Answer, r: Answer, beta: float, margin: float) -> float:
+    return -math.log(_sigmoid(beta * (c.mean - r.mean) - 1.0 - margin))
+
+
+def _cpo(c: Answer, r: Answer, beta: float, margin: float) -> float:
+    return -math.log(_sigmoid(beta * (c.logprob - r.logprob) - margin)) - c.mean
+
+
+def _orpo(c: Answer, r: Answer, beta: float, margin: float) -> float:
+    odds = [math.exp(side.mean) / (1 - math.exp(side.mean)) for side in (c, r)]
+    return -c.mean - beta * math.log(_sigmoid(math.log(odds[0] / odds[1])))
+
+
+def _kto(answer: Answer, is_desirable: bool, beta: float, baseline: float) -> float:
+    distance = beta * (answer.ratio - baseline)
+    return 1 - _sigmoid(distance if is_desirable else -distance)
+
+
+PREFERENCES: dict[str, Callable[..., float]] = {
+    "dpo": _dpo,
+    "ipo": _ipo,
+    "simpo": _simpo,
+    "cpo": _cpo,
+    "orpo": _orpo,
+    "kto": _kto,
+}
+
 # --- prompt templates: templates/ ---
 
 # Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the
@@ -258,6 +317,8 @@ class HandlerRow:
     turns: tuple[tuple[str, str], ...] = ()
     answer: str | None = None
     text: str | None = None
+    answers: tuple[str, ...] = ()  # of preference data, after `turns`
+    value: float = 0.0  # margin or label of preference data
 
 
 _TURNS = (("user", "1 + 1?"), ("assistant", "2"))
@@ -276,6 +337,30 @@ HANDLERS: dict[str, HandlerRow] = {
     "sharegpt": HandlerRow(_CHAT, _TURNS),
     "auto": HandlerRow(_CHAT, _TURNS),
     "sharegpt_pretrain": HandlerRow(_CHAT, text="1 + 1?2"),
+    "alpaca_pairs": HandlerRow(
+        {"instruction": "1 + 1?", "chosen": "2", "rejected": "3"}, _TURNS[:1], answers=("2", "3")
+    ),
+    "sharegpt_pairs": HandlerRow(
+        {
+            "conversations": _CHAT["conversations"][:1],
+            "chosen": {"from": "gpt", "value": "2"},
+            "rejected": {"from": "gpt", "value": "3"},
+        },
+        _TURNS[:1],
+        answers=("2", "3"),
+    ),
+    "pairs": HandlerRow(
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3", "margin": 0.5},
+        _TURNS[:1],
+        answers=("2", "3"),
+        value=0.5,
+    ),
+    "labeled": HandlerRow(
+        {"prompt": "1 + 1?", "completion": "2", "label": True},
+        _TURNS[:1],
+        answers=("2",),
+        value=1.0,
+    ),
 }
 
 # --- trackers: tracking/trackers/ ---
@@ -324,6 +409,15 @@ def _wandb(folder: Path) -> list[tuple[int, float]]:
     ]
 
 
+def _swanlab(folder: Path) -> list[tuple[int, float]]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")  # its blocks are those of W&B's files
+    records = [Record.FromString(data) for data in wandb_records(file)]
+    scalars = [record.scalar for record in records if record.HasField("scalar")]
+    return [(row.step, row.value.number) for row in scalars if row.key == "train/loss"]
+
+
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
     """Reader of what a tracker wrote to a run folder: steps and values of `train/loss`.
@@ -337,6 +431,7 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
+    "swanlab": TrackerRow(_swanlab, "swanlab", (("SWANLAB_MODE", "offline"),)),
     "tensorboard": TrackerRow(_tensorboard, "tensorboard"),
     "wandb": TrackerRow(_wandb, "wandb", (("WANDB_MODE", "offline"),)),
 }

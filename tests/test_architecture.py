@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 # Path prefixes in src/msrl that may import a heavy package.
 ALLOWED_IMPORTERS = {
     "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
-    "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_worker.py"),
+    "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_server.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),

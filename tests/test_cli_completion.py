@@ -83,8 +83,9 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
         ["train-sft", "--set", "model.template", "=", "lla"],
         {"llama2", "llama3"},
     ),
-    "a handler": (["preprocess", "--handler", "alp"], {"alpaca"}),
+    "a handler": (["preprocess", "--handler", "alp"], {"alpaca", "alpaca_pairs"}),
     "a platform": (["chat", "--platform", ""], {"auto", *registry.names(registry.PLATFORMS)}),
+    "a tool parser": (["serve", "model", "--tools", "h"], {"hermes"}),
     "a file or a packaged configuration": (
         ["train-grpo", "-c", ""],
         {"grpo", "sft", "mine.yaml", "configs/"},
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     "a configuration by name": (["train-grpo", "--config-name", ""], {"local", "grpo", "sft"}),
     "a command of --for": (
         ["config", "validate", "--for", "train-"],
-        {"train-sft", "train-grpo"},
+        {"train-sft", "train-dpo", "train-rm", "train-grpo"},
     ),
     "a folder, which is left to bash": (["chat", "--model", "x"], set()),
 }

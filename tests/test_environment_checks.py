@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from msrl.checks.environment import check_environment
 from msrl.checks.validate import find_errors
 from msrl.config.loader import load
+from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
+from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
-from support import assert_each_mentions
+from msrl.types import Prompt
+from msrl.workflows.rl.episode_setup import check_environment_names
+from support import assert_each_mentions, mentions
 
 OWN = "path=walk.py:Walk"
 
@@ -125,3 +130,18 @@ def test_a_loss_with_one_advantage_per_sequence_refuses_advantages_of_turns() ->
         if "algo.advantage.estimator" in line
     ]
     assert_each_mentions(lines, ("gigpo", "gmpo", "turn"))
+
+
+def test_a_row_that_selects_an_unknown_environment_is_refused() -> None:
+    entries = {"lake": MixtureEntry(name="frozen_lake")}
+    section = EnvironmentConfig(mixture=entries)
+    ids = np.array([1])
+    known = [Prompt(0, ids, "", {"environment": "lake"}), Prompt(1, ids)]
+    check_environment_names(section, known)
+    check_environment_names(EnvironmentConfig(name="frozen_lake"), [unknown := _row("lakes")])
+    with pytest.raises(MsrlError, match=mentions("environment.mixture", "'lakes'", "lake")):
+        check_environment_names(section, [*known, unknown])
+
+
+def _row(environment: str) -> Prompt:
+    return Prompt(2, np.array([1]), "", {"environment": environment})

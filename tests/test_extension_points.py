@@ -52,6 +52,9 @@ KINDS = {
     "policy loss": Kind(
         plugins("msrl.algorithms.losses"), golden.LOSSES, "LOSSES in tests/golden.py"
     ),
+    "preference loss": Kind(
+        plugins("msrl.algorithms.preference"), golden.PREFERENCES, "PREFERENCES in tests/golden.py"
+    ),
     "dataset handler": Kind(plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/golden.py"),
     "tracker": Kind(plugins(TRACKERS), golden.TRACKERS, "TRACKERS in tests/golden.py"),
     "prompt template": Kind(template_names, golden.TEMPLATES, "TEMPLATES in tests/golden.py"),
@@ -127,6 +130,11 @@ def test_a_handler_reads_its_golden_row(name: str) -> None:
     result = handler.converter()(row.row)
     if row.text is not None:
         assert result == row.text
+        return
+    if row.answers:
+        sides = [[(m.role, m.content) for m in side.messages] for side in result.conversations]
+        assert sides == [[*row.turns, ("assistant", answer)] for answer in row.answers]
+        assert (result.value, result.weight) == (row.value, 1.0)
         return
     turns = tuple((message.role, message.content) for message in result.messages)
     assert (turns, result.answer) == (row.turns, row.answer)

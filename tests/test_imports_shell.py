@@ -169,7 +169,7 @@ def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> 
     [
         ("evaluation.py --task mmlu", "evaluation"),
         ("train_fsdp2.py config.yaml", "FSDP2"),
-        ("train_dpo.py --config-name x", "preference"),
+        ("train_prm.py --config-name x", "reward models"),
     ],
 )
 def test_programs_without_a_counterpart_are_refused_in_one_line(

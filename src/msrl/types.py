@@ -50,11 +50,34 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class PreferenceRow:
+    """One row of preference data.
+
+    `conversations` are a chosen and a rejected one, which differ in the last answer only, or one
+    with a label. `value` is the margin of a pair, or the label: 1 for a desirable answer and 0 for
+    an undesirable one.
+    """
+
+    conversations: tuple[Conversation, ...]
+    value: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedExample:
     """Conversation as tokens. `loss_mask` is True for tokens that are trained on."""
 
     token_ids: Ints  # [T]
     loss_mask: Bools  # [T]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPreference:
+    """Row of preference data as tokens. The loss masks cover the last answers only."""
+
+    sides: tuple[RenderedExample, ...]  # chosen and rejected, or one with a label
+    value: float
+    weight: float
 
 
 class FileRecord(TypedDict):
@@ -68,7 +91,7 @@ class FileRecord(TypedDict):
 class DatasetManifest:
     """Manifest of preprocessed data, stored beside it as JSON."""
 
-    kind: Literal["pretrain", "sft", "prompts"]
+    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled"]
     template: str
     handler: str
     tokenizer_hash: str

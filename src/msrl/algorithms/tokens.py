@@ -102,14 +102,23 @@ def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  #
     clean = values.masked_fill(~mask, 0.0)
     if not len(clean):
         return clean
+    padded, column = _padded(clean, sequences)
+    return padded.sum(1, keepdim=True).expand_as(padded)[sequences, column].masked_fill(~mask, 0.0)
+
+
+def per_sequence(values: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [S]
+    """Return the sum over the tokens of each sequence, in the order of the sequences."""
+    return _padded(values, sequences)[0].sum(1) if len(values) else values
+
+
+def _padded(values: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values as a padded matrix, one row per sequence, and the column of each, [N]."""
     starts = torch.searchsorted(
         sequences, torch.arange(int(sequences[-1]) + 1, device=sequences.device)
     )
-    column = torch.arange(len(clean), device=clean.device) - starts[sequences]
-    padded = clean.new_zeros(len(starts), int(column.max()) + 1).index_put(
-        (sequences, column), clean
-    )
-    return padded.sum(1, keepdim=True).expand_as(padded)[sequences, column].masked_fill(~mask, 0.0)
+    column = torch.arange(len(values), device=values.device) - starts[sequences]
+    padded = values.new_zeros(len(starts), int(column.max()) + 1)
+    return padded.index_put((sequences, column), values), column
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:  # [N] each -> [N]

@@ -19,7 +19,7 @@ _GRPO_ONLY = (
 
 
 def check_evaluation(resolved: Resolved) -> Iterator[str]:
-    """Check the evaluation settings of both training commands."""
+    """Check the evaluation settings of all training commands."""
     config = resolved.config
     if config.data.eval is not None and config.data.eval_fraction > 0:
         yield resolved.mistake(
@@ -34,7 +34,7 @@ def check_evaluation(resolved: Resolved) -> Iterator[str]:
 
 
 def check_sft_evaluation(resolved: Resolved) -> Iterator[str]:
-    """Check that train-sft has held-out rows, separate or from the training data."""
+    """Check that a training on rows has held-out rows, separate or from the training data."""
     config = resolved.config
     if config.eval.every_steps is None or config.data.eval is not None:
         return
@@ -52,7 +52,7 @@ def check_grpo_only_keys(resolved: Resolved) -> Iterator[str]:
         if _is_set(resolved, f"eval.{name}"):
             yield resolved.mistake(
                 _first(resolved, f"eval.{name}"),
-                "is a key of train-grpo that train-sft does not read. Remove it.",
+                "is a key of train-grpo, which no other training reads. Remove it.",
             )
 
 
@@ -72,12 +72,13 @@ def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                     "has no effect without evaluations. Set eval.every_steps.",
                 )
         return
-    yield from _sampling(resolved)
+    yield from check_eval_sampling(resolved)
     yield from _lengths(resolved, plan)
-    yield from _source(resolved)
+    yield from check_eval_source(resolved)
 
 
-def _sampling(resolved: Resolved) -> Iterator[str]:
+def check_eval_sampling(resolved: Resolved) -> Iterator[str]:
+    """Check that the settings of sampling have an effect."""
     section = resolved.config.eval
     if section.sampling.temperature > 0:
         return
@@ -115,7 +116,8 @@ def _lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _source(resolved: Resolved) -> Iterator[str]:
+def check_eval_source(resolved: Resolved) -> Iterator[str]:
+    """Check that eval.source names a reward source."""
     name = resolved.config.eval.source
     known = [sources.Source.of(section).label for section in resolved.config.reward.sources]
     if name is not None and known and name not in known:

@@ -95,7 +95,7 @@ def check_data(resolved: Resolved) -> Iterator[str]:
             )
 
 
-def _check_kind(resolved: Resolved, plan: RunPlan, expected: str, remedy: str) -> Iterator[str]:
+def check_kind(resolved: Resolved, plan: RunPlan, expected: str, remedy: str) -> Iterator[str]:
     """Check the kind of all data that has a manifest; data of other systems has none."""
     for prefix, mistake in _data_prefixes(resolved):
         manifest = plan.datasets[prefix].manifest  # an error is reported when the data is opened
@@ -107,7 +107,7 @@ def _check_kind(resolved: Resolved, plan: RunPlan, expected: str, remedy: str) -
 
 def _check_text(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the settings of continued pretraining."""
-    yield from _check_kind(resolved, plan, "pretrain", "with handler pretrain")
+    yield from check_kind(resolved, plan, "pretrain", "with handler pretrain")
     data = resolved.config.data
     yield from _check_blend(resolved)
     if data.seq_length is None or data.seq_length < 2:
@@ -134,7 +134,7 @@ def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield from _check_text(resolved, plan)
         return
     remedy = "with a handler for examples such as alpaca, or --kind sft"
-    yield from _check_kind(resolved, plan, "sft", remedy)
+    yield from check_kind(resolved, plan, "sft", remedy)
     yield from _check_blend(resolved)
     if resolved.config.data.blend and resolved.config.data.eval_fraction > 0:
         yield resolved.mistake(
@@ -160,4 +160,4 @@ def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
     yield from _check_blend(resolved)
     remedy = "with a handler for prompts such as r1, or --kind prompts"
-    yield from _check_kind(resolved, plan, "prompts", remedy)
+    yield from check_kind(resolved, plan, "prompts", remedy)

@@ -45,6 +45,30 @@ def check_training_inputs(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each setting that contradicts random initial weights."""
+    config, shape = resolved.config, plan.shape_or_none
+    if config.model.init == "checkpoint":
+        return
+    key = "model.init"
+    if plan.command != "train-sft":
+        yield resolved.mistake(key, "only train-sft starts from random weights. Remove it.")
+    if config.checkpoint.load is not None:
+        yield resolved.mistake("checkpoint.load", "conflicts with model.init=random. Remove one.")
+    if config.train.lora.rank is not None:
+        yield resolved.mistake(
+            "train.lora.rank", "adapters of a random model cannot learn. Remove it."
+        )
+    if config.model.path is not None and not is_hf(config.model.path):
+        yield resolved.mistake("model.path", "model.init=random needs a folder with config.json.")
+    if shape is not None and shape.pass_through:
+        yield resolved.mistake(
+            key,
+            f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
+            "*), so they cannot start from random ones. Use a checkpoint.",
+        )
+
+
 def check_training_length(resolved: Resolved) -> Iterator[str]:
     train = resolved.config.train
     if train.steps is None and train.epochs is None:
@@ -156,7 +180,7 @@ def check_offload(resolved: Resolved) -> Iterator[str]:
         if getattr(resolved.config.train.offload, kind):
             yield resolved.mistake(
                 f"train.offload.{kind}",
-                "train-sft needs it permanently; only train-grpo offloads it while it generates. "
+                "is needed permanently: only train-grpo offloads it while it generates. "
                 "Set it to false.",
             )
 
@@ -235,6 +259,7 @@ def check_sft_batches(resolved: Resolved) -> Iterator[str]:
     config, train = resolved.config, resolved.config.train
     yield from _check_batch(resolved, "train.global_batch", train.global_batch)
     limit, longest = train.max_tokens_per_micro_batch, config.data.seq_length
+    # A pair is checked once its length is known: both sides may be shorter.
     if limit is not None and longest is not None and limit < longest:
         yield resolved.mistake(
             "train.max_tokens_per_micro_batch",

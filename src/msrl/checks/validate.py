@@ -14,6 +14,11 @@ from msrl.checks.commands import check_chat, check_convert, check_generate, chec
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
 from msrl.checks.environment import check_environment
+from msrl.checks.evaluate import (
+    check_evaluate,
+    check_evaluation_prompts,
+    check_evaluation_sources,
+)
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
@@ -21,11 +26,13 @@ from msrl.checks.evaluation import (
     check_sft_evaluation,
 )
 from msrl.checks.inputs import check_examples, check_prompts
+from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
-from msrl.checks.trackers import check_tracker_options
+from msrl.checks.serve import check_serve
+from msrl.checks.trackers import check_rollout_files, check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -34,6 +41,7 @@ from msrl.checks.training import (
     check_lora,
     check_model,
     check_offload,
+    check_random_weights,
     check_recompute,
     check_router,
     check_sft_batches,
@@ -79,6 +87,10 @@ def guess(resolved: Resolved) -> str | None:
 
 
 _COMMAND_BY_KEY = {
+    "evaluate": "eval",
+    "serve": "serve",
+    "algo.preference": "train-dpo",
+    "algo.reward_model": "train-rm",
     "reward.sources": "train-grpo",
     "generate": "generate",
     "chat": "chat",
@@ -105,10 +117,26 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_offload,
         check_grpo_only_keys,
         check_sft_evaluation,
+        check_no_preference,
+    ),
+    "train-dpo": (
+        *_TRAINING,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
+    ),
+    "train-rm": (
+        *_TRAINING,
+        check_sft_batches,
+        check_offload,
+        check_grpo_only_keys,
+        check_sft_evaluation,
     ),
     "train-grpo": (
         *_TRAINING,
         check_sft_only_keys,
+        check_no_preference,
         check_algorithm,
         check_old_logprobs,
         check_async,
@@ -117,12 +145,15 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
+        check_rollout_files,
         check_engine_options,
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
     "generate": (check_generate, check_engine_options),
     "chat": (check_chat, check_engine_options),
+    "serve": (check_serve, check_engine_options),
+    "eval": (check_evaluate, check_engine_options),
     "cluster": (check_tls,),
 }
 
@@ -132,10 +163,13 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_recompute,
     check_router,
     check_lora,
+    check_random_weights,
 )
 
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
     "train-sft": (*_MODEL, check_examples),
+    "train-dpo": (*_MODEL, check_preference),
+    "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": (
         *_MODEL,
         check_prompts,
@@ -146,4 +180,5 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
         check_engines,
         check_roles,
     ),
+    "eval": (check_evaluation_prompts, check_evaluation_sources),
 }

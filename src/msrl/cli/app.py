@@ -18,10 +18,13 @@ from msrl.cli import (
     config,
     convert,
     doctor,
+    evaluate,
     generate,
     preprocess,
     report,
+    serve,
     train,
+    view,
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
@@ -42,10 +45,15 @@ ORDER = (
     "convert-ckpt",
     "preprocess",
     "train-sft",
+    "train-dpo",
+    "train-rm",
     "train-grpo",
     "generate",
     "chat",
+    "serve",
+    "eval",
     "report",
+    "view",
     "cluster",
     "config",
     "doctor",
@@ -87,10 +95,15 @@ app = typer.Typer(
 app.add_typer(convert.app, name="convert-ckpt")
 app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
 app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft)
+app.command("train-dpo", cls=Command, epilog=train.DPO_EXAMPLES)(train.train_dpo)
+app.command("train-rm", cls=Command, epilog=train.RM_EXAMPLES)(train.train_rm)
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
+app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
+app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
+app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

@@ -25,9 +25,13 @@ WORKFLOWS = {
     "convert-ckpt": "msrl.workflows.convert.run",
     "preprocess": "msrl.workflows.preprocess",
     "train-sft": "msrl.workflows.sft.run",
+    "train-dpo": "msrl.workflows.preference.run",
+    "train-rm": "msrl.workflows.preference.reward_model",
     "train-grpo": "msrl.workflows.rl.run",
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",
+    "serve": "msrl.workflows.serve.server",
+    "eval": "msrl.workflows.evaluate.run",
 }
 _UNKNOWN_LENGTHS = (
     "peak memory of the fullest device, without activations: "

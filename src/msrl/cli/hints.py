@@ -19,12 +19,16 @@ _OTHER_OPTIONS = {
     "--run-name": "--name",
     "--tensor-parallel-size": "--tp",
     "--pipeline-parallel-size": "--pp",
+    "--api-key": "--api-key-file",
+    "--lora-modules": "--lora",
 }
 _OTHER_WORDS = {
     "sft": ("train-sft",),
     "finetune": ("train-sft",),
     "fine-tune": ("train-sft",),
     "pretrain": ("train-sft",),
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ipo", "cpo"), ("train-dpo",)),
+    **dict.fromkeys(("rm", "orm", "reward"), ("train-rm",)),
     "rl": ("train-grpo",),
     "ppo": ("train-grpo",),
     "dapo": ("train-grpo",),
@@ -35,18 +39,20 @@ _OTHER_WORDS = {
     "infer": ("generate",),
     "inference": ("generate",),
     "sample": ("generate",),
+    "server": ("serve",),
+    "deploy": ("serve",),
+    "api": ("serve",),
+    "evaluate": ("eval",),
+    "benchmark": ("eval",),
+    "test": ("eval",),
     "start": ("cluster up",),
     "stop": ("cluster down",),
     "check": ("config validate", "doctor"),
 }
 
-_PREFERENCES = ("dpo", "kto", "orpo", "simpo", "ipo")
-
 
 def unknown_command(word: str, root: Any) -> str:
     """Return the error message about an unknown command, with similar commands."""
-    if word.lower().replace("_", "-").rpartition("-")[2] in _PREFERENCES:
-        return f"No such command {word!r}. Preference training is not supported yet."
     commands = tuple(_commands(root))
     similar = _similar(word.lower().replace("_", "-"), commands)
     suggestion = (
@@ -76,7 +82,8 @@ def _similar(word: str, commands: Sequence[str]) -> list[str]:
     ]
     if begun:
         return begun
-    meant = [command for command in _OTHER_WORDS.get(word, ()) if command in commands]
+    synonyms = _OTHER_WORDS.get(word) or _OTHER_WORDS.get(word.rpartition("-")[2], ())
+    meant = [command for command in synonyms if command in commands]
     if meant:
         return meant
     close = get_close_matches(word, last_names.values(), n=2)

@@ -1,4 +1,4 @@
-"""msrl train-sft and msrl train-grpo."""
+"""msrl train-sft, msrl train-dpo, msrl train-rm and msrl train-grpo."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ SFT_EXAMPLES = examples(
     "msrl train-sft -c sft.yaml --dry-run",
     "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --lr 1e-5",
     "msrl train-sft -c sft.yaml --set train.lora.rank=8 --resume auto",
+)
+DPO_EXAMPLES = examples(
+    "msrl train-dpo -c dpo.yaml --dry-run",
+    "msrl train-dpo -c dpo.yaml --model runs/sft/hf --data data/pairs --lr 5e-7",
+    "msrl train-dpo -c dpo.yaml --set algo.preference.loss=simpo",
+)
+RM_EXAMPLES = examples(
+    "msrl train-rm -c rm.yaml --dry-run",
+    "msrl train-rm -c rm.yaml --model runs/sft/hf --data data/pairs --lr 1e-5",
 )
 GRPO_EXAMPLES = examples(
     "msrl train-grpo -c grpo.yaml --dry-run",
@@ -40,6 +49,48 @@ def train_sft(
 ) -> None:
     """Fine-tune a model on examples or text, with Megatron."""
     execute(ctx, "train-sft")
+
+
+def train_dpo(
+    ctx: typer.Context,
+    config: o.Files = None,
+    config_name: o.ConfigName = None,
+    sets: o.Sets = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    resume: o.Resume = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Train a model on preference data with DPO, IPO, SimPO, ORPO, KTO or CPO."""
+    execute(ctx, "train-dpo")
+
+
+def train_rm(
+    ctx: typer.Context,
+    config: o.Files = None,
+    config_name: o.ConfigName = None,
+    sets: o.Sets = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    resume: o.Resume = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Train a reward model on preference pairs, for train-grpo."""
+    execute(ctx, "train-rm")
 
 
 def train_grpo(

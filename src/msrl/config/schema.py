@@ -17,8 +17,10 @@ from msrl.config.sections.base import Section
 from msrl.config.sections.commands import (
     ChatConfig,
     ConvertConfig,
+    EvaluateConfig,
     GenerateConfig,
     PreprocessConfig,
+    ServeConfig,
 )
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.config.sections.evaluation import EvalConfig
@@ -51,6 +53,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "FilterConfig",
     "GenerateConfig",
     "LengthConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "ServeConfig",
     "TrainConfig",
 ]
 
@@ -87,7 +91,7 @@ class Config(Section):
     reward: RewardConfig = Field(
         default=RewardConfig(), description="Rewards of responses in train-grpo."
     )
-    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and loss of train-grpo.")
+    algo: AlgoConfig = Field(default=AlgoConfig(), description="Advantages and losses.")
     train: TrainConfig = Field(default=TrainConfig(), description="Optimization of the model.")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Loading, saving and resuming."
@@ -104,6 +108,10 @@ class Config(Section):
         default=GenerateConfig(), description="Settings of `msrl generate`."
     )
     chat: ChatConfig = Field(default=ChatConfig(), description="Settings of `msrl chat`.")
+    evaluate: EvaluateConfig = Field(
+        default=EvaluateConfig(), description="Settings of `msrl eval`."
+    )
+    serve: ServeConfig = Field(default=ServeConfig(), description="Settings of `msrl serve`.")
 
     _references: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 

@@ -22,7 +22,6 @@ NOT_YET: dict[str, str] = {
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
-    "log.length_plot_every": "",
     "env": "set environment.name",
 }
 
@@ -35,6 +34,7 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
         {"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}
     ),
     "generate.engine": frozenset({"megatron"}),
+    "algo.reward_model.kind": frozenset({"process"}),
 }
 
 _NO_FLOAT16 = (

@@ -34,7 +34,7 @@ class SftDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
-        self.manifest = _manifest(prefix, "sft")
+        self.manifest = require_kind(prefix, "sft")
         self._ids = _open(prefix, "input_ids")
         self._masks = _open(prefix, "attention_mask")
         self._labels = _open(prefix, "labels")
@@ -82,7 +82,7 @@ class PromptDataset:
         self, prefix: str | Path, *, decode: Callable[[list[int]], str] | None = None
     ) -> None:
         self.prefix = prefix = str(prefix)
-        self.manifest = _manifest(prefix, "prompts")
+        self.manifest = require_kind(prefix, "prompts")
         self._ids = _open(prefix, "input_ids")
         self._decode = decode
         self._answers = (
@@ -153,8 +153,8 @@ class TextDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
-        self.manifest = _manifest(prefix, "pretrain")
-        self._documents = _reader(prefix, dataset_name(prefix, "pretrain", "text"))
+        self.manifest = require_kind(prefix, "pretrain")
+        self._documents = open_reader(prefix, dataset_name(prefix, "pretrain", "text"))
         self.lengths = self._documents.lengths  # [documents] in tokens
 
     def stray_token(self, vocab_size: int) -> StrayToken | None:
@@ -205,10 +205,11 @@ def _example_spans(mask: NDArray[np.int32]) -> list[slice]:
 
 
 def _open(prefix: str, key: str) -> IndexedReader:
-    return _reader(prefix, dataset_name(prefix, "sft", key))
+    return open_reader(prefix, dataset_name(prefix, "sft", key))
 
 
-def _reader(prefix: str, name: str) -> IndexedReader:
+def open_reader(prefix: str, name: str) -> IndexedReader:
+    """Open one file of a dataset. Raises MsrlError if it is missing or empty."""
     if not Path(f"{name}.idx").is_file():
         prefixes = _existing_prefixes(Path(prefix).parent)
         hint = "Write it with `msrl preprocess`."
@@ -227,12 +228,16 @@ def _existing_prefixes(folder: Path) -> list[str]:
     """Return the prefixes of all datasets in a folder."""
     prefixes: set[str] = set()
     if folder.is_dir():
-        for end in ("_packed_input_ids_document.idx", "_text_document.idx"):
+        for end in (
+            "_packed_input_ids_document.idx",
+            "_packed_chosen_input_ids_document.idx",
+            "_text_document.idx",
+        ):
             prefixes.update(str(folder / f.name.removesuffix(end)) for f in folder.glob(f"*{end}"))
     return sorted(prefixes)
 
 
-def _manifest(prefix: str, kind: str) -> DatasetManifest | None:
+def require_kind(prefix: str, kind: str) -> DatasetManifest | None:
     """Return the manifest of a dataset, or None with a warning if there is none.
 
     Raises:

@@ -44,17 +44,17 @@ TOKEN_DTYPE = np.int32
 
 
 class IndexedWriter:
-    """Writer of one dataset of 32-bit integers. `close` writes the index."""
+    """Writer of one dataset of 32-bit integers or floats. `close` writes the index."""
 
-    def __init__(self, bin_path: Path, idx_path: Path) -> None:
-        self._idx_path = idx_path
+    def __init__(self, bin_path: Path, idx_path: Path, dtype: Any = TOKEN_DTYPE) -> None:
+        self._idx_path, self._dtype = idx_path, np.dtype(dtype)
         self._bin = bin_path.open("wb")
         self._lengths: list[NDArray[np.int32]] = []
         self._bin_crc32 = 0
 
-    def add(self, values: NDArray[np.int32], lengths: NDArray[np.int32]) -> None:
+    def add(self, values: NDArray[Any], lengths: NDArray[np.int32]) -> None:
         """Append S sequences: concatenated `values` [sum of lengths], `lengths` [S] in elements."""
-        assert values.dtype == TOKEN_DTYPE and len(values) == int(lengths.sum())
+        assert values.dtype == self._dtype and len(values) == int(lengths.sum())
         data = values.tobytes()
         self._bin_crc32 = crc32(data, self._bin_crc32)
         self._bin.write(data)
@@ -65,11 +65,12 @@ class IndexedWriter:
         num_bytes = self._bin.tell()
         self._bin.close()
         lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
-        itemsize = np.dtype(TOKEN_DTYPE).itemsize
+        itemsize = self._dtype.itemsize
         offsets = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum(lengths[:-1], dtype=np.int64) * itemsize]
         )[: len(lengths)]
-        header = _HEADER.pack(_MAGIC, 1, 4, len(lengths), len(lengths) + 1)
+        code = next(code for code, dtype in _DTYPES.items() if dtype == self._dtype)
+        header = _HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1)
         index = b"".join(
             (
                 header,

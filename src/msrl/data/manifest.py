@@ -19,7 +19,18 @@ KEYS = {
     "pretrain": ("text",),
     "sft": ("input_ids", "attention_mask", "labels"),
     "prompts": ("input_ids", "attention_mask", "labels"),
+    # The first four keys are those of MindSpeed-LLM. `values` holds two numbers per row: the margin
+    # or the label, and the weight.
+    "pairs": (
+        "chosen_input_ids",
+        "chosen_labels",
+        "rejected_input_ids",
+        "rejected_labels",
+        "values",
+    ),
+    "labeled": ("input_ids", "attention_mask", "labels", "values"),
 }
+PREFERENCES = ("pairs", "labeled")  # kinds of preference data
 
 
 def dataset_name(prefix: str, kind: str, key: str) -> str:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from msrl.data.columns import EXTRA, DroppedRow
 from msrl.data.handlers import Handler
+from msrl.data.manifest import PREFERENCES
+from msrl.data.preferences import fit, last_answer_only
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
@@ -25,7 +27,16 @@ from msrl.data.rows.preference import refuse_preference
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import without_thought
 from msrl.errors import MsrlError
-from msrl.types import Bools, Conversation, Ints, Message, RenderedExample
+from msrl.types import (
+    Bools,
+    Conversation,
+    Floats,
+    Ints,
+    Message,
+    PreferenceRow,
+    RenderedExample,
+    RenderedPreference,
+)
 
 Tokens = NDArray[np.int32]
 T = TypeVar("T")
@@ -45,9 +56,12 @@ class TokenizeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Concatenated sequences: `values` [sum of lengths], `lengths` [S]."""
+    """Concatenated sequences: `values` [sum of lengths], `lengths` [S].
 
-    values: Tokens
+    Values are token ids, or numbers in float32.
+    """
+
+    values: Tokens | Floats
     lengths: Tokens
 
 
@@ -63,6 +77,7 @@ class TokenizedRows:
     dropped: Mapping[str, int]  # number of dropped rows by reason
     truncated: int
     num_without_answer: int = 0  # prompts without a ground truth
+    preferences: tuple[RenderedPreference, ...] = ()  # rows of preference data
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
@@ -73,6 +88,11 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     if job.handler.kind == "pretrain":
         return _tokenize_texts(job, items, dropped, num_read)
     assert job.renderer is not None
+    if job.handler.kind in PREFERENCES:
+        conversations = [conversation for row in items for conversation in row.conversations]
+        origins = [at for row, at in zip(items, offsets, strict=True) for _ in row.conversations]
+        rendered = _render(job.renderer.examples, conversations, batch, origins)
+        return _collect_preferences(job, items, rendered, dropped, num_read)
     if job.handler.kind == "prompts":
         prompts = _render(job.renderer.prompts, items, batch, offsets)
         return _collect_prompts(job, items, prompts, dropped, num_read)
@@ -86,17 +106,19 @@ def _convert_rows(
     """Return the offsets of the usable rows and their texts or conversations."""
     kind, convert = job.handler.kind, job.handler.converter()
     passed = [path for name, path in job.handler.columns.paths.items() if name.startswith(EXTRA)]
-    refuses_preference = kind != "pretrain" and not is_own(job.handler.name)
+    is_checked = kind != "pretrain" and not is_own(job.handler.name)
     offsets: list[int] = []
     items: list[Any] = []
     for offset, row in batch.values():
         try:
-            if refuses_preference:
-                refuse_preference(row, passed if kind == "prompts" else ())
+            if is_checked:
+                if kind not in PREFERENCES:
+                    refuse_preference(row, passed if kind == "prompts" else ())
                 refuse_media(row, passed)
             item = convert(row)
             _check_characters(item)
-            items.append(item if kind == "pretrain" else _fit_to_kind(item, kind))
+            is_fitted = kind == "pretrain" or kind in PREFERENCES
+            items.append(item if is_fitted else _fit_to_kind(item, kind))
             offsets.append(offset)
         except DroppedRow as error:
             dropped[error.reason] += 1
@@ -106,12 +128,16 @@ def _convert_rows(
     return offsets, items
 
 
-def _check_characters(item: str | Conversation) -> None:
+def _check_characters(item: str | Conversation | PreferenceRow) -> None:
     r"""Raise MsrlError if a text contains an unpaired surrogate.
 
     JSON can contain one (`\ud83d` alone), but it can be neither tokenized nor written to a file.
     """
-    texts = [item] if isinstance(item, str) else _conversation_texts(item)
+    if isinstance(item, str):
+        texts = [item]
+    else:
+        sides = item.conversations if isinstance(item, PreferenceRow) else (item,)
+        texts = [text for side in sides for text in _conversation_texts(side)]
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
@@ -199,6 +225,38 @@ def _collect_examples(
     sequences = _ragged([e.token_ids for e in examples])
     loss_mask = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in examples)])
     return TokenizedRows(num_read, sequences, loss_mask, (), _ragged([]), dropped, truncated)
+
+
+def _collect_preferences(
+    job: TokenizeSettings,
+    rows: Sequence[PreferenceRow],
+    rendered: Sequence[RenderedExample],
+    dropped: Counter[str],
+    num_read: int,
+) -> TokenizedRows:
+    """Return the rows of preference data whose sides fit into seq_length."""
+    sides = iter(rendered)
+    preferences: list[RenderedPreference] = []
+    num_truncated = 0
+    for row in rows:
+        examples = tuple(last_answer_only(next(sides)) for _ in row.conversations)
+        fitted = fit(examples, job.seq_length, must_truncate=job.truncate)
+        if isinstance(fitted, str):
+            dropped[fitted] += 1
+            continue
+        num_truncated += fitted is not examples
+        preferences.append(RenderedPreference(fitted, row.value, row.weight))
+    none = _ragged([])
+    return TokenizedRows(
+        num_read,
+        none,
+        np.zeros(0, np.bool_),
+        (),
+        none,
+        dropped,
+        num_truncated,
+        preferences=tuple(preferences),
+    )
 
 
 def _collect_prompts(

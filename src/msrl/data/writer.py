@@ -10,19 +10,21 @@ import contextlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from msrl.checksums import file_crc32
 from msrl.data.dataset import IGNORE
-from msrl.data.indexed import IndexedWriter
+from msrl.data.indexed import TOKEN_DTYPE, IndexedWriter
 from msrl.data.manifest import (
     KEYS,
+    PREFERENCES,
     all_paths,
     answers_path,
     dataset_name,
@@ -32,11 +34,12 @@ from msrl.data.manifest import (
     record_name,
 )  # fmt: skip
 from msrl.data.pack import WINDOW, pack_rows
+from msrl.data.preferences import sides_as_columns
 from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
 from msrl.files import why_not_writable
 from msrl.temporary import claim, remove
-from msrl.types import DatasetManifest, FileRecord
+from msrl.types import DatasetManifest, FileRecord, RenderedPreference
 
 _FOLDER_PREFIX = "msrl-preprocess-"
 
@@ -48,7 +51,7 @@ class DatasetWriter:
 
     Args:
         prefix: prefix of the files.
-        kind: pretrain, sft or prompts.
+        kind: pretrain, sft, prompts, pairs or labeled.
         capacity: length in tokens of rows in which examples are packed (sft); None for one example
             per row. With packing, attention_mask is 1..k for the k examples of a row and 0 for
             padding, otherwise it is 1.
@@ -88,7 +91,10 @@ class DatasetWriter:
         """Open the files under their temporary names."""
         for key in KEYS[kind]:
             name = self._partial(Path(dataset_name(prefix, kind, key)))
-            self._writers[key] = IndexedWriter(_add_suffix(name, "bin"), _add_suffix(name, "idx"))
+            dtype = np.float32 if key == "values" else TOKEN_DTYPE
+            self._writers[key] = IndexedWriter(
+                _add_suffix(name, "bin"), _add_suffix(name, "idx"), dtype
+            )
         if kind == "prompts":
             self._answers = self._partial(answers_path(prefix)).open("w", encoding="utf-8")
 
@@ -127,7 +133,9 @@ class DatasetWriter:
             without_answer=batch.num_without_answer,
         )
         self.max_tokens = max(self.max_tokens, int(lengths.max(initial=0)))
-        if self._kind == "pretrain":
+        if self._kind in PREFERENCES:
+            self._add_preferences(batch.preferences)
+        elif self._kind == "pretrain":
             self._add_rows({"text": batch.sequences})
         elif self._kind == "prompts":
             assert self._answers is not None
@@ -211,6 +219,26 @@ class DatasetWriter:
             self._window += zip(np.split(ids.values, ends), np.split(labels, ends), strict=True)
         while len(self._window) >= WINDOW:
             self._write_window()
+
+    def _add_preferences(self, rows: Sequence[RenderedPreference]) -> None:
+        """Write rows of preference data: each side, then the two numbers of each row."""
+        names = ("chosen_", "rejected_") if self._kind == "pairs" else ("",)
+        columns: dict[str, Ragged] = {}
+        for name, sides in zip(names, sides_as_columns(rows), strict=False):
+            ids = _joined([side.token_ids for side in sides])
+            mask = np.concatenate([side.loss_mask for side in sides])
+            columns[f"{name}input_ids"] = ids
+            if self._kind == "labeled":
+                columns["attention_mask"] = _ones(ids)
+            labels = np.where(mask, ids.values, np.int32(IGNORE))
+            columns[f"{name}labels"] = Ragged(labels, ids.lengths)
+            self.max_tokens = max(self.max_tokens, int(ids.lengths.max()))
+            self.counts.update(tokens=int(ids.lengths.sum()), loss_tokens=int(mask.sum()))
+        if rows:
+            numbers = np.array([(row.value, row.weight) for row in rows], np.float32)
+            columns["values"] = Ragged(numbers.reshape(-1), np.full(len(rows), 2, np.int32))
+            self._add_rows(columns)
+        self.counts.update(examples=len(rows))
 
     def _write_window(self) -> None:
         """Pack and write the oldest examples. Their number is independent of the batch sizes."""
@@ -301,6 +329,11 @@ def _flush(path: Path) -> None:
     """Wait until a file is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _joined(sequences: Sequence[NDArray[Any]]) -> Ragged:
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    return Ragged(np.concatenate(sequences).astype(np.int32), lengths)
 
 
 def _ones(like: Ragged) -> Ragged:

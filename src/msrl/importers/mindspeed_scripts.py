@@ -36,6 +36,8 @@ PROGRAMS = {
     "train_ppo": "ray",
     "grpo_trainer": "ray",
     "train_sft": "ray",
+    "train_dpo": "ray",
+    "train_orm": "ray",
 }
 _ENTRY = "MindSpeed-LLM's entry to MindSpeed-RL. Import the file of MindSpeed-RL"
 UNSUPPORTED_PROGRAMS = {
@@ -44,8 +46,6 @@ UNSUPPORTED_PROGRAMS = {
     "merge_dcp_to_hf": "MindSpeed-LLM's FSDP2 checkpoints",
     "rlhf_gpt": _ENTRY,
     "preprocess_prompt": _ENTRY,
-    "train_dpo": "preference training (DPO)",
-    "train_orm": "training of reward models",
     "train_prm": "training of reward models",
     "pretrain_mamba": "state-space models",
     "pretrain_deepseek4": "DeepSeek V4",

@@ -138,7 +138,9 @@ def full_pass(plan: RunPlan, longest: int | None = None) -> Pass | None:
     `longest` is the length of the longest row in tokens, if it is known from the data.
     """
     train, is_grpo = plan.train, plan.is_grpo
-    longest = longest or (plan.max_model_len if is_grpo else plan.data.seq_length)
+    if longest is None and plan.data.seq_length is not None:
+        longest = plan.data.seq_length * plan.sides
+    longest = plan.max_model_len if is_grpo else longest
     tokens = train.max_tokens_per_micro_batch
     if tokens is None and longest is not None:
         tokens = train.micro_batch * longest
@@ -149,10 +151,16 @@ def full_pass(plan: RunPlan, longest: int | None = None) -> Pass | None:
     return Pass(
         num_tokens=tokens,
         num_trained=min(tokens, math.ceil(tokens * trained_share)),
-        longest=min(longest or tokens, tokens),
-        is_packed=has_token_budget or train.micro_batch > 1 or plan.data.pack,
+        longest=min(_longest_sequence(plan, longest) or tokens, tokens),
+        is_packed=has_token_budget or train.micro_batch * plan.sides > 1 or plan.data.pack,
         element_bytes=element_bytes(plan),
     )
+
+
+def _longest_sequence(plan: RunPlan, longest_row: int | None) -> int | None:
+    """Return the length in tokens of the longest sequence of a row, as far as it is known."""
+    side = plan.data.seq_length if plan.sides > 1 else None
+    return longest_row if side is None or longest_row is None else min(side, longest_row)
 
 
 def _forward_bytes(train: TrainConfig, shape: Shape, batch: Pass, spread: Spread) -> int:
@@ -224,7 +232,7 @@ def _stage_memory(
     offload = train.offload.model_dump()
     memory = Memory(
         weights=state["weights"],
-        reference=reference_bytes(plan) if is_grpo else 0,
+        reference=reference_bytes(plan) if plan.has_reference_on_ranks else 0,
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         resting=frozenset(kind for kind, is_on in offload.items() if is_on),
@@ -236,7 +244,7 @@ def _stage_memory(
         return memory
     activations, working = _activations(plan, shape, stage, batch)
     memory = replace(memory, activations=activations, working=working)
-    if stage < plan.layout.pp - 1:
+    if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
     spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
     logits = head_bytes(
@@ -338,7 +346,10 @@ def memory_rows(plan: RunPlan) -> dict[str, int]:
         memory = training_memory(plan)
     except MsrlError:
         return {}
-    return (with_engine(memory, plan) if plan.is_grpo else memory).rows()
+    if plan.is_grpo:
+        # The checks refuse this key where vLLM has no sleep mode, so a set level is in effect.
+        memory = with_engine(memory, plan, sleeps=bool(plan.rollout.engine.sleep))
+    return memory.rows()
 
 
 def bytes_text(count: int) -> str:

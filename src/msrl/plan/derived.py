@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from msrl import registry
@@ -11,7 +12,7 @@ from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
 
-_TRAINING = ("train-sft", "train-grpo")
+_TRAINING = ("train-sft", "train-dpo", "train-rm", "train-grpo")
 
 
 def layout_from(section: LayoutConfig) -> ParallelLayout:
@@ -110,6 +111,53 @@ def needs_greedy(config: Config) -> bool:
     return bool(estimator.constant("NEEDS_GREEDY"))
 
 
+@dataclass(frozen=True, slots=True)
+class PreferencePlan:
+    """Preference loss of train-dpo with the declarations of its plugin.
+
+    Attributes:
+        name: Name of the loss.
+        beta: Scale of the implicit rewards.
+        sft_coef: Coefficient of the likelihood of the chosen answers.
+        options: Further options of the loss.
+        data: Kind of data that it trains on: pairs or labeled.
+        needs_reference: Whether it reads log-probabilities of the reference.
+        is_precomputed: Whether these are computed before the training.
+        reads_margins: Whether it reads the margins of the data.
+    """
+
+    name: str
+    beta: float
+    sft_coef: float
+    options: Mapping[str, object]
+    data: str
+    needs_reference: bool
+    is_precomputed: bool
+    reads_margins: bool
+
+
+def preference_plan(config: Config) -> PreferencePlan:
+    """Return the preference loss of a configuration."""
+    section = config.algo.preference
+    plugin = declaration(registry.PREFERENCES, section.loss, key="algo.preference.loss")
+    return PreferencePlan(
+        name=section.loss,
+        beta=plugin.constant("BETA") if section.beta is None else section.beta,
+        sft_coef=section.sft_coef,
+        options=section.options,
+        data=plugin.constant("DATA", "pairs"),
+        needs_reference=plugin.constant("NEEDS_REFERENCE", False),
+        is_precomputed=section.reference == "precomputed",
+        reads_margins=plugin.constant("READS_MARGINS", False),
+    )
+
+
+def has_pairs(config: Config, command: str) -> bool:
+    """Return True if a training reads preference pairs."""
+    is_pairwise = command == "train-dpo" and preference_plan(config).data == "pairs"
+    return is_pairwise or command == "train-rm"
+
+
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """Return the optimizer settings of the policy with the overrides of the critic."""
     overrides = config.cluster.roles.critic.optimizer
@@ -122,7 +170,7 @@ def accumulation(config: Config, command: str) -> int | None:
     """Return the micro-batches of one optimizer update on a rank; None if tokens define them."""
     if config.train.max_tokens_per_micro_batch is not None:
         return None
-    batch = config.train.global_batch if command == "train-sft" else samples_per_update(config)
+    batch = samples_per_update(config) if command == "train-grpo" else config.train.global_batch
     return batch // (dp_size(config) * config.train.micro_batch)
 
 
@@ -186,7 +234,7 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
     if command not in _TRAINING or dp_size(config) < 1:
         return {}
     rows: dict[str, str | int] = {"ranks": world_size(config), "data parallel": dp_size(config)}
-    rows.update(_sft_rows(config) if command == "train-sft" else _grpo_rows(config))
+    rows.update(_grpo_rows(config) if command == "train-grpo" else _sft_rows(config, command))
     label = "micro-batches per update on a rank"
     micro_batches = accumulation(config, command)
     if micro_batches is None:
@@ -214,12 +262,16 @@ def _engine_rows(config: Config) -> dict[str, str | int]:
     return rows
 
 
-def _sft_rows(config: Config) -> dict[str, str | int]:
+def _sft_rows(config: Config, command: str) -> dict[str, str | int]:
     rows: dict[str, str | int] = {"rows per optimizer update": config.train.global_batch}
     if config.data.seq_length:
         rows["tokens per optimizer update, at most"] = (
-            config.train.global_batch * config.data.seq_length
+            config.train.global_batch
+            * config.data.seq_length
+            * (2 if has_pairs(config, command) else 1)
         )
+    if command == "train-dpo":
+        rows["beta"] = f"{preference_plan(config).beta:g}"
     if config.train.steps:
         rows["rows in all"] = config.train.global_batch * config.train.steps
     return rows

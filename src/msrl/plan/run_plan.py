@@ -27,19 +27,21 @@ from msrl.models.shape import Shape
 from msrl.plan.derived import (
     accumulation,
     dp_size,
+    has_pairs,
     layout_from,
     max_model_len,
     needs_critic,
     needs_reference,
     num_engines,
     num_separate_devices,
+    preference_plan,
     replica_size,
     world_size,
 )
 from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
 
-TRAININGS = ("train-sft", "train-grpo")
+TRAININGS = ("train-sft", "train-dpo", "train-rm", "train-grpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,11 @@ class RunPlan:
     """Values that a training resolves once. Paths are absolute.
 
     Attributes:
-        command: `train-sft` or `train-grpo`.
+        command: `train-sft`, `train-dpo`, `train-rm` or `train-grpo`.
         config: Configuration of the run.
         policy: Trained model; None if no model is set.
         critic: Value model; None for a run without one.
-        reference: Model of the KL terms; None for a run without one.
+        reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
@@ -103,7 +105,7 @@ class RunPlan:
         replica_size: Number of ranks of one model replica.
         roles: Workers to place on devices.
         separate_models: Models that have separate devices.
-        sampling: Sampling of the rollouts, which train-sft does not have.
+        sampling: Sampling of the rollouts of train-grpo.
     """
 
     command: str
@@ -137,7 +139,24 @@ class RunPlan:
 
     @property
     def needs_reference(self) -> bool:
-        return self.is_grpo and needs_reference(self.config)
+        return _needs_reference(self.config, self.command)
+
+    @property
+    def has_reference_on_ranks(self) -> bool:
+        """True if the training ranks compute with the reference during the training."""
+        is_precomputed = self.command == "train-dpo" and preference_plan(self.config).is_precomputed
+        is_separate = self.separate_model("reference") is not None
+        return self.needs_reference and not is_separate and not is_precomputed
+
+    @property
+    def sides(self) -> int:
+        """Number of sequences of a row of data: 2 for pairs."""
+        return 2 if has_pairs(self.config, self.command) else 1
+
+    @property
+    def is_reward_model(self) -> bool:
+        """True if the trained model gives scores."""
+        return self.command == "train-rm"
 
     @property
     def has_own_reference(self) -> bool:
@@ -267,8 +286,9 @@ def resolve(config: Config, command: str) -> RunPlan:
     a configuration together.
     """
     models = _ModelReader()
-    policy, is_grpo = _policy(config, models), command == "train-grpo"
-    has_reference = is_grpo and needs_reference(config)
+    is_grpo = command == "train-grpo"
+    policy = _policy(config, models, has_score=command == "train-rm")
+    has_reference = _needs_reference(config, command)
     sources = config.reward.sources if is_grpo else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
@@ -290,6 +310,13 @@ def resolve(config: Config, command: str) -> RunPlan:
         separate_models=separate_models(config) if is_grpo else (),
         sampling=_sampling(config, datasets),
     )
+
+
+def _needs_reference(config: Config, command: str) -> bool:
+    """Return True if a training needs a reference model."""
+    if command == "train-dpo":
+        return preference_plan(config).needs_reference
+    return command == "train-grpo" and needs_reference(config)
 
 
 def run_folder(config: Config) -> Path:
@@ -328,10 +355,11 @@ def _read_model(hf_dir: Path) -> ModelPlan:
         return ModelPlan(folder, folder, config, None, str(error))
 
 
-def _policy(config: Config, models: _ModelReader) -> ModelPlan | None:
+def _policy(config: Config, models: _ModelReader, *, has_score: bool) -> ModelPlan | None:
     """Return the trained model: the weights of `checkpoint.load`, or else of `model.path`.
 
-    The config.json of a checkpoint without one is that of `model.path`.
+    The config.json of a checkpoint without one is that of `model.path`. With `has_score`, it is a
+    reward model, or becomes one.
     """
     load, path = config.checkpoint.load, config.model.path
     weights = load or path
@@ -341,6 +369,8 @@ def _policy(config: Config, models: _ModelReader) -> ModelPlan | None:
     if path is not None and not is_hf(str(config_dir(weights))):
         owner = path
     model = models.read(weights, config_dir(owner))
+    if has_score:
+        return _with_score(model)
     if model.shape is not None and model.shape.reward_head:
         error = (
             f"{owner}: {model.shape.architecture} generates scores instead of text. "
@@ -354,7 +384,12 @@ def _critic(config: Config, policy: ModelPlan | None, models: _ModelReader) -> M
     """Return the critic: its own model, or the policy's with a score head."""
     load = config.cluster.roles.critic.load
     model = policy if load is None else models.read(load, config_dir(load))
-    if model is None or model.shape is None or model.shape.reward_head:
+    return None if model is None else _with_score(model)
+
+
+def _with_score(model: ModelPlan) -> ModelPlan:
+    """Return the model with a score head instead of the output layer, if it has none."""
+    if model.shape is None or model.shape.reward_head:
         return model
     shape = with_score(model.shape, model.shape.architecture)
     return ModelPlan(model.weights, model.hf_dir, model.config, shape)

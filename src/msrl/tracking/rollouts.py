@@ -51,6 +51,8 @@ class RolloutRecord:
         turns: Turns of an episode as fields of `msrl.types.EpisodeTurn`; `tool_calls` is JSON.
         success: True or False if the environment says so.
         fault: Kind of the environment's failure; empty without one.
+        entropies: Entropies of the trainer's distributions before the first update, in nats.
+        tag: Tag of the row of the data, which selects its reward sources.
     """
 
     step: int
@@ -76,6 +78,8 @@ class RolloutRecord:
     turns: Sequence[Mapping[str, Any]] = ()
     success: bool | None = None
     fault: str = ""
+    entropies: Floats | None = None  # [T]
+    tag: str = ""
 
     @property
     def staleness(self) -> int:
@@ -94,7 +98,7 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
-    """Return the rows of a file that `write_records` has written."""
+    """Return the rows of a file that `write_records` of this or an earlier version has written."""
     import pyarrow.parquet as pq
 
     return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
@@ -130,6 +134,8 @@ def _schema() -> pa.Schema:
         "turns": pa.list_(_turn_type()),
         "success": pa.bool_(),
         "fault": pa.string(),
+        "entropies": pa.list_(pa.float32()),
+        "tag": pa.string(),
     }
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
 
@@ -168,6 +174,7 @@ _DTYPES = {
     "advantages": np.float32,
     "trainer_logprobs": np.float32,
     "reference_logprobs": np.float32,
+    "entropies": np.float32,
 }
 
 
@@ -175,7 +182,7 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     arrays = {
         name: np.asarray(row[name], dtype)
         for name, dtype in _DTYPES.items()
-        if row[name] is not None
+        if row.get(name) is not None
     }
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])

@@ -43,7 +43,7 @@ class LanguageModelReplica(ModelReplica):
         micro_batches: Sequence[MicroBatch],
         loss: Loss,
         *,
-        num_tokens: int,
+        num_tokens: float,
         lr: float,
         references: Sequence[Distribution | None] = (),
     ) -> dict[str, float]:
@@ -62,7 +62,7 @@ class LanguageModelReplica(ModelReplica):
         )
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of a training step without an update."""
         rows = self.run(
@@ -215,7 +215,7 @@ class LanguageModelReplica(ModelReplica):
         return self.settings.logit_chunk is not None
 
     def _minimize(
-        self, loss: Loss, num_tokens: int, output: Output, batch: DeviceBatch
+        self, loss: Loss, num_tokens: float, output: Output, batch: DeviceBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy, divergence = self.label_logprobs(
             output, batch, loss.temperature, with_entropy=loss.needs_entropy

@@ -18,7 +18,7 @@ from msrl.platforms import resolve
 from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.objective.logprobs import Distribution
-from msrl.trainer.objective.losses import Loss, ValueLoss
+from msrl.trainer.objective.losses import Loss, ValuesLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
@@ -103,7 +103,7 @@ class TrainingRank:
     # Policy and reference
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step of the policy over this data-parallel rank's micro-batches.
 
@@ -118,7 +118,7 @@ class TrainingRank:
         )
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float
     ) -> dict[str, float]:
         """Return the policy's metrics of a training step without an update."""
         return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)
@@ -171,13 +171,19 @@ class TrainingRank:
         return self._trained_critic().values(micro_batches)
 
     def train_critic_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step of the critic over this data-parallel rank's micro-batches.
 
         See `ModelReplica.update`.
         """
         return self._trained_critic().train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+
+    def evaluate_critic(
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float
+    ) -> dict[str, float]:
+        """Return the critic's metrics of a training step without an update."""
+        return self._trained_critic().evaluate(micro_batches, loss, num_tokens=num_tokens)
 
     def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
         """Return a reward model's value before each label, and offload the model.

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from msrl.checkpoint.random_weights import RandomSource
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
@@ -71,12 +72,7 @@ class ModelReplica:
 
     def load_model(self) -> tuple[torch.nn.Module, Shape]:
         """Return this rank's shard of the model with its weights, and the model's shape."""
-        path, iteration, position = self.settings.model, self.settings.iteration, self.position
-        source = (
-            open_weights(path, self.settings.hf_dir)
-            if iteration is None
-            else open_mcore(path, iteration=iteration)
-        )
+        position, source = self.position, self._open_weights()
         shape = self.trained_shape(source)
         padded = shape.padded_vocab_size(position.layout.tp)
         model = megatron.build_model(
@@ -84,6 +80,14 @@ class ModelReplica:
         )
         self.fill_weights(megatron.named_weights(model), source)
         return model, shape
+
+    def _open_weights(self) -> WeightSource:
+        settings = self.settings
+        if settings.is_random:
+            return RandomSource(settings.model, self.position.seed)
+        if settings.iteration is None:
+            return open_weights(settings.model, settings.hf_dir)
+        return open_mcore(settings.model, iteration=settings.iteration)
 
     def trained_shape(self, source: WeightSource) -> Shape:
         """Return the shape of the model that the weights of `source` are loaded into."""
@@ -167,7 +171,7 @@ class ModelReplica:
         micro_batches: Sequence[MicroBatch],
         finish: Finish,
         *,
-        num_tokens: int,
+        num_tokens: float,
         lr: float,
         gives_hidden: bool = False,
         references: Sequence[Distribution | None] = (),
@@ -177,7 +181,8 @@ class ModelReplica:
         Args:
             micro_batches: Micro-batches of this data-parallel rank.
             finish: Function that computes the loss and the sums of a micro-batch.
-            num_tokens: Number of loss tokens in the micro-batches of all ranks.
+            num_tokens: Number of loss tokens in the micro-batches of all ranks, or another
+                divisor that the loss expects.
             lr: Learning rate.
             gives_hidden: See `run`.
             references: See `run`.
@@ -335,7 +340,7 @@ class ModelReplica:
         return torch.zeros((), device=self.position.device), no_count, result
 
     def mean_metrics(
-        self, rows: Sequence[Mapping[str, Tensor]], num_tokens: int
+        self, rows: Sequence[Mapping[str, Tensor]], num_tokens: float
     ) -> dict[str, float]:
         """Return sums over micro-batches and data-parallel ranks divided by `num_tokens`.
 

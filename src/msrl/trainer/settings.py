@@ -62,6 +62,7 @@ class ReplicaSettings:
     model: Path  # Hugging Face folder, or mcore checkpoint of any parallel layout
     iteration: int | None = None  # of an mcore checkpoint; None: its latest
     hf_dir: Path | None = None  # folder with config.json, for an mcore checkpoint without one
+    is_random: bool = False  # random weights of the rank's seed; `model` only has a config.json
     optimizer: OptimizerConfig | None = None
     freeze: tuple[str, ...] = ()  # patterns of parameter names, as `models/select.py` reads them
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -130,5 +131,5 @@ def resumed_settings(settings: RankSettings, model: Path, step: int) -> RankSett
     """
     if settings.policy is None or settings.policy.lora.rank is not None:
         return settings
-    policy = replace(settings.policy, model=model.absolute(), iteration=step)
+    policy = replace(settings.policy, model=model.absolute(), iteration=step, is_random=False)
     return replace(settings, policy=policy)

@@ -18,7 +18,7 @@ from msrl.checkpoint.weights import WeightSource
 from msrl.models.reward_head import BIAS, OUTPUT_LAYER, WEIGHT, with_score
 from msrl.models.shape import Shape
 from msrl.trainer.objective.device_batch import DeviceBatch, spread
-from msrl.trainer.objective.losses import ValueLoss
+from msrl.trainer.objective.losses import ValuesLoss
 from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch
 
@@ -69,7 +69,7 @@ class ValueModelReplica(ModelReplica):
         ]
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, *, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
@@ -82,6 +82,13 @@ class ValueModelReplica(ModelReplica):
             lr=lr,
         )
 
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float
+    ) -> dict[str, float]:
+        """Return the metrics of a training step without an update."""
+        rows = self.run(micro_batches, functools.partial(_minimize, loss, num_tokens))
+        return self.mean_metrics(rows, num_tokens)
+
 
 def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
     assert isinstance(output, Tensor)
@@ -89,6 +96,6 @@ def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
 
 
 def _minimize(
-    loss: ValueLoss, num_tokens: int, output: Output, batch: DeviceBatch
+    loss: ValuesLoss, num_tokens: float, output: Output, batch: DeviceBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return loss(_values(output, batch), batch.fields, num_tokens)

@@ -37,7 +37,7 @@ def config_findings(
         yield "wrong", name, line
     if not mistakes:
         yield "ok", name, "batches, lengths, files, names and parallel layouts are consistent"
-    if name in ("train-sft", "train-grpo") and platform is not None:
+    if plan.is_training and platform is not None:
         yield from _devices(plan, platform)
         yield from _memory(plan, platform)
     if name != "cluster" and not mistakes:

@@ -69,6 +69,10 @@ def _commands(resolved: Resolved) -> Iterator[str]:
     serves = "generate" in commands
     if resolved.is_set("reward.sources") or (resolved.is_set("rollout") and not serves):
         yield "train-grpo"
+    elif resolved.is_set("algo.preference"):
+        yield "train-dpo"
+    elif resolved.is_set("algo.reward_model"):
+        yield "train-rm"
     elif resolved.is_set("train") or resolved.is_set("data"):
         yield "train-sft"
 

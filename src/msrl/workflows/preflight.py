@@ -7,11 +7,15 @@ messages. They need no device and write nothing.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.hub import is_without_weights
 from msrl.plan.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from msrl.workflows.training.supervised import SupervisedTask
 
 
 def check(plan: RunPlan) -> str:
@@ -24,10 +28,10 @@ def check(plan: RunPlan) -> str:
         MsrlError: the command would refuse them.
     """
     try:
-        if plan.command in ("generate", "chat") and _is_later(plan):
+        if plan.command in ("generate", "chat", "serve") and _is_later(plan):
             return "not checked, because the command downloads the weights of its model first"
         if plan.is_training:
-            return _train_grpo(plan) if plan.is_grpo else _train_sft(plan)
+            return _TRAININGS[plan.command](plan)
         return _CHECKS[plan.command](plan.config)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
@@ -36,15 +40,37 @@ def check(plan: RunPlan) -> str:
 
 def _is_later(plan: RunPlan) -> bool:
     """Return True if the model is one of a hub whose weights the command will download."""
-    section = plan.config.chat if plan.command == "chat" else plan.config.generate
-    return section.model is not None and is_without_weights(Path(section.model))
+    model = {
+        "generate": plan.config.generate.model,
+        "chat": plan.config.chat.model,
+        "serve": plan.config.serve.model,
+    }[plan.command]
+    return model is not None and is_without_weights(Path(model))
 
 
 def _train_sft(plan: RunPlan) -> str:
-    from msrl.workflows.sft.run import prepare
-    from msrl.workflows.training.preflight import check_start, planned_platform
+    from msrl.workflows.sft.run import SftTask
 
-    job = prepare(plan, planned_platform(plan.config))
+    return _supervised(plan, SftTask())
+
+
+def _train_dpo(plan: RunPlan) -> str:
+    from msrl.workflows.preference.run import PreferenceTask
+
+    return _supervised(plan, PreferenceTask(plan))
+
+
+def _train_rm(plan: RunPlan) -> str:
+    from msrl.workflows.preference.reward_model import RewardModelTask
+
+    return _supervised(plan, RewardModelTask())
+
+
+def _supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
+    from msrl.workflows.training.preflight import check_start, planned_platform
+    from msrl.workflows.training.supervised import prepare
+
+    job = prepare(plan, planned_platform(plan.config), task)
     longest = job.train.longest
     check_start(plan, job.platform, job.resume, longest=longest)
     return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
@@ -81,6 +107,18 @@ def _chat(config: Config) -> str:
     return f"a model of {source.shape.architecture}"
 
 
+def _serve(config: Config) -> str:
+    from msrl.workflows.serve.server import prepare, summary
+
+    return summary(prepare(config))
+
+
+def _eval(config: Config) -> str:
+    from msrl.workflows.evaluate.run import prepare, summary
+
+    return summary(prepare(config))
+
+
 def _convert(config: Config) -> str:
     from msrl.models.paths import has_weight_files
     from msrl.workflows.convert.run import check as check_conversion
@@ -92,9 +130,17 @@ def _convert(config: Config) -> str:
     return f"the weights in {load} can be read"
 
 
+_TRAININGS = {
+    "train-sft": _train_sft,
+    "train-dpo": _train_dpo,
+    "train-rm": _train_rm,
+    "train-grpo": _train_grpo,
+}
 _CHECKS = {
     "preprocess": _preprocess,
     "generate": _generate,
     "chat": _chat,
+    "serve": _serve,
+    "eval": _eval,
     "convert-ckpt": _convert,
 }

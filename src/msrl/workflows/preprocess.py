@@ -92,7 +92,7 @@ def check(config: Config) -> int:
         for batch in itertools.islice(batches, 1):
             result = tokenize_rows(job, batch)
             num_read += result.num_read
-            num_examples += len(result.sequences.lengths)
+            num_examples += len(result.sequences.lengths) + len(result.preferences)
             dropped.update(result.dropped)
         is_all = is_all and next(batches, None) is None
     if is_all:
@@ -170,7 +170,7 @@ def make_manifest(
 ) -> DatasetManifest:
     """Return the manifest of the written data."""
     counts, kind, renderer = writer.counts, job.handler.kind, job.renderer
-    loss_tokens = {"sft": counts["loss_tokens"], "pretrain": counts["tokens"], "prompts": 0}
+    loss_tokens = {"pretrain": counts["tokens"], "prompts": 0}
     return DatasetManifest(
         kind=kind,
         template="" if renderer is None else renderer.template.name,
@@ -182,7 +182,7 @@ def make_manifest(
         num_rows=counts["rows"],
         num_examples=counts["examples"],
         num_tokens=counts["tokens"],
-        num_loss_tokens=loss_tokens[kind],
+        num_loss_tokens=loss_tokens.get(kind, counts["loss_tokens"]),
         max_tokens=writer.max_tokens,
         dropped=dict(sorted(writer.dropped.items())),
         keys=KEYS[kind],
@@ -209,7 +209,13 @@ def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
     )
 
 
-_NOUNS = {"pretrain": "documents", "sft": "examples", "prompts": "prompts"}
+_NOUNS = {
+    "pretrain": "documents",
+    "sft": "examples",
+    "prompts": "prompts",
+    "pairs": "pairs",
+    "labeled": "labeled answers",
+}
 
 
 class PreprocessProgress:
@@ -299,7 +305,7 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
     """Raise MsrlError if a key is set that has no effect for this kind of data."""
     unused = {
         "pack": settings.pack and kind != "sft",
-        "too_long": settings.too_long == "truncate" and kind != "sft",
+        "too_long": settings.too_long == "truncate" and kind in ("prompts", "pretrain"),
         "seq_length": settings.seq_length is not None and kind == "pretrain",
         "template": settings.template is not None and kind == "pretrain",
         "enable_thinking": settings.enable_thinking is not None and kind == "pretrain",

@@ -8,7 +8,7 @@ from pathlib import Path
 from msrl.config.loader import Flag, load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.plan.run_plan import checkpoint_folder, resolve
+from msrl.plan.run_plan import TRAININGS, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
 from msrl.tracking.run import ATTEMPTS, CONFIG
@@ -36,12 +36,30 @@ def run(folder: Path) -> None:
     saved = _last_checkpoint(config)
     is_completed = saved is not None and _is_completed(folder, saved)
     if saved is not None and is_completed:
-        training = "train-grpo" if config.reward.sources else "train-sft"
-        results = final_results(resolve(config, training), saved, folder)
+        results = final_results(resolve(config, _training(config, folder)), saved, folder)
     else:
         results = checkpoint_results(saved, is_done=True)
-    command = next_command(config, folder, results, is_completed)
+    command = next_command(
+        config,
+        folder,
+        results,
+        is_completed,
+        is_reward_model=_training(config, folder) == "train-rm",
+    )
     write_results(folder, results, curves=CURVES, command=command)
+
+
+def _training(config: Config, folder: Path) -> str:
+    """Return the command of a run, from its last start or else from its configuration."""
+    lines = _attempts(folder)
+    words: list[str] = json.loads(lines[-1]).get("command", []) if lines else []
+    started = next((word for word in words if word in TRAININGS), None)
+    return started or ("train-grpo" if config.reward.sources else "train-sft")
+
+
+def _attempts(folder: Path) -> list[str]:
+    path = folder / ATTEMPTS
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _config(folder: Path) -> Config:
@@ -65,6 +83,5 @@ def _last_checkpoint(config: Config) -> SavedTraining | None:
 
 def _is_completed(folder: Path, saved: SavedTraining) -> bool:
     """Return True if the checkpoint is that of the run's last step."""
-    path = folder / ATTEMPTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = _attempts(folder)
     return bool(lines) and json.loads(lines[-1]).get("num_steps") == saved.step

@@ -24,6 +24,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import end_tokens, read_hf_config
+from msrl.models.reward_head import has_classifier, is_scoring, scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.types import ChatFormat
@@ -131,6 +132,20 @@ def sidecar_files(folder: Path) -> list[Path]:
         for file in files
         if not file.name.endswith(".index.json") and file.name != "msrl_manifest.json"
     )
+
+
+def record_score_head(folder: Path) -> None:
+    """Make the config.json of a decoder that of a sequence classifier with one label.
+
+    That of a reward model, or of a class without such a counterpart, is unchanged.
+    """
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    architecture = str((config.get("architectures") or [""])[0])
+    if is_scoring(architecture) or not has_classifier(architecture):
+        return
+    text = json.dumps(scoring_config(config), indent=2, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def copy_sidecars(

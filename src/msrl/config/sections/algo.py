@@ -29,6 +29,7 @@ def _supported(key: str, package: str) -> OneOf:
 
 
 Estimator = Annotated[str, _supported("algo.advantage.estimator", registry.ADVANTAGES)]
+PreferenceLossName = Annotated[str, OneOf(registry.names(registry.PREFERENCES))]
 PolicyLossName = Annotated[str, _supported("algo.policy_loss", registry.LOSSES)]
 
 _LAMBDA = Field(
@@ -261,8 +262,52 @@ class MismatchConfig(Section):
     )
 
 
+class PreferenceConfig(Section):
+    """Loss of train-dpo on preference data."""
+
+    loss: PreferenceLossName = Field(
+        default="dpo",
+        description="Preference loss. simpo, orpo and cpo need no reference model, and kto trains "
+        "on labeled answers instead of pairs.",
+    )
+    beta: Positive | None = Field(
+        default=None,
+        description="Scale of the implicit rewards: larger values keep the policy closer to the "
+        "reference. Default: that of the loss (2.0 for simpo, 0.1 for all others).",
+    )
+    sft_coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the negative log-likelihood of the chosen answers, as a mean "
+        "over the tokens of each. 0 disables the term.",
+    )
+    reference: Literal["on-the-fly", "precomputed"] = Field(
+        default="on-the-fly",
+        description="Computation of the reference's log-probabilities: in every step by a copy of "
+        "the reference on the training ranks (with LoRA by the model without its adapters), or "
+        "once before the training, stored in the folder of the run.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Additional options of the preference loss, by name.",
+    )
+
+
+class RewardModelConfig(Section):
+    """Loss of train-rm on preference pairs."""
+
+    kind: Literal["outcome"] = Field(
+        default="outcome",
+        description="Kind of reward model: one score of the complete answer (outcome).",
+    )
+    center_coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the square of both scores' sum, which keeps scores around 0. "
+        "0 disables the term.",
+    )
+
+
 class AlgoConfig(Section):
-    """Advantages and loss of train-grpo."""
+    """Advantages and losses."""
 
     preset: Annotated[str, OneOf(preset_names())] | None = Field(
         default=None,
@@ -282,6 +327,12 @@ class AlgoConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Additional options of the advantage estimator and the policy loss, by name.",
+    )
+    preference: PreferenceConfig = Field(
+        default=PreferenceConfig(), description="Loss of train-dpo on preference data."
+    )
+    reward_model: RewardModelConfig = Field(
+        default=RewardModelConfig(), description="Loss of train-rm on preference pairs."
     )
     old_logprobs: Literal["trainer", "behavior", "log-linear"] = Field(
         default="trainer",

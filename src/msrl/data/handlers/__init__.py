@@ -6,7 +6,8 @@ A handler module defines:
 - `COLUMNS`: its fields and their default columns
 - `REQUIRED`: the required fields
 - `ANSWER`: optional, the required field that prompts without a ground truth may lack
-- `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining
+- `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining,
+  or `preference(row, columns) -> PreferenceRow` for pairs and labeled answers
 
 The class names of MindSpeed's handlers are accepted as aliases, or refused with a reason.
 `path/file.py:NAME` is a handler of the user; see `msrl.data.rows.own_handler`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
 from msrl import registry
@@ -25,7 +27,8 @@ from msrl.data.rows import own_handler
 from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
 
-Kind = Literal["pretrain", "sft", "prompts"]
+Kind = Literal["pretrain", "sft", "prompts", "pairs", "labeled"]
+_FUNCTIONS = {"pretrain": "text", "pairs": "preference", "labeled": "preference"}
 
 
 ALIASES = {
@@ -38,6 +41,8 @@ ALIASES = {
     "R1SharegptStyleInstructionHandler": "sharegpt",
     "PPOAlpacaStyleInstructionHandler": "r1",
     "Math17kAlpacaStyleInstructionHandler": "r1",
+    "AlpacaStylePairwiseHandler": "alpaca_pairs",
+    "SharegptStylePairwiseHandler": "sharegpt_pairs",
 }
 # Columns and kinds that MindSpeed's handlers imply.
 _IMPLIED_COLUMNS = {
@@ -48,13 +53,10 @@ _IMPLIED_COLUMNS = {
     },
 }
 _IMPLIED_KINDS = {"R1SharegptStyleInstructionHandler": "prompts"}
-_PAIRWISE = "writes preference pairs (DPO, reward models), which msrl does not train on yet"
 _FIXED_PROMPT = "writes a fixed prompt around each row and ignores the template"
 _FIXED_TEXT = "writes each row as a fixed text for pretraining"
 # MindSpeed's handlers without a counterpart, with the reason and the remedy.
 REFUSED = {
-    "AlpacaStylePairwiseHandler": f"{_PAIRWISE}. Use data with one answer per prompt.",
-    "SharegptStylePairwiseHandler": f"{_PAIRWISE}. Use data with one answer per prompt.",
     "AlpacaStyleProcessRewardHandler": "writes labels for each step (process reward models), which "
     "msrl does not train on yet. Use data with one answer per prompt.",
     "HunyuanInstructionHandler": "finds the answers by tokens of Hunyuan, a family that msrl does "
@@ -87,11 +89,14 @@ class Handler:
     options: Mapping[str, Any]
 
     def converter(self) -> Callable[[Any], Any]:
-        """Return the function that converts a row to a text (pretrain) or a conversation."""
+        """Return the function that converts a row.
+
+        It returns a text (pretrain), a conversation, or a row of preference data.
+        """
         if own_handler.is_own(self.name):
             return own_handler.converter(self.name, self.kind, self.options)
         module = registry.load(__name__, self.name, key="preprocess.handler")
-        convert = module.text if self.kind == "pretrain" else module.conversation
+        convert = _function(module, self.kind)
         return partial(convert, columns=self.columns, **self.options)
 
 
@@ -126,14 +131,19 @@ def make_handler(
     plugin = ALIASES.get(name, name)
     module = registry.load(__name__, plugin, key="preprocess.handler")
     resolved_kind: Any = _choose_kind(name, kind or _IMPLIED_KINDS.get(name), module.KINDS)
-    if resolved_kind != "pretrain":
+    if resolved_kind in ("sft", "prompts"):
         refuse_preference_columns(map_keys)
     answer = getattr(module, "ANSWER", None) if resolved_kind == "prompts" else None
     mapped = {**_IMPLIED_COLUMNS.get(name, {}), **map_keys}
     columns = make_columns(module.COLUMNS, module.REQUIRED, mapped, answer)
-    function = module.text if resolved_kind == "pretrain" else module.conversation
+    function = _function(module, resolved_kind)
     checked = registry.check_options(function, options, key="preprocess.options")
     return Handler(plugin, resolved_kind, columns, checked)
+
+
+def _function(module: ModuleType, kind: str) -> Callable[..., Any]:
+    """Return the function of a handler's module that reads rows for a kind of data."""
+    return getattr(module, _FUNCTIONS.get(kind, "conversation"))
 
 
 def _own_handler(

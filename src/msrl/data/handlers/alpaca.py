@@ -27,15 +27,20 @@ ANSWER = "response"
 
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """Return the turns of a row. Raises MsrlError if a column is missing or not text."""
+    messages = prompt_messages(row, columns)
+    if columns.paths["response"]:
+        messages.append(Message("assistant", columns.text(row, "response")))
+    return Conversation(tuple(messages), extra=columns.extra(row))
+
+
+def prompt_messages(row: Any, columns: ColumnMapping) -> list[Message]:
+    """Return the turns before the answer: system text, history and question."""
     messages: list[Message] = []
     if system := columns.text(row, "system"):
         messages.append(Message("system", system))
     for question, answer in _history(columns.value(row, "history")):
         messages += [Message("user", question), Message("assistant", answer)]
-    messages.append(Message("user", join_question(row, columns)))
-    if columns.paths["response"]:
-        messages.append(Message("assistant", columns.text(row, "response")))
-    return Conversation(tuple(messages), extra=columns.extra(row))
+    return [*messages, Message("user", join_question(row, columns))]
 
 
 def join_question(row: Any, columns: ColumnMapping) -> str:

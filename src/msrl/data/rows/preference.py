@@ -18,9 +18,10 @@ _PAIRS = (
 )
 _LABELS = ("label", "kto_tag")
 _ADVICE = (
-    "Training on preference data is not supported. Remove these columns to train on the remaining "
-    "answers."
+    "Preprocess them for train-dpo with handler {handler}, or remove these columns to train on the "
+    "remaining answers."
 )
+_PAIRS_ADVICE = _ADVICE.format(handler="pairs, alpaca_pairs or sharegpt_pairs")
 
 
 def refuse_preference(row: Any, passed: Iterable[str] = ()) -> None:
@@ -34,12 +35,12 @@ def refuse_preference(row: Any, passed: Iterable[str] = ()) -> None:
         return
     columns: dict[str, Any] = {str(k): v for k, v in row.items() if v is not None}
     if pair := _pair(columns):
-        raise MsrlError(f"columns {' and '.join(pair)}: preference pairs (DPO). {_ADVICE}")
+        raise MsrlError(f"columns {' and '.join(pair)}: preference pairs (DPO). {_PAIRS_ADVICE}")
     labels = [name for name in _LABELS if name not in passed and _is_truth_value(columns.get(name))]
     if labels:
         raise MsrlError(
             f"column {labels[0]}={columns[labels[0]]}: answers labeled as desirable or not (KTO). "
-            f"{_ADVICE}"
+            f"{_ADVICE.format(handler='labeled')}"
         )
 
 
@@ -47,7 +48,9 @@ def refuse_preference_columns(map_keys: Mapping[str, str]) -> None:
     """Raise MsrlError if `map_keys` names one side of a preference pair as a field."""
     for name, path in map_keys.items():
         if not name.startswith("extra.") and _is_side(path.rpartition(".")[2]):
-            raise MsrlError(f"map_keys.{name}={path}: one side of a preference pair. {_ADVICE}")
+            raise MsrlError(
+                f"map_keys.{name}={path}: one side of a preference pair. {_PAIRS_ADVICE}"
+            )
 
 
 def _pair(columns: Mapping[str, Any]) -> tuple[str, ...]:

@@ -46,9 +46,7 @@ def translate(tree: Node, file: Path) -> Translation:
 def put_preprocessing(translation: Translation, keys: Keys) -> None:
     """Translate the keys that no table row can describe: JSON, and values that mean null."""
     handler = keys.get("handler_name")
-    if handler is not None and "Pairwise" in str(handler.value):
-        translation.add_error(handler, "not supported: preference data (pairs of responses)")
-    elif handler is not None and "ProcessReward" in str(handler.value):
+    if handler is not None and "ProcessReward" in str(handler.value):
         translation.add_error(handler, "not supported: data of process reward models")
     else:
         keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
-from msrl.importers.sections import Keys, put_tracker_options
+from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
+from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
@@ -19,13 +20,15 @@ _BALANCING = ("group_limited_greedy", "pai_megatron_aux_loss", "noaux_tc", "soft
 def put_training(translation: Translation, keys: Keys) -> None:
     """Translate the keys of a supervised training that depend on each other."""
     stage = keys.get("stage")
-    if stage is not None and stage.value != "sft":
+    if stage is not None and stage.value not in ("sft", *STAGES):
         _refuse_stage(translation, stage)
         return
     _dtype(keys)
-    if stage is None and keys.value("is_instruction_dataset") is not True:
+    is_text = stage is None and keys.value("is_instruction_dataset") is not True
+    if is_text:
         put_text(translation, keys)
-    _initial_weights(translation, keys)
+    put_preference(translation, keys, stage)
+    _initial_weights(translation, keys, is_text=is_text)
     _decay(translation, keys)
     _split(translation, keys)
     MegatronKeys(translation, keys).apply_supervised()
@@ -33,21 +36,19 @@ def put_training(translation: Translation, keys: Keys) -> None:
     _evaluation(translation, keys)
     _memory(translation, keys)
     _trackers(translation, keys)
+    _profile(keys)
 
 
 def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
     """Add the error of a stage, which is the only one of the command."""
     features = {
-        "dpo": "preference training",
-        "simpo": "preference training",
-        "orm": "training of reward models",
-        "prm": "training of reward models",
+        "prm": "training of process reward models",
         "ray_grpo": "RL in this program",
         "ray_ppo": "RL in this program",
         "trl_ppo": "RL in this program",
     }
     feature = features.get(str(stage.value), "this stage")
-    advice = "It must be sft. For RL, use `msrl train-grpo`."
+    advice = f"It must be sft, {', '.join(STAGES)}. For RL, use `msrl train-grpo`."
     translation.add_error(stage, f"not supported: {feature}. {advice}")
     translation.refuse_as_one()
 
@@ -61,13 +62,17 @@ def _dtype(keys: Keys) -> None:
         )
 
 
-def _initial_weights(translation: Translation, keys: Keys) -> None:
-    """Refuse a training without weights: the original would start from random ones."""
-    if keys.get("load") is None and keys.get("pretrained_checkpoint") is None:
-        translation.errors.append(
-            f"{translation.name}: load: missing. The original starts from random weights, which "
-            "msrl does not initialize. Set it to a checkpoint."
-        )
+def _initial_weights(translation: Translation, keys: Keys, *, is_text: bool) -> None:
+    """Start a pretraining without a checkpoint from random weights, and refuse other trainings."""
+    if keys.get("load") is not None or keys.get("pretrained_checkpoint") is not None:
+        return
+    if is_text:
+        put_random_weights(translation, keys)
+        return
+    translation.errors.append(
+        f"{translation.name}: load: missing. The original starts from random weights, which only "
+        "a pretraining can use. Set it to a checkpoint."
+    )
 
 
 def _decay(translation: Translation, keys: Keys) -> None:
@@ -126,6 +131,17 @@ def _trackers(translation: Translation, keys: Keys) -> None:
         translation.set("log.trackers", wrap(names, keys.origin("wandb_project")))
     options = {"wandb_project": "project", "wandb_entity": "entity", "wandb_save_dir": "dir"}
     put_tracker_options(keys, "wandb", options, is_on=has_wandb)
+
+
+def _profile(keys: Keys) -> None:
+    """Translate Megatron's steps to trace, which it counts from 0 up to the last one."""
+    first, last = keys.number("profile_step_start"), keys.number("profile_step_end")
+    put_profile(
+        keys,
+        is_on=keys.value("profile") is True,
+        first=None if first is None else first + 1,
+        last=last,
+    )
 
 
 def _evaluation(translation: Translation, keys: Keys) -> None:

@@ -34,6 +34,12 @@ SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "stra
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
 _CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
 _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
+    "swanlab": {
+        "logdir": "dir",
+        "experiment_name": "name",
+        "description": "notes",
+        **{key: key for key in ("project", "workspace", "tags")},
+    },
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }

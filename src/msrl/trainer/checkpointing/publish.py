@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from msrl.checkpoint.convert import versions
-from msrl.checkpoint.hf.folder import copy_sidecars
+from msrl.checkpoint.hf.folder import copy_sidecars, record_score_head
 from msrl.checkpoint.hf.pass_through import write_pass_through
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.names import LOCAL
@@ -216,6 +216,8 @@ class Publication:
         staged = sidecar.with_name(f".{sidecar.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)
         copy_sidecars(self.hf_dir, staged, getattr(torch, self.model.dtype), self.chat)
+        if self.model.shape.reward_head:
+            record_score_head(staged)
         write_pass_through(self.hf_dir, staged, self.model.shape)
         shutil.rmtree(sidecar, ignore_errors=True)
         staged.rename(sidecar)

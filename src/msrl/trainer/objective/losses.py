@@ -52,7 +52,15 @@ class Loss(Protocol):
     def needs_divergence(self) -> bool: ...
 
     def __call__(
-        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
+    ) -> tuple[Tensor, Sums]: ...
+
+
+class ValuesLoss(Protocol):
+    """A loss of a model with one value per token."""
+
+    def __call__(
+        self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: float
     ) -> tuple[Tensor, Sums]: ...
 
 
@@ -65,7 +73,7 @@ class SftLoss:
     needs_divergence: bool = False
 
     def __call__(
-        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
     ) -> tuple[Tensor, Sums]:
         loss = -outputs.logprobs.sum() / num_tokens
         return loss, {"loss": -outputs.logprobs.detach().sum()}
@@ -111,7 +119,7 @@ class PolicyLoss:
         return self.kl_coef > 0 and self.kl_estimator == "full"
 
     def __call__(
-        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
+        self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
     ) -> tuple[Tensor, Sums]:
         """Return the loss and its metrics.
 
@@ -231,7 +239,7 @@ class ValueLoss:
     clip: float | None
 
     def __call__(
-        self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: int
+        self, values: Tensor, fields: Mapping[str, Tensor], num_tokens: float
     ) -> tuple[Tensor, Sums]:
         """Return the loss and its metrics.
 

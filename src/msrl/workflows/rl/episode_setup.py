@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.environments.base import EpisodeFault, Opening
+from msrl.environments.pool import ENVIRONMENT_COLUMN
 from msrl.environments.tools import detect_format
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.runner import environment_row
@@ -44,6 +47,18 @@ def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
         if opening.messages:
             template.conversation(opening.messages, opening.tools)
     return settings
+
+
+def check_environment_names(section: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise MsrlError if a row selects an environment that `environment.mixture` does not have."""
+    for prompt in prompts if section.mixture else ():
+        name = prompt.extra.get(ENVIRONMENT_COLUMN)
+        if name and name not in section.mixture:
+            raise MsrlError(
+                f"environment.mixture: row {prompt.index} of the data selects the environment "
+                f"{name!r}; {nearest(name, section.mixture)}. Add it, or correct the column "
+                f"extra.{ENVIRONMENT_COLUMN}."
+            )
 
 
 def _tool_format(section: EnvironmentConfig, template: EpisodeTemplate) -> str:

@@ -75,7 +75,9 @@ class RolloutEvaluator:
         groups = scores.groups
         verdicts = [self._judge.verdicts(group) for group in groups]
         self._log.write_evaluation(report.step, groups, verdicts)
-        metrics = {f"eval/{name}": value for name, value in _metrics(scores, verdicts).items()}
+        metrics = {
+            f"eval/{name}": value for name, value in evaluation_metrics(scores, verdicts).items()
+        }
         seconds = {**report.seconds, "eval": time.perf_counter() - start}
         notes = tuple(f"evaluation: {note}" for note in scores.notes)
         return replace(
@@ -140,7 +142,9 @@ def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:
     )
 
 
-def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
+def evaluation_metrics(
+    scores: Scores, verdicts: Sequence[Sequence[bool] | None]
+) -> dict[str, float]:
     """Return the metrics of an evaluation without their prefix."""
     groups, lengths = scores.groups, length_matrix(scores.groups)
     return {

@@ -21,11 +21,11 @@ from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats, Ints
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import Rows, TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
 if TYPE_CHECKING:
-    from msrl.trainer.objective.losses import ValueLoss
+    from msrl.trainer.objective.losses import ValuesLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,19 @@ class ModelGroups(TrainerGroup):
         return super().values(sequences, limits)
 
     def update_critic(
-        self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: ValuesLoss,
+        lr: float,
+        *,
+        rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
         critic = self._separate.get("critic")
-        if critic is not None:
-            return critic.ranks.update_critic(sequences, critic.limits(limits), loss, lr)
-        return super().update_critic(sequences, limits, loss, lr)
+        limits = limits if critic is None else critic.limits(limits)
+        update = super().update_critic if critic is None else critic.ranks.update_critic
+        return update(sequences, limits, loss, lr, rows=rows, total_weight=total_weight)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         reward = self._separate.get("reward")

@@ -17,6 +17,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.algorithms.samples import sequence_counts, token_sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
+from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import RolloutRecord, write_records
 from msrl.types import (
     Completion,
@@ -58,6 +59,7 @@ class RolloutLog:
         *,
         sequences: Sequences | None = None,
         times: Mapping[str, float] | None = None,
+        values: Mapping[str, Mapping[int, Floats]] | None = None,
     ) -> None:
         """Write the rollouts of a step.
 
@@ -69,11 +71,13 @@ class RolloutLog:
             sequences: Sequences of `samples` with the log-probabilities of trainer and reference as
                 fields, for the format `parquet`.
             times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
+            values: Further arrays [T] by column and number of the sample, for `parquet`.
         """
         if not self._is_on:
             return None
         if self._format == "parquet":
-            records = self._records(step, groups, samples, dropped_groups, sequences, times or {})
+            columns = _token_columns(sequences, values or {})
+            records = self._records(step, groups, samples, dropped_groups, columns, times or {})
             path = self._run_dir / "rollouts" / f"step_{step:06d}.parquet"
             path.parent.mkdir(exist_ok=True)
             return write_records(path, list(records))
@@ -90,21 +94,16 @@ class RolloutLog:
         groups: Sequence[ScoredGroup],
         samples: Sequence[TrainingSample],
         dropped_groups: Sequence[ScoredGroup],
-        sequences: Sequences | None,
+        columns: Mapping[str, Mapping[int, Floats]],
         times: Mapping[str, float],
     ) -> Iterator[RolloutRecord]:
-        fields = {} if sequences is None else sequences.fields
         positions = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
         number = 0
         for (g, c), own in zip(positions, _by_completion(groups, samples), strict=True):
             for index, sample in enumerate(own):
-                logprobs = {
-                    column: fields[name][number]
-                    for column, name in _LOGPROBS.items()
-                    if name in fields
-                }
+                arrays = {name: rows[number] for name, rows in columns.items() if number in rows}
                 number += 1
-                yield self._record((step, g, c, index), groups[g], sample, times, logprobs)
+                yield self._record((step, g, c, index), groups[g], sample, times, arrays)
         for g, group in enumerate(dropped_groups, start=len(groups)):
             for c in range(len(group.rewards)):
                 for index in range(len(_sequences(group, c))):
@@ -147,6 +146,7 @@ class RolloutLog:
             answer=prompt.answer,
             times=times,
             **_episode_columns(completion.episode),
+            tag=prompt.extra.get(TAG, ""),
             **logprobs,
         )
 
@@ -168,13 +168,18 @@ class RolloutLog:
 
         `verdicts` holds for each group whether its answers are right, or None if no source decides.
         """
-        if not self._is_on:
-            return
+        if self._is_on:
+            self._write("eval", step, self.evaluation_rows(groups, verdicts))
+
+    def evaluation_rows(
+        self, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
+    ) -> list[dict[str, object]]:
+        """Return a row for each answer of an evaluation."""
         flat: list[bool | None] = []
         for group, verdict in zip(groups, verdicts, strict=True):
             flat += verdict or [None] * len(group.rewards)
         pairs = zip(self._rows(groups), flat, strict=True)
-        self._write("eval", step, [{**row, "is_right": right} for row, right in pairs])
+        return [{**row, "is_right": right} for row, right in pairs]
 
     def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         (self._run_dir / folder).mkdir(exist_ok=True)
@@ -203,6 +208,7 @@ class RolloutLog:
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            **({"tag": prompt.extra[TAG]} if TAG in prompt.extra else {}),
             **({"versions": versions} if versions else {}),
             **self._episode_row(prompt, completion),
         }
@@ -282,4 +288,19 @@ def _episode_columns(episode: Episode | None) -> dict[str, Any]:
 
 
 # Columns of the rollout record by the field of the sequences that holds them.
-_LOGPROBS = {"trainer_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
+_COLUMNS = {
+    "old_logprobs": "trainer_logprobs",
+    "reference_logprobs": "reference_logprobs",
+    "entropies": "entropies",
+}
+
+
+def _token_columns(
+    sequences: Sequences | None, values: Mapping[str, Mapping[int, Floats]]
+) -> Mapping[str, Mapping[int, Floats]]:
+    """Return the arrays [T] of the record by column and number of the sample."""
+    fields = {} if sequences is None else sequences.fields
+    computed = {
+        column: dict(enumerate(fields[name])) for name, column in _COLUMNS.items() if name in fields
+    }
+    return {**values, **computed}

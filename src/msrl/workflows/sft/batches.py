@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msrl.algorithms.packing import Sequences
-from msrl.config.schema import Config
-from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
+from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.trainer.objective.losses import SftLoss
 from msrl.types import StepReport
-from msrl.workflows.sft.setup import SftRows
+from msrl.workflows.sft.setup import SftRows, SftSetup
+from msrl.workflows.training.supervised import is_evaluation_due
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 LOSS = SftLoss()
@@ -39,31 +39,22 @@ def make_batch(rows: Sequence[Sequences]) -> Batch:
     return Batch(sequences, spans, sum(map(len, token_ids)), num_loss_tokens(sequences))
 
 
-def batch_limits(config: Config) -> BatchLimits:
-    """Return the limits of a micro-batch; they count rows."""
-    return BatchLimits(config.train.micro_batch, config.train.max_tokens_per_micro_batch)
-
-
 class HeldOutEvaluator:
     """Evaluator of the loss on held-out rows."""
 
     is_loss = True
 
-    def __init__(
-        self, config: Config, held_out: SftRows, trainers: TrainerGroup, num_steps: int
-    ) -> None:
-        self._config, self._held_out, self._trainers = config, held_out, trainers
-        self._num_steps = num_steps
+    def __init__(self, job: SftSetup, held_out: SftRows, trainers: TrainerGroup) -> None:
+        self._job, self._held_out, self._trainers = job, held_out, trainers
 
     def is_due(self, step: int) -> bool:
         """Return True every `eval.every_steps` steps and after the last step."""
-        every = self._config.eval.every_steps
-        return (every is not None and step % every == 0) or step == self._num_steps
+        return is_evaluation_due(self._job.config, step, self._job.num_steps)
 
     def evaluate(self, report: StepReport) -> StepReport:
         """Compute the loss; return the report of the step with it."""
         start_time = time.perf_counter()
-        batch, limits = self._batch(), batch_limits(self._config)
+        batch, limits = self._batch(), self._job.limits
         loss = self._trainers.evaluate(batch.sequences, limits, LOSS, rows=batch.rows)["loss"]
         metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
         seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
@@ -79,7 +70,7 @@ class HeldOutEvaluator:
         All data-parallel ranks need the same number of rows, so copies of the first one with an
         empty loss mask are added.
         """
-        count = min(len(self._held_out), self._config.eval.prompts or len(self._held_out))
+        count = min(len(self._held_out), self._job.config.eval.prompts or len(self._held_out))
         rows = self._held_out.sequences(range(count))
         empty_masks = tuple(mask & False for mask in rows[0].loss_masks)
         padding = Sequences(rows[0].token_ids, empty_masks, {})

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
-from msrl.models.shape import Shape
-from msrl.platforms.base import Platform
-from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.trainer.schedule import Schedule
-from msrl.trainer.settings import RankSettings
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
+from msrl.workflows.training.supervised import SupervisedSetup
 
 SftRows = Rows | MixedRows | TextRows
 
 
-@dataclass(frozen=True, slots=True)
-class SftSetup:
-    """Setup of a run."""
-
-    config: Config
-    shape: Shape
-    platform: Platform
-    settings: RankSettings
-    train: SftRows
-    held_out: SftRows | None
-    schedule: Schedule
-    order: RowOrder | BlendOrder
-    state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
-    num_steps: int
-    start_step: int  # number of steps before this run
-    resume: SavedTraining | None
+SftSetup = SupervisedSetup[SftRows]
 
 
 def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:

@@ -20,7 +20,12 @@ def finish_completed(plan: RunPlan, saved: SavedTraining, curves: Sequence[str])
     A run that ended after its last checkpoint lacks them.
     """
     with RunLog(
-        plan.config, num_steps=saved.step, start_step=saved.step, curves=curves, trackers=()
+        plan.config,
+        num_steps=saved.step,
+        start_step=saved.step,
+        curves=curves,
+        trackers=(),
+        is_reward_model=plan.is_reward_model,
     ) as log:
         log.note(f"all {saved.step} steps are done; writing the report of {log.path}")
         log.finish(final_results(plan, saved, log.path))
@@ -34,7 +39,8 @@ def final_results(plan: RunPlan, saved: SavedTraining, run_dir: Path) -> dict[st
     checkpoint, note = final_checkpoint(saved, keep_best=plan.config.checkpoint.keep_best)
     hf_dir, base = plan.model.hf_dir, adapted_base(plan)
     folder = export_hf(checkpoint, run_dir / "hf", base=base, hf_dir=hf_dir)
-    results["Hugging Face model"] = f"{folder}{note}"
+    name = "Hugging Face reward model" if plan.is_reward_model else "Hugging Face model"
+    results[name] = f"{folder}{note}"
     shape = None if plan.critic is None else plan.critic.require_shape()
     if plan.critic is not None and shape is not None and has_classifier(shape.architecture):
         source = separate_critic(plan, checkpoint)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.integrity import recorded_bytes, refuse_damaged
+from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenizer import open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
@@ -58,7 +59,9 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
         )
 
 
-def verify_data(dataset: SftDataset | TextDataset | PromptDataset, plan: RunPlan) -> None:
+def verify_data(
+    dataset: SftDataset | TextDataset | PromptDataset | PreferenceDataset, plan: RunPlan
+) -> None:
     """Verify the checksums of a dataset, and that its token ids are in the model's vocabulary.
 
     All data is read. Ranks that share the vocabulary would silently train on an id outside it as a

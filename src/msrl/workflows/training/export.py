@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.models.reward_head import is_scoring, scoring_config
 from msrl.models.shape import Shape
 from msrl.temporary import owned_folder
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
@@ -76,17 +74,11 @@ def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path
     `hf_dir` holds the config that it started from.
     """
     from msrl.checkpoint.convert import write_hf
-    from msrl.checkpoint.hf.folder import copy_sidecars
+    from msrl.checkpoint.hf.folder import copy_sidecars, record_score_head
 
     with owned_folder("msrl-critic-") as folder, _replacing(target) as fresh:
         copy_sidecars(hf_dir, folder, None)
-        path = folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not is_scoring(shape.architecture):
-            path.write_text(
-                json.dumps(scoring_config(config), indent=2, ensure_ascii=False) + "\n",
-                encoding="utf-8",
-            )
+        record_score_head(folder)
         write_hf(_critic(saved, shape, folder), fresh, None)
     return target
 

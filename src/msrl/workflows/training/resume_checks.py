@@ -19,6 +19,7 @@ from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
 from msrl.models.shape import Shape
+from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
@@ -59,15 +60,19 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
             else {}
         ),
     }
+    if plan.command == "train-dpo":
+        preference = preference_plan(config)
+        keys["algo.preference.loss"] = preference.name
+        keys["algo.preference.beta"] = preference.beta
     if plan.critic is not None:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
-        contents["model.path"] = digest_of_ends(_weight_files(plan.model.weights))
+        contents["model.path"] = weights_digest(plan.model.weights)
     if plan.reference is not None and plan.has_own_reference:
         key = "cluster.roles.reference.load"
-        contents[key] = digest_of_ends(_weight_files(plan.reference.weights))
+        contents[key] = weights_digest(plan.reference.weights)
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 
@@ -122,6 +127,11 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
             f"{was:.2e}",
             file=sys.stderr,
         )
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest that distinguishes the weights in a folder from others."""
+    return digest_of_ends(_weight_files(folder))
 
 
 def _weight_files(folder: Path) -> list[tuple[str, Path]]:

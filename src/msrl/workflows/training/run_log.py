@@ -20,6 +20,7 @@ from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
 from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
+from msrl.tracking.prometheus import PrometheusTracker
 from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
@@ -59,14 +60,21 @@ def write_results(
 
 
 def next_command(
-    config: Config, path: Path, results: Mapping[str, str], is_completed: bool
+    config: Config,
+    path: Path,
+    results: Mapping[str, str],
+    is_completed: bool,
+    *,
+    is_reward_model: bool = False,
 ) -> str | None:
     """Return the command that uses the result of a run, or that resumes it; None without one.
 
-    A checkpoint of adapters cannot be used without its base model.
+    A checkpoint of adapters cannot be used without its base model, and a reward model not for chat.
     """
     if not is_completed:
         return resume_command(path) if "checkpoint" in results else None
+    if is_reward_model:
+        return None
     if "Hugging Face model" in results:
         return shlex.join(["msrl", "chat", "--model", str(path / "hf")])
     if "checkpoint" not in results or config.train.lora.rank is not None:
@@ -86,8 +94,10 @@ class RunLog:
         start_step: int,
         curves: Sequence[str],
         trackers: Sequence[str] | None = None,
+        is_reward_model: bool = False,
     ) -> None:
         """Open the folder of the run. `trackers` are those of the configuration by default."""
+        self._is_reward_model = is_reward_model
         self._folder = RunFolder.create(
             config.run.dir,
             config.run.name,
@@ -119,7 +129,12 @@ class RunLog:
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
         options = self._config.log.options
         others = open_trackers(self._names, self.path, resumed_step=resumed_step, options=options)
-        return Trackers([metrics, console, *others])
+        return Trackers([metrics, console, *others, *self._prometheus()])
+
+    def _prometheus(self) -> tuple[PrometheusTracker, ...]:
+        """Return the tracker of `log.prometheus`, if it is set."""
+        port = self._config.log.prometheus
+        return () if port is None else (PrometheusTracker(port, self.path.name),)
 
     def rewind(self, step: int) -> None:
         """Remove the reports of the steps after `step`, which the run repeats."""
@@ -150,7 +165,13 @@ class RunLog:
                 self.path,
                 results,
                 curves=self._curves,
-                command=next_command(self._config, self.path, results, self._is_completed),
+                command=next_command(
+                    self._config,
+                    self.path,
+                    results,
+                    self._is_completed,
+                    is_reward_model=self._is_reward_model,
+                ),
             )
 
     @contextmanager

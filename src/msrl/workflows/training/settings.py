@@ -33,7 +33,8 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     The checkpoint to resume from is verified elsewhere and not included.
     """
     folders = list[Path]()
-    if resume is None or plan.train.lora.rank is not None:
+    has_weights = plan.config.model.init == "checkpoint"
+    if (resume is None and has_weights) or plan.train.lora.rank is not None:
         folders.append(plan.model.weights)
     if plan.reference is not None and plan.reference.weights not in folders:
         folders.append(plan.reference.weights)
@@ -133,6 +134,29 @@ def rank_settings(
     )
 
 
+def reward_model_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
+    """Return the settings of ranks that train a reward model."""
+    train = plan.train
+    common = _common_settings(plan, platform, train.parallel, plan.shape_or_none)
+    settings = critic_settings(
+        plan.model.weights,
+        train.optimizer,
+        hf_dir=plan.model.hf_dir,
+        recompute=train.recompute,
+        offload=train.offload,
+        max_skipped=train.max_skipped,
+        bad_batch_dir=_bad_batch_dir(plan),
+    )
+    freeze = (*settings.freeze, *train.freeze)
+    return replace(common, critic=replace(settings, freeze=freeze, router=train.router))
+
+
+def reference_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
+    """Return the settings of ranks that hold the reference model only."""
+    common = _common_settings(plan, platform, plan.train.parallel, plan.shape_or_none)
+    return replace(common, reference=_reference_settings(plan))
+
+
 def separate_rank_settings(
     plan: RunPlan, platform: str, model: SeparateModel, reward_models: Mapping[str, Path]
 ) -> RankSettings:
@@ -191,6 +215,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
     return ReplicaSettings(
         model=plan.model.weights,
         hf_dir=plan.model.hf_dir,
+        is_random=plan.config.model.init == "random",
         optimizer=train.optimizer,
         freeze=train.freeze,
         lora=train.lora,
@@ -208,7 +233,7 @@ def _shared_reference(plan: RunPlan) -> ReplicaSettings | None:
 
     With adapters, the reference is the policy without them, unless it has its own weights.
     """
-    if not plan.needs_reference or plan.separate_model("reference") is not None:
+    if not plan.has_reference_on_ranks:
         return None
     is_policy = plan.train.lora.rank is not None and not plan.has_own_reference
     return None if is_policy else _reference_settings(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from msrl.cluster.rendezvous import Rendezvous
     from msrl.rollout.vllm_sender import DeviceSender
     from msrl.rollout.weights.sender import WeightSender
-    from msrl.trainer.objective.losses import Loss, ValueLoss
+    from msrl.trainer.objective.losses import Loss, ValuesLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class TrainWorker:
 
     _sender: WeightSender
     _device_sender: DeviceSender
+    _profiler: AbstractContextManager[Any] | None = None
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
@@ -120,14 +121,14 @@ class TrainWorker:
     # Policy and reference
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: int
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
         return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)
@@ -151,13 +152,19 @@ class TrainWorker:
         return self._training_rank.values(micro_batches)
 
     def update_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValueLoss, num_tokens: int, lr: float
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float, lr: float
     ) -> dict[str, float]:
         """Update the critic once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_critic_step(
                 micro_batches, loss, num_tokens=num_tokens, lr=lr
             )
+
+    def evaluate_critic(
+        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float
+    ) -> dict[str, float]:
+        """Return the metrics of `update_critic` without an update."""
+        return self._training_rank.evaluate_critic(micro_batches, loss, num_tokens=num_tokens)
 
     def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
         """Return a reward model's values before the labels, [N] per micro-batch."""
@@ -207,9 +214,10 @@ class TrainWorker:
         from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
 
         host = group.address.rpartition(":")
+        platform = self._training_rank.policy.position.platform
         self._device_sender = DeviceSender(
             TransferGroup(
-                group.way,
+                platform.weight_engine(group.way),
                 self._rank,
                 (host[0], int(host[2])),
                 len(group.engines) * group.processes_per_engine,
@@ -248,6 +256,24 @@ class TrainWorker:
     def onload(self) -> None:
         """Take the device's memory of the parameters again."""
         self._training_rank.onload()
+
+    # Profiles
+
+    def begin_profile(self, folder: Path, ranks: Sequence[int]) -> None:
+        """Begin a trace if this rank is one of `ranks`, or if `ranks` is empty."""
+        if ranks and self._rank not in ranks:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / f"rank_{self._rank:05d}"
+        self._profiler = get(self._settings.platform).profiler(trace)
+        self._profiler.__enter__()
+
+    def end_profile(self) -> None:
+        """Write the trace, if there is one."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            get(self._settings.platform).synchronize()
+            profiler.__exit__(None, None, None)
 
     # Checkpoints
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.transport.base import Workers
 
 if TYPE_CHECKING:
-    from msrl.trainer.objective.losses import Loss, ValueLoss
+    from msrl.trainer.objective.losses import Loss, ValuesLoss
 
 Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
 
@@ -70,20 +71,30 @@ class TrainerGroup:
         lr: float,
         *,
         rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
         """Update the policy once on these sequences; return the mean metrics.
 
-        The sequences of a row stay in one micro-batch. By default, each is a row.
+        The sequences of a row stay in one micro-batch. By default, each is a row. The divisor of
+        loss and metrics is `total_weight`, by default the number of loss tokens.
         """
-        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
-        return self._call("update", batches, loss, num_tokens, lr)[0]
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("update", batches, loss, divisor, lr)[0]
 
     def evaluate(
-        self, sequences: Sequences, limits: BatchLimits, loss: Loss, *, rows: Rows | None = None
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: Loss,
+        *,
+        rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
-        batches, num_tokens = self._split(sequences, limits, rows), num_loss_tokens(sequences)
-        return self._call("evaluate", batches, loss, num_tokens)[0]
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("evaluate", batches, loss, divisor)[0]
 
     def logprobs(
         self,
@@ -109,11 +120,33 @@ class TrainerGroup:
         return self._per_token("values", sequences, limits)
 
     def update_critic(
-        self, sequences: Sequences, limits: BatchLimits, loss: ValueLoss, lr: float
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: ValuesLoss,
+        lr: float,
+        *,
+        rows: Rows | None = None,
+        total_weight: float | None = None,
     ) -> dict[str, float]:
-        """Update the critic once on these sequences; return the mean metrics."""
-        batches, num_tokens = self._split(sequences, limits), num_loss_tokens(sequences)
-        return self._call("update_critic", batches, loss, num_tokens, lr)[0]
+        """Update the critic once on these sequences; return the mean metrics. See `update`."""
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("update_critic", batches, loss, divisor, lr)[0]
+
+    def evaluate_critic(
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: ValuesLoss,
+        *,
+        rows: Rows | None = None,
+        total_weight: float | None = None,
+    ) -> dict[str, float]:
+        """Return the metrics of `update_critic` without an update."""
+        batches = self._split(sequences, limits, rows)
+        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
+        return self._call("evaluate_critic", batches, loss, divisor)[0]
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         """Return the score of a reward model at the last token of each sequence.
@@ -143,6 +176,16 @@ class TrainerGroup:
         Gradients and optimizer states follow within an update.
         """
         self._workers.call("onload")
+
+    # Profiles
+
+    def begin_profile(self, folder: Path, ranks: Sequence[int]) -> None:
+        """Begin traces of these ranks, to be written to files in `folder`."""
+        self._workers.call("begin_profile", folder.absolute(), ranks)
+
+    def end_profile(self) -> None:
+        """Write the traces."""
+        self._workers.call("end_profile")
 
     # Checkpoints
 

@@ -1,0 +1,146 @@
+"""Checks of `algo.preference` and of the other keys of train-dpo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msrl.checks import plugins
+from msrl.checks.inputs import check_kind, check_model_path
+from msrl.config.loader import Resolved
+from msrl.config.schema import Config
+from msrl.plan.derived import preference_plan
+from msrl.plan.run_plan import RunPlan
+from msrl.registry import PREFERENCES
+
+_REMEDIES = {
+    "pairs": "with a handler for pairs such as pairs or sharegpt_pairs",
+    "labeled": "with handler labeled",
+}
+_ROLES = ("rollout", "critic", "reward")
+
+
+def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each setting of train-dpo that is invalid or has no effect."""
+    loss = preference_plan(resolved.config)
+    plugin = (PREFERENCES, loss.name, "preference_loss")
+    yield from check_kind(resolved, plan, loss.data, _REMEDIES[loss.data])
+    yield from plugins.check_options(resolved, "algo.preference.options", plugin)
+    yield from plugins.check_ranges(resolved, "algo.preference.options", plugin)
+    if loss.options.get("form") == "hinge" and loss.options.get("label_smoothing"):
+        yield resolved.mistake(
+            "algo.preference.options.label_smoothing", "has no effect with form=hinge. Remove it."
+        )
+    yield from _reference(resolved)
+    yield from _labeled(resolved)
+    yield from check_preference_data(resolved)
+    yield from check_algo_keys(resolved, "preference", "train-dpo")
+
+
+def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each setting of train-rm that is invalid or has no effect."""
+    train = resolved.config.train
+    yield from check_kind(resolved, plan, "pairs", _REMEDIES["pairs"])
+    yield from check_preference_data(resolved)
+    yield from check_algo_keys(resolved, "reward_model", "train-rm")
+    yield from _unused_roles(resolved, "train-rm", ("reference", *_ROLES))
+    if train.lora.rank is not None:
+        yield resolved.mistake(
+            "train.lora.rank",
+            "adapters are not supported in train-rm, which also trains the score head. Remove it, "
+            "or set train.freeze.",
+        )
+    if train.chunk is not None:
+        yield resolved.mistake(
+            "train.chunk", "has no effect in train-rm: reward models have no logits. Remove it."
+        )
+
+
+def _unused_roles(resolved: Resolved, command: str, roles: Iterable[str]) -> Iterator[str]:
+    for name in roles:
+        section = getattr(resolved.config.cluster.roles, name)
+        if section != type(section)():
+            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
+
+
+def _reference(resolved: Resolved) -> Iterator[str]:
+    """Check the settings of the reference model."""
+    config, loss = resolved.config, preference_plan(resolved.config)
+    role = config.cluster.roles.reference
+    if loss.needs_reference:
+        yield from check_model_path(resolved, "cluster.roles.reference.load")
+    else:
+        for key in ("algo.preference.reference", "cluster.roles.reference.load"):
+            if resolved.is_set(key) and resolved.value(key) not in (None, "on-the-fly"):
+                yield resolved.mistake(
+                    key,
+                    f"has no effect with algo.preference.loss={loss.name}, which needs no "
+                    "reference. Remove it.",
+                )
+    if role.model_copy(update={"load": None}) != type(role)():
+        yield (
+            "cluster.roles.reference: train-dpo has no separate devices for the reference. Only "
+            "load can be set. Use algo.preference.reference=precomputed to save memory."
+        )
+    yield from _unused_roles(resolved, "train-dpo", _ROLES)
+
+
+def _labeled(resolved: Resolved) -> Iterator[str]:
+    """Check the settings of a loss on labeled answers, which has a baseline over each batch."""
+    config, loss = resolved.config, preference_plan(resolved.config)
+    if loss.data != "labeled":
+        return
+    if loss.is_precomputed:
+        yield resolved.mistake(
+            "algo.preference.reference",
+            f"is not possible with algo.preference.loss={loss.name}: its baseline pairs the "
+            "prompts and answers of each batch. Set it to on-the-fly.",
+        )
+    if config.train.global_batch < 2:
+        yield resolved.mistake(
+            "train.global_batch",
+            f"must be at least 2 with algo.preference.loss={loss.name}, whose baseline pairs each "
+            "prompt with the answer of another row",
+        )
+
+
+def check_preference_data(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of `data` that trainings on preference data do not support."""
+    data = resolved.config.data
+    if data.handler is not None:
+        yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
+    if data.blend:
+        yield (
+            "data.blend: several datasets of preference data are not supported. Preprocess their "
+            "files together and set data.train."
+        )
+
+
+def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]:
+    """Yield a line for each key of `algo` outside of the section `own` that is changed."""
+    for key in _changed_keys(resolved, "algo"):
+        if key.split(".")[1] != own:
+            yield resolved.mistake(key, f"has no effect in {command}. Remove it.")
+
+
+def check_no_preference(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each changed key of `algo` that only train-dpo or train-rm reads."""
+    for section, command in (("preference", "train-dpo"), ("reward_model", "train-rm")):
+        for key in _changed_keys(resolved, f"algo.{section}"):
+            yield resolved.mistake(key, f"is a key of {command} only. Remove it.")
+
+
+def _changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
+    """Yield the keys below a section that are set to another value than the default.
+
+    The configuration in a run folder sets all keys.
+    """
+    defaults = Resolved(Config(), {})
+    for key, origin in resolved.origins.items():
+        is_item = any(name.isdigit() for name in key.split("."))
+        if key.startswith(f"{section}.") and origin.is_given and not is_item:
+            try:
+                default = defaults.value(key)
+            except KeyError:  # an option of a plugin
+                default = None
+            if resolved.value(key) != default:
+                yield key

@@ -1,0 +1,42 @@
+"""Answers with a label (KTO): true for a desirable answer, false for an undesirable one.
+
+A row has a list of turns that ends with the answer, or a prompt and a completion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msrl.data.columns import ColumnMapping
+from msrl.data.rows.sides import labeled, read_answer, read_prompt, system_messages
+from msrl.data.turns import read_messages
+from msrl.types import PreferenceRow
+
+KINDS = ("labeled",)
+COLUMNS = {
+    "messages": "messages|conversations",
+    "prompt": "prompt|instruction",
+    "completion": "completion|output",
+    "label": "label|kto_tag",
+    "system": "system",
+    "tools": "tools",
+    "weight": "weight",
+}
+REQUIRED = frozenset({"label"})
+
+
+def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
+    """Return the answer of a row with its label.
+
+    Raises:
+        MsrlError: the label is missing, or the format of the turns is unknown.
+        DroppedRow: the prompt or the answer is empty.
+    """
+    value = columns.value(row, "messages")
+    if value is not None:
+        turns = read_messages(value)
+    else:
+        completion = columns.value(row, "completion")
+        prompt = read_prompt(columns.value(row, "prompt"))
+        turns = (*prompt, *read_answer(completion, "the completion"))
+    return labeled((*system_messages(row, columns), *turns), row, columns)

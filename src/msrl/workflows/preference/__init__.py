@@ -1,0 +1,1 @@
+"""Training on preference data (`msrl train-dpo`)."""

@@ -1,0 +1,208 @@
+"""Preference training (`msrl train-dpo`): losses and evaluations of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from msrl.config.schema import Config
+from msrl.data.order import RowOrder
+from msrl.plan.derived import PreferencePlan, preference_plan
+from msrl.plan.run_plan import RunPlan
+from msrl.platforms.base import Platform
+from msrl.trainer.objective.preference import PreferenceLoss
+from msrl.trainer.settings import RankSettings
+from msrl.types import StepReport
+from msrl.workflows.preference.batches import (
+    PreferenceBatch,
+    Sums,
+    answer_logprobs,
+    make_batch,
+    unrelated_sides,
+)
+from msrl.workflows.preference.reference import (
+    ReferenceLogprobs,
+    StoredReference,
+    forward_limits,
+    no_reference,
+    on_the_fly,
+)
+from msrl.workflows.preference.rows import PreferenceRows, checked_rows
+from msrl.workflows.training import supervised
+from msrl.workflows.training.session import TrainingSession
+from msrl.workflows.training.settings import rank_settings
+from msrl.workflows.training.supervised import SupervisedSetup, is_evaluation_due, step_report
+from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainers import save_plan
+
+PreferenceSetup = SupervisedSetup[PreferenceRows]
+
+
+def run(plan: RunPlan) -> None:
+    """Train a model on preference data as configured.
+
+    Raises:
+        MsrlError: The configuration is invalid. It is checked before any rank starts.
+    """
+    supervised.run(plan, PreferenceTask(plan))
+
+
+def prepare(plan: RunPlan, platform: Platform) -> PreferenceSetup:
+    """Check everything that can be checked before ranks start and return the setup of the run.
+
+    Raises:
+        MsrlError: The configuration, the data or the checkpoint is invalid.
+    """
+    return supervised.prepare(plan, platform, PreferenceTask(plan))
+
+
+class PreferenceTask:
+    """Training on pairs or labeled answers."""
+
+    curves = ("train/loss", "eval/loss", "train/accuracy", "eval/accuracy", "train/margin")
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._loss = preference_plan(plan.config)
+        self._stored: StoredReference | None = None
+
+    def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
+        return checked_rows(plan, self._loss.data, reads_margins=self._loss.reads_margins)
+
+    def order(self, config: Config, rows: PreferenceRows) -> RowOrder:
+        batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
+        return RowOrder(len(rows), batch, seed, shuffle)
+
+    def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
+        return rank_settings(plan, platform.name)
+
+    def saves(self, plan: RunPlan) -> SavePlan:
+        return save_plan(plan)
+
+    def begin(self, job: PreferenceSetup, session: TrainingSession) -> None:
+        """Read or compute the reference's log-probabilities, if they are precomputed."""
+        if self._loss.needs_reference and self._loss.is_precomputed:
+            sources = [job.train, *([job.held_out] if job.held_out is not None else [])]
+            self._stored = StoredReference(job.plan, sources)
+            self._stored.load(job.platform, session.note)
+
+    def steps(self, job: PreferenceSetup, trainers: TrainerGroup) -> PreferenceSteps:
+        return PreferenceSteps(job, trainers, self._loss, self._stored)
+
+
+class PreferenceSteps:
+    """Steps of preference training on started ranks."""
+
+    def __init__(
+        self,
+        job: PreferenceSetup,
+        trainers: TrainerGroup,
+        loss: PreferencePlan,
+        stored: StoredReference | None,
+    ) -> None:
+        self._job, self._trainers = job, trainers
+        self._plan, self._stored = loss, stored
+        self._loss = PreferenceLoss(loss.name, loss.beta, loss.sft_coef, options=dict(loss.options))
+        self._reference = self.reference(job.train)
+        self.evaluator: PreferenceEvaluator | None = None
+        if job.held_out is not None:
+            self.evaluator = PreferenceEvaluator(job, job.held_out, self, trainers.dp_size)
+
+    def run(self, step: int) -> StepReport:
+        """Update the model once on the rows of a step."""
+        job, start_time = self._job, time.perf_counter()
+        indices = job.order.of_step(step).tolist()
+        batch = make_batch(job.train, indices, len(indices))
+        sequences = batch.sequences(self._reference(batch))
+        loss = self._with_baseline(batch)
+        metrics = self._trainers.update(
+            sequences,
+            job.limits,
+            loss,
+            job.schedule.at(step),
+            rows=batch.rows,
+            total_weight=batch.total_weight,
+        )
+        metrics = self._reported(metrics, loss)
+        return step_report(job, step + 1, sequences, batch.num_loss_tokens, metrics, start_time)
+
+    def evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
+        """Return the metrics of a batch without an update."""
+        loss = self._with_baseline(batch)
+        metrics = self._trainers.evaluate(
+            batch.sequences(reference),
+            self._job.limits,
+            loss,
+            rows=batch.rows,
+            total_weight=batch.total_weight,
+        )
+        return self._reported(metrics, loss)
+
+    def reference(self, rows: PreferenceRows) -> ReferenceLogprobs:
+        """Return the function that gives the reference's log-probabilities of a batch."""
+        if not self._plan.needs_reference:
+            return no_reference
+        if self._stored is not None:
+            return self._stored.of(rows)
+        return on_the_fly(self._job.plan, self._trainers)
+
+    def _with_baseline(self, batch: PreferenceBatch) -> PreferenceLoss:
+        """Return the loss of a batch; that of kto has a baseline for the current weights."""
+        if self._plan.data != "labeled":
+            return self._loss
+        config, limits = self._job.config, forward_limits(self._job.plan, 1)
+        longest = config.data.seq_length or self._job.shape.max_position_embeddings
+        longest = min(longest, config.train.max_tokens_per_micro_batch or longest)
+        sides = unrelated_sides(batch.examples[: batch.num_real], longest)
+        policy, reference = (
+            answer_logprobs(self._trainers, sides, limits, reference=is_reference)
+            for is_reference in (False, True)
+        )
+        return replace(self._loss, baseline=max(float((policy - reference).mean()), 0.0))
+
+    def _reported(self, metrics: Mapping[str, float], loss: PreferenceLoss) -> dict[str, float]:
+        """Return the metrics to report; rewards of labeled answers are means over their kind."""
+        if self._plan.data != "labeled":
+            return dict(metrics)
+        others = {name: value for name, value in metrics.items() if not name.endswith("_reward")}
+        share = others.pop("desirable_share")
+        shares = {"desirable_reward": share, "undesirable_reward": 1.0 - share}
+        rewards = {name: metrics[name] / part for name, part in shares.items() if part > 0}
+        if len(rewards) == len(shares):
+            rewards["margin"] = rewards["desirable_reward"] - rewards["undesirable_reward"]
+        return {**others, **rewards, "baseline": loss.baseline}
+
+
+class PreferenceEvaluator:
+    """Evaluator of the preference loss on held-out rows."""
+
+    is_loss = True
+
+    def __init__(
+        self, job: PreferenceSetup, held_out: PreferenceRows, steps: PreferenceSteps, dp_size: int
+    ) -> None:
+        self._job, self._steps = job, steps
+        count = min(len(held_out), job.config.eval.prompts or len(held_out))
+        num_filled = count + -count % dp_size  # all data-parallel ranks need as many rows
+        self._batch = make_batch(held_out, range(count), num_filled)
+        self._look_up = steps.reference(held_out)
+        self._reference: Sums | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return True every `eval.every_steps` steps and after the last step."""
+        return is_evaluation_due(self._job.config, step, self._job.num_steps)
+
+    def evaluate(self, report: StepReport) -> StepReport:
+        """Compute the metrics of the held-out rows; return the report of the step with them."""
+        start_time = time.perf_counter()
+        if self._reference is None:  # the reference does not change
+            self._reference = self._look_up(self._batch)
+        metrics = self._steps.evaluate(self._batch, self._reference)
+        evaluated = {f"eval/{name}": value for name, value in metrics.items()}
+        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
+        return replace(report, metrics={**report.metrics, **evaluated}, seconds=seconds)
+
+    def value(self, report: StepReport) -> float:
+        """Return the mean loss of the held-out rows."""
+        return report.metrics["eval/loss"]

@@ -1,0 +1,257 @@
+"""Driver of trainings on rows of a dataset: fine-tuning, preference training and reward models.
+
+A `SupervisedTask` opens the rows and makes the steps. Everything around them is the same for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from msrl.algorithms.packing import Sequences
+from msrl.config.schema import Config
+from msrl.data.order import BlendOrder, RowOrder
+from msrl.errors import MsrlError
+from msrl.models.shape import Shape
+from msrl.plan.run_plan import RunPlan
+from msrl.platforms import resolve
+from msrl.platforms.base import Platform
+from msrl.trainer.checkpointing.resume import SavedTraining, check_room
+from msrl.trainer.objective.batches import BatchLimits
+from msrl.trainer.schedule import Schedule
+from msrl.trainer.settings import RankSettings
+from msrl.types import StepReport
+from msrl.workflows.training import resume_checks
+from msrl.workflows.training.completed import finish_completed
+from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.preflight import check_run_folder, check_start
+from msrl.workflows.training.run_log import counted
+from msrl.workflows.training.session import Evaluator, TrainingSession, open_session
+from msrl.workflows.training.settings import (
+    check_order,
+    checkpoint_to_resume,
+    order_state,
+    schedule,
+)
+from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainers import open_trainers
+
+
+class RowSource(Protocol):
+    """Rows of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        ...
+
+
+RowsT = TypeVar("RowsT", bound=RowSource)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedSetup(Generic[RowsT]):
+    """Setup of a run before its ranks start."""
+
+    plan: RunPlan
+    platform: Platform
+    settings: RankSettings
+    train: RowsT
+    held_out: RowsT | None
+    schedule: Schedule
+    order: RowOrder | BlendOrder
+    state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
+    num_steps: int
+    start_step: int  # number of steps before this run
+    resume: SavedTraining | None
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def limits(self) -> BatchLimits:
+        """Limits of a micro-batch; they count rows."""
+        train = self.config.train
+        return BatchLimits(train.micro_batch, train.max_tokens_per_micro_batch)
+
+
+class SupervisedSteps(Protocol):
+    """Steps of a training on started ranks."""
+
+    @property
+    def evaluator(self) -> Evaluator | None: ...
+
+    def run(self, step: int) -> StepReport:
+        """Run step `step` (from 0) and return its report."""
+        ...
+
+
+class SupervisedTask(Protocol[RowsT]):
+    """What differs between trainings on rows."""
+
+    @property
+    def curves(self) -> Sequence[str]:
+        """Metrics to plot."""
+        ...
+
+    def open_rows(self, plan: RunPlan) -> tuple[RowsT, RowsT | None]:
+        """Return the rows to train on and the held-out rows, if any; print notes on them.
+
+        Raises:
+            MsrlError: They do not fit the model or the configuration.
+        """
+        ...
+
+    def order(self, config: Config, rows: RowsT) -> RowOrder | BlendOrder:
+        """Return the order in which steps read the rows."""
+        ...
+
+    def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
+        """Return the settings of the training ranks."""
+        ...
+
+    def saves(self, plan: RunPlan) -> SavePlan:
+        """Return the settings for saving checkpoints."""
+        ...
+
+    def begin(self, job: SupervisedSetup[RowsT], session: TrainingSession) -> None:
+        """Prepare the training before its ranks start."""
+        ...
+
+    def steps(self, job: SupervisedSetup[RowsT], trainers: TrainerGroup) -> SupervisedSteps:
+        """Return the steps on started ranks."""
+        ...
+
+
+def run(plan: RunPlan, task: SupervisedTask[RowsT]) -> None:
+    """Train a model as configured.
+
+    Raises:
+        MsrlError: The configuration is invalid. It is checked before any rank starts.
+    """
+    job = prepare(plan, resolve(plan.config.cluster.platform), task)
+    if job.resume is not None and job.resume.step == job.num_steps:
+        finish_completed(plan, job.resume, task.curves)
+        return
+    check_start(plan, job.platform, job.resume, longest=job.train.longest)
+    with open_session(
+        plan,
+        start_step=job.start_step,
+        num_steps=job.num_steps,
+        resume=job.resume,
+        curves=task.curves,
+    ) as session:
+        count, platform = counted(plan.world_size, "training rank"), job.platform
+        task.begin(job, session)
+        session.note(
+            f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
+        )
+        with open_trainers(plan.config, job.settings, platform) as trainers:
+            saves = task.saves(plan)
+            trainers.start(job.resume, saves)
+            session.run(
+                lambda _: _train(job, task, trainers, session),
+                lambda resume: trainers.restart(resume, saves),
+            )
+        session.finish()
+
+
+def _train(
+    job: SupervisedSetup[RowsT],
+    task: SupervisedTask[RowsT],
+    trainers: TrainerGroup,
+    session: TrainingSession,
+) -> None:
+    """Run the remaining steps. The ranks hold the devices' memory all the time."""
+    steps = task.steps(job, trainers)
+    with session.training(trainers, steps.evaluator):
+        for step in session.steps():
+            if session.after_step(steps.run(step)):
+                session.save(job.state)
+
+
+def prepare(
+    plan: RunPlan, platform: Platform, task: SupervisedTask[RowsT]
+) -> SupervisedSetup[RowsT]:
+    """Check everything that can be checked before ranks start and return the setup of the run.
+
+    Raises:
+        MsrlError: The configuration, the data or the checkpoint is invalid.
+    """
+    config = plan.config
+    if config.data.train is None and not config.data.blend:
+        raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
+    check_run_folder(config)
+    train, held_out = task.open_rows(plan)
+    num_rows = (config.train.epochs or 1) * len(train)
+    num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
+    resume = checkpoint_to_resume(config, plan.checkpoint_dir)
+    start_step = resume.step if resume else 0
+    if start_step > num_steps:
+        raise MsrlError(
+            f"train.steps={num_steps}: the checkpoint in {plan.checkpoint_dir} is at step "
+            f"{start_step} already. Raise train.steps to"
+            " resume."
+        )
+    order, rates = task.order(config, train), schedule(config, num_steps)
+    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
+    if resume:
+        check_order(resume, order, rows_per_step="train.global_batch")
+        resume_checks.check(resume, state)
+    check_room(plan.checkpoint_dir, resume)
+    resume_checks.report_schedule(resume, rates, start_step)
+    return SupervisedSetup(
+        plan=plan,
+        platform=platform,
+        settings=task.settings(plan, platform),
+        train=train,
+        held_out=held_out,
+        schedule=rates,
+        order=order,
+        state=state,
+        num_steps=num_steps,
+        start_step=start_step,
+        resume=resume,
+    )
+
+
+def is_evaluation_due(config: Config, step: int, num_steps: int) -> bool:
+    """Return True every `eval.every_steps` steps and after the last step."""
+    every = config.eval.every_steps
+    return (every is not None and step % every == 0) or step == num_steps
+
+
+def step_report(
+    job: SupervisedSetup[Any],
+    step: int,
+    sequences: Sequences,
+    num_loss_tokens: int,
+    metrics: Mapping[str, float],  # of the update; empty if there was none
+    start_time: float,  # of `time.perf_counter`
+) -> StepReport:
+    """Return the report of a step that began at `start_time`."""
+    seconds = time.perf_counter() - start_time
+    loss_tokens = {"train/loss_tokens": float(num_loss_tokens)}
+    if not metrics:
+        notes = ("Skipped the update: the loss mask covers no token of this step",)
+        return StepReport(step, loss_tokens, {"step": seconds}, notes)
+    num_tokens = sum(map(len, sequences.token_ids))
+    reported = {
+        **{f"train/{name}": value for name, value in metrics.items()},
+        "perf/tokens_per_s": num_tokens / seconds,
+        **loss_tokens,
+        **mfu(job.shape, job.config, job.platform, [sequences], num_loss_tokens, seconds),
+    }
+    notes = ("Skipped the update: the gradient was not finite",) if metrics["skipped"] else ()
+    return StepReport(step, reported, {"step": seconds}, notes)

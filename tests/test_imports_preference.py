@@ -1,0 +1,148 @@
+"""Import of MindSpeed's scripts and files for DPO, SimPO and outcome reward models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, translate_arguments
+from msrl.workflows.import_config import validate
+from support import mentions
+
+TUNE = (
+    "posttrain_gpt.py --stage {stage} --finetune --load ckpt --data-path data --lr 1e-6 "
+    "--min-lr 0 --global-batch-size 16 --train-iters 20 --tokenizer-name-or-path hf "
+    "--is-pairwise-dataset {more}"
+)
+
+
+def imported(stage: str, more: str = "") -> Any:
+    return translate_arguments("mindspeed-llm", TUNE.format(stage=stage, more=more).split())
+
+
+def native(translation: Any) -> dict[str, Any]:
+    return yaml.safe_load(native_yaml(translation))
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "expected"),
+    [
+        ("dpo", "", {"loss": "dpo", "beta": 0.1, "sft_coef": 0.0}),
+        (
+            "dpo",
+            "--dpo-loss-type hinge --dpo-beta 0.2 --pref-ftx 0.5",
+            {"loss": "dpo", "beta": 0.2, "sft_coef": 0.5, "options": {"form": "hinge"}},
+        ),
+        ("dpo", "--dpo-loss-type ipo", {"loss": "ipo", "beta": 0.1, "sft_coef": 0.0}),
+        (
+            "dpo",
+            "--dpo-label-smoothing 0.1",
+            {"loss": "dpo", "beta": 0.1, "sft_coef": 0.0, "options": {"label_smoothing": 0.1}},
+        ),
+        # The original's defaults: beta 2.5 and gamma 1.4 times as large.
+        ("simpo", "", {"loss": "simpo", "beta": 2.5, "sft_coef": 0.0, "options": {"gamma": 3.5}}),
+        (
+            "simpo",
+            "--simpo-beta 2.0 --gamma-beta-ratio 0.5 --dpo-beta 0.3",
+            {"loss": "simpo", "beta": 2.0, "sft_coef": 0.0, "options": {"gamma": 1.0}},
+        ),
+    ],
+)
+def test_stages_of_preference_data_become_train_dpo(
+    stage: str, more: str, expected: dict[str, Any]
+) -> None:
+    translation = imported(stage, more)
+    validation = validate(translation)
+    assert (validation.commands, validation.errors) == (("train-dpo",), ())
+    assert native(translation)["algo"]["preference"] == expected
+
+
+def test_the_reference_is_loaded_from_its_own_folder() -> None:
+    tree = native(imported("dpo", "--ref-model sft --refer-model-iter 1"))
+    assert tree["cluster"]["roles"]["reference"] == {"load": "sft"}
+    with pytest.raises(MsrlError, match=mentions("refer_model_iter=7", "iteration")):
+        imported("dpo", "--ref-model sft --refer-model-iter 7")
+
+
+def test_stage_orm_becomes_train_rm() -> None:
+    translation = imported("orm", "--load-checkpoint-loosely")
+    assert validate(translation).commands == ("train-rm",)
+    assert not validate(translation).errors
+    assert native(translation)["algo"] == {"reward_model": {"kind": "outcome"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "fragments"),
+    [
+        ("dpo", "--dpo-loss-type kto_pair", ("dpo_loss_type", "kto_pair", "hinge")),
+        ("simpo", "--simpo-loss-type ipo", ("simpo_loss_type", "ipo", "hinge")),
+        ("sft", "", ("is_pairwise_dataset", "true", "dpo")),
+        ("sft", "--load-checkpoint-loosely", ("load_checkpoint_loosely", "complete")),
+    ],
+)
+def test_values_without_a_counterpart_are_refused(
+    stage: str, more: str, fragments: tuple[str, ...]
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        imported(stage, more)
+
+
+def test_keys_of_other_stages_have_no_effect() -> None:
+    text = TUNE.format(stage="sft", more="--dpo-beta 0.3").replace("--is-pairwise-dataset", "")
+    assert "algo" not in native(translate_arguments("mindspeed-llm", text.split()))
+
+
+def test_pretraining_without_a_checkpoint_starts_from_random_weights() -> None:
+    text = (
+        "pretrain_gpt.py --data-path text_text_document --lr 1e-4 --min-lr 0 --seq-length 64 "
+        "--global-batch-size 16 --train-iters 20 --tokenizer-name-or-path hf"
+    )
+    tree = native(translate_arguments("mindspeed-llm", text.split()))
+    assert (tree["model"]["init"], tree["data"]["handler"]) == ("random", "pretrain")
+
+
+FILE = """
+defaults:
+  - model: [qwen3_30b_a3b]
+megatron_training:
+  stage: dpo
+  is_pairwise_dataset: true
+  dpo_loss_type: sigmoid
+  finetune: true
+  load: ckpt
+  ref_model: sft
+  data_path: pairs
+  tokenizer_name_or_path: hf
+  global_batch_size: 64
+  micro_batch_size: 1
+  train_iters: 10
+  lr: 5e-8
+  bf16: true
+"""
+
+
+def test_files_of_mindspeed_rl_for_dpo_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "dpo.yaml"
+    file.write_text(FILE)
+    translation = translate_arguments("mindspeed-rl", [str(file)])
+    validation = validate(translation)
+    assert (validation.commands, validation.errors) == (("train-dpo",), ())
+    tree = native(translation)
+    assert tree["algo"]["preference"]["loss"] == "dpo"
+    assert tree["cluster"]["roles"]["reference"] == {"load": "sft"}
+    assert tree["train"]["global_batch"] == 64
+
+
+@pytest.mark.parametrize("name", ["AlpacaStylePairwiseHandler", "SharegptStylePairwiseHandler"])
+def test_preprocessing_of_pairs_is_imported(name: str) -> None:
+    text = (
+        f"preprocess_data.py --input rows.json --handler-name {name} --tokenizer-name-or-path hf "
+        "--output-prefix data --prompt-type qwen --seq-length 4096"
+    )
+    translation = translate_arguments("mindspeed-llm", text.split())
+    assert native(translation)["preprocess"]["handler"] == name
+    assert not validate(translation).errors
