@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msrl.config.sources import plain, read, wrap
 from msrl.errors import MsrlError
@@ -76,23 +76,28 @@ def _tool(translation: Translation, entry: SourceKey, file: Path) -> tuple[str, 
         translation.add_error(entry, "file not found. Correct the path.")
         return "", {}
     try:
-        settings = plain(read(path, is_old=True))
+        settings = _mapping(plain(read(path, is_old=True)))
     except MsrlError as error:
         translation.errors.append(str(error))
         return "", {}
-    tools = settings.get("tools") if isinstance(settings, dict) else None
-    if not isinstance(tools, list) or len(tools) != 1 or not isinstance(tools[0], dict):
+    tools = settings.get("tools")
+    tool = _mapping(cast("list[Any]", tools)[0]) if isinstance(tools, list) and tools else {}
+    if not tool or len(cast("list[Any]", tools)) != 1:
         translation.add_error(entry, "not supported: the file must have one tool")
         return "", {}
-    kind = str(tools[0].get("class_name")).rpartition(".")[2]
+    kind = str(tool.get("class_name")).rpartition(".")[2]
     if kind not in _TOOLS:
         translation.add_error(
             entry, f"not supported: the tool {kind}. Use environment.path for a tool of your own."
         )
         return "", {}
-    config = tools[0].get("config")
-    options = _tool_options(translation, entry, kind, config if isinstance(config, dict) else {})
+    options = _tool_options(translation, entry, kind, _mapping(tool.get("config")))
     return _TOOLS[kind], options
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping, or an empty one for any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _path(value: str, file: Path) -> Path | None:

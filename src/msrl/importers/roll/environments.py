@@ -252,8 +252,7 @@ def _answer_tokens(manager: Keys, infer: Keys) -> int | None:
     if infer.get("max_new_tokens") is not None:
         return infer.number("max_new_tokens")
     entry = manager.get("generating_args")
-    settings = plain(entry.node) if entry is not None else None
-    value = settings.get("max_new_tokens") if isinstance(settings, dict) else None
+    value = _settings(entry).get("max_new_tokens")
     return value if isinstance(value, int) else None
 
 
@@ -288,9 +287,13 @@ def _omega(translation: Translation, top: Keys) -> float:
 
 
 def _method(top: Keys) -> str:
-    entry = top.get("reward_normalization")
-    settings = plain(entry.node) if entry is not None else None
-    return str(settings.get("method", "identity")) if isinstance(settings, dict) else "identity"
+    return str(_settings(top.get("reward_normalization")).get("method", "identity"))
+
+
+def _settings(entry: SourceKey | None) -> dict[str, Any]:
+    """Return the keys of a section; an empty mapping for any other value."""
+    value: Any = plain(entry.node) if entry is not None else None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 _OPTIONS_KEY = "algo.options"
