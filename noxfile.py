@@ -8,10 +8,14 @@ PyTorch's CPU index is added only if pip's configured index has no CPU build of 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import urllib.request
 from pathlib import Path
 
 import nox
@@ -20,6 +24,9 @@ ROOT = Path(__file__).resolve().parent
 PEERS_DIR = ROOT / "../shared/bench"
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch_npu==2.13.0"  # the release for TORCH; NPUs themselves use 2.10
+PLAYWRIGHT = "playwright==1.65.2"
+AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
+AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Their wheels are built for another torch than the CPU build, which makes `import vllm` fail.
 # Text models need none of them.
@@ -101,11 +108,29 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def npu(session: nox.Session) -> None:
     """Run tests/npu on simulated Ascend NPUs with the real torch_npu: `-- [PYTEST-OPTION...]`."""
+    if sys.platform != "linux" or shutil.which("g++") is None:
+        session.skip("the simulated NPU needs Linux and g++ (apt install g++)")
     install(session, "cpu,dev")
     packages = ROOT / ".nox" / "npu"
     install_torch_npu(session, packages)
+    needs = packages / "needs-of-mindspeed"
+    if os.environ.get("MINDSPEED_HOME") and not (needs / "scipy").exists():
+        pip(session, "install", "-q", "--no-deps", "--target", str(needs), "scipy")
     simulator = ("tests/npu/simulator.py", "--packages", str(packages))
     python(session, *simulator, "-m", "pytest", "-n", "0", "tests/npu", *session.posargs)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Test the pages of `msrl view` in an installed Chromium: `-- [PYTEST-OPTION...]`."""
+    install(session, "cpu,dev")
+    packages = ROOT / ".nox" / "browser"
+    install_playwright(session, packages)
+    paths = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+    axe = axe_script(session, packages)
+    env = OFFLINE | ONE_THREAD | {"PYTHONPATH": paths} | ({"MSRL_AXE": axe} if axe else {})
+    command = ("-m", "pytest", "-n", "0", "-rs", "tests/browser", *session.posargs)
+    session.run(sys.executable, *command, env=env)
 
 
 @nox.session
@@ -129,6 +154,14 @@ def layers(session: nox.Session) -> None:
     install(session, "lint")
     command = "import importlinter.cli as cli, sys; sys.exit(cli.lint_imports_command())"
     python(session, "-c", command)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in build/docs. Warnings, such as broken links, are errors."""
+    install(session, "docs")
+    options = ("--fail-on-warning", "--keep-going", "--nitpicky", "-q")
+    python(session, "-m", "sphinx", *options, "-c", "docs", ".", "build/docs", *session.posargs)
 
 
 @nox.session
@@ -157,6 +190,13 @@ def learning(session: nox.Session) -> None:
     """
     install(session, "cpu,dev")
     python(session, "-m", "benchmarks.learning", *session.posargs)
+
+
+@nox.session
+def agent(session: nox.Session) -> None:
+    """Check that an agent learns in several turns: `-- [--seeds N...] [--task NAME...]`."""
+    install(session, "cpu,dev")
+    python(session, "examples/agent/run.py", *session.posargs)
 
 
 def python(session: nox.Session, *args: str) -> None:
@@ -223,12 +263,48 @@ def install_peers(session: nox.Session, folder: Path) -> None:
 
 
 def install_torch_npu(session: nox.Session, folder: Path) -> None:
-    """Install torch_npu into a folder of its own: torch loads it wherever it finds it."""
+    """Install torch_npu into a folder of its own: torch loads it wherever it finds it.
+
+    Skips the session if there is no wheel for this Python and machine.
+    """
     stamp_file = folder / "msrl-npu.stamp"
     if stamp_file.exists() and stamp_file.read_text() == TORCH_NPU + sys.version:
         return
-    pip(session, "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), TORCH_NPU)
+    options = ("-q", "--no-deps", "--upgrade", "--only-binary", ":all:", "--target", str(folder))
+    try:
+        pip(session, "install", *options, TORCH_NPU)
+    except nox.command.CommandFailed:
+        version = sys.version.split()[0]
+        session.skip(f"pip cannot install {TORCH_NPU} for Python {version} on this machine")
     stamp_file.write_text(TORCH_NPU + sys.version)
+
+
+def install_playwright(session: nox.Session, folder: Path) -> None:
+    """Install Playwright, which uses the browser of the system, into `folder`."""
+    stamp_file = folder / "msrl-browser.stamp"
+    if stamp_file.exists() and stamp_file.read_text() == PLAYWRIGHT + sys.version:
+        return
+    pip(session, "install", "-q", "--upgrade", "--target", str(folder), PLAYWRIGHT)
+    stamp_file.write_text(PLAYWRIGHT + sys.version)
+
+
+def axe_script(session: nox.Session, folder: Path) -> str | None:
+    """Return the script of axe-core, downloaded once; None if the registry cannot be reached."""
+    script = folder / "axe.min.js"
+    if not script.exists():
+        try:
+            with urllib.request.urlopen(AXE_URL, timeout=30) as reply:
+                archive = reply.read()
+        except OSError as error:
+            session.warn(f"axe-core cannot be downloaded ({error}): its tests are skipped")
+            return None
+        if hashlib.sha256(archive).hexdigest() != AXE_SHA256:
+            session.error(f"{AXE_URL}: the file has another SHA-256 than AXE_SHA256 in noxfile.py")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            member = files.extractfile("package/axe.min.js")
+            assert member is not None
+            script.write_bytes(member.read())
+    return str(script)
 
 
 def pip(session: nox.Session, *args: str) -> None:

@@ -43,9 +43,10 @@ ESTIMATORS: dict[str, np.ndarray] = {  # advantages of the five tokens
     # The second advantage adds a quarter of the third delta.
     "gae": np.array([0.9, -0.125, -0.3, -0.4, 0.5]),
     # Every response is one turn here and begins in the state of its prompt: gigpo is twice
-    # group_norm, and step_reinforce is the return.
+    # group_norm, and step_reinforce and agentic_reinforce are the return.
     "gigpo": 2 * TOKENS * 0.5 / math.sqrt(1 / 3),
     "step_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
+    "agentic_reinforce": np.array([1.0, 0.0, 0.0, 0.0, 1.0]),
 }
 
 # --- policy losses: algorithms/losses/ ---
@@ -408,6 +409,15 @@ def _wandb(folder: Path) -> list[tuple[int, float]]:
     ]
 
 
+def _swanlab(folder: Path) -> list[tuple[int, float]]:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")  # its blocks are those of W&B's files
+    records = [Record.FromString(data) for data in wandb_records(file)]
+    scalars = [record.scalar for record in records if record.HasField("scalar")]
+    return [(row.step, row.value.number) for row in scalars if row.key == "train/loss"]
+
+
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
     """Reader of what a tracker wrote to a run folder: steps and values of `train/loss`.
@@ -421,6 +431,7 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
+    "swanlab": TrackerRow(_swanlab, "swanlab", (("SWANLAB_MODE", "offline"),)),
     "tensorboard": TrackerRow(_tensorboard, "tensorboard"),
     "wandb": TrackerRow(_wandb, "wandb", (("WANDB_MODE", "offline"),)),
 }

@@ -41,7 +41,24 @@ ROLL: dict[str, Any] = {
     },
     "rewards": {"math": {"worker_cls": "roll.MathRuleRewardWorker", "tag_included": ["math"]}},
 }  # fmt: skip
-AGENTIC: Changes = {"train_env_manager": {"num_env_groups": 8, "group_size": 8}}
+AGENTIC: Changes = {
+    "train_env_manager": {
+        "num_env_groups": 8, "group_size": 8, "tags": ["Lake"], "num_groups_partition": [8],
+    },
+    "custom_envs": {
+        "Lake": {
+            "env_type": "frozen_lake", "max_steps": 5, "max_tokens_per_step": 50, "env_config": {},
+        },
+        "Room": {"env_type": "sokoban", "env_config": {}},
+    },
+}  # fmt: skip
+ROOM: Changes = {**AGENTIC, "train_env_manager.tags": ["Room"]}
+TAGS: Changes = {
+    **AGENTIC,
+    "train_env_manager.tags": ["Lake", "Room"],
+    "train_env_manager.num_groups_partition": [4, 4],
+}
+GIGPO: Changes = {**AGENTIC, "adv_estimator": "gigpo"}
 FILTER: Changes = {
     "query_filter_config": {
         "type": "mean_filter",
@@ -97,11 +114,12 @@ ROLL_CASES: dict[str, Case] = {
     "top.difficulty_low_threshold": (DIFFICULT, 0.1),
     "top.difficulty_high_threshold": (DIFFICULT, 0.9),
     "top.rewards": ({}, {"code": {"worker_cls": "roll.CodeSandboxRewardWorker"}}),
-    "top.ratio_type": (AGENTIC, "sequence"), "top.step_reward_gamma": (AGENTIC, 0.9),
-    "top.max_actions_per_traj": (AGENTIC, 3),
+    "top.ratio_type": (AGENTIC, "sequence"), "top.step_reward_gamma": (GIGPO, 0.9),
+    "top.step_reward_weight": (GIGPO, 0.5), "top.episode_reward_weight": (GIGPO, 0.5),
+    "top.max_actions_per_traj": (AGENTIC, 9),
     "top.env_manager_cls": ({}, "Manager"), "top.train_env_manager": ({}, {"num_env_groups": 4}),
     "top.val_env_manager": (AGENTIC, {"group_size": 4}),
-    "top.custom_envs": ({}, {"Sokoban": {}}),
+    "top.custom_envs": (AGENTIC, {"Lake": {"env_type": "sokoban", "env_config": {}}}),
     "top.reward_normalization": (AGENTIC, {"grouping": "batch", "method": "mean"}),
     "top.max_tokens_per_step": (AGENTIC, 7), "top.use_turn_scores": (AGENTIC, True),
     "top.reward_norm_alpha": (AGENTIC, 0.5),
@@ -138,11 +156,17 @@ ROLL_CASES: dict[str, Case] = {
     ),
     "strategy_config.enable_prefix_caching": ({}, False),
     "strategy_config.tensor_parallel_size": ({}, 4),
-    **{f"env_manager.{key}": (AGENTIC, value) for key, value in {
-        "num_env_groups": 4, "env_groups": 4, "group_size": 4, "group_size_redundancy": 2,
-        "tags": ["Sokoban"], "num_groups_partition": [8],
-        "n_groups": [8], "max_traj_per_env": 2, "worker_cls": "Manager",
-    }.items()},
+    "env_manager.group_size": (AGENTIC, 4), "env_manager.tags": (AGENTIC, ["Room"]),
+    "env_manager.num_groups_partition": (TAGS, [6, 2]),
+    "env_manager.n_groups": ({**TAGS, "train_env_manager.num_groups_partition": GONE}, [6, 2]),
+    "env_manager.generating_args": (AGENTIC, {"max_new_tokens": 20}),
+    "custom_env.env_type": (AGENTIC, "sokoban"), "custom_env.max_steps": (AGENTIC, 9),
+    "custom_env.max_tokens_per_step": (AGENTIC, 20),
+    "custom_env.env_config": (AGENTIC, {"size": 6}), "env_config.size": (AGENTIC, 6),
+    "env_config.p": (AGENTIC, 0.5), "env_config.is_slippery": (AGENTIC, False),
+    "env_config.max_steps": (AGENTIC, 9), "env_config.format_penalty": (AGENTIC, -0.5),
+    "env_config.env_instruction": (AGENTIC, "Go!"), "env_config.dim_room": (ROOM, [6, 6]),
+    "env_config.num_boxes": (ROOM, 2),
     "reward_normalization.grouping": (NORM, "traj_group_id"),
     "reward_normalization.method": (NORM, "mean"),
     "reward_normalization.norm_mean_type": (AGENTIC, "batch"),
@@ -160,6 +184,11 @@ def roll_key_path(section: str, key: str) -> str:
         return f"{'train_env_manager' if section == 'env_manager' else section}.{key}"
     if section == "reward":
         return f"rewards.math.{key}"
+    if section == "custom_env":
+        return f"custom_envs.Lake.{key}"
+    if section == "env_config":
+        name = "Room" if key in ("dim_room", "num_boxes") else "Lake"
+        return f"custom_envs.{name}.env_config.{key}"
     worker = (
         "actor_infer"
         if section == "generating_args" or key in OF_INFER or key == "num_gpus_per_worker"
@@ -327,7 +356,7 @@ def changed(tree: Changes, changes: Changes) -> Changes:
             target = target.setdefault(section, {})
         target.pop(key, None)
         if value is not GONE:
-            target[key] = value
+            target[key] = copy.deepcopy(value)
     return tree
 
 

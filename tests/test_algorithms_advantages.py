@@ -178,6 +178,7 @@ BY_LOOPS: dict[str, tuple[Callable[[Group], list[float]], bool]] = {
     "group_norm": (Group.z_scores, False),
     "gigpo": (lambda group: [2 * x for x in group.z_scores()], False),
     "step_reinforce": (lambda group: group.each(group.totals), False),
+    "agentic_reinforce": (lambda group: group.each(group.totals), False),
     "gae": (Group.gae, False),
     "rloo": (Group.leave_one_out, False),
     "reinforce": (Group.returns, False),

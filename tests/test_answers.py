@@ -103,6 +103,7 @@ def test_rows_are_escaped_for_an_encoding_without_all_characters(
         assert not requires_ascii(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_completions_are_printed_in_a_locale_without_all_characters(tmp_path: Path):
     save_model(tmp_path / "model", tied=True)

@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 # Path prefixes in src/msrl that may import a heavy package.
 ALLOWED_IMPORTERS = {
     "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
-    "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_worker.py"),
+    "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_server.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),
@@ -246,6 +246,7 @@ def test_a_whole_configuration_is_found_in_imports_and_plans() -> None:
 
 # Classes that have several keys of a section under the same names, with the reason.
 SAME_NAMES = {
+    "EnvironmentSource": "what the processes of environments receive",
     "DatasetManifest": "record of finished work on disk",
     "ParallelLayout": "sizes that the packages below the configuration compute with",
     "PolicyLoss": "numbers of a formula",

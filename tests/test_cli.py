@@ -25,13 +25,13 @@ from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-dpo"], ["train-rm"], ["train-grpo"],
-    ["generate"], ["chat"],
+    ["generate"], ["chat"], ["serve"], ["eval"],
     ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"],
     ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"], ["convert-ckpt", "hf2hf"],
     ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
     ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
-    ["config", "import"], ["report"], ["doctor"],
+    ["config", "import"], ["report"], ["view"], ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 
@@ -569,13 +569,14 @@ def test_config_show_takes_the_flags_of_the_command_it_is_for(
     assert capsys.readouterr().err.startswith("--lr: chat")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_tp_of_generate_and_chat_is_the_engines(
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_tp_of_commands_with_an_engine_is_the_engines(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     calls = reached(monkeypatch, command)
     prompt = ["--prompt", "x"] if command == "generate" else []
-    assert msrl(command, "--model", "model", "--tp", "2", *prompt) == 0
+    model = ["model"] if command == "serve" else ["--model", "model"]
+    assert msrl(command, *model, "--tp", "2", *prompt) == 0
     assert calls[0].rollout.engine.tp == 2
 
 
@@ -585,6 +586,10 @@ def test_tp_of_generate_and_chat_is_the_engines(
         (["grpo"], "`msrl train-grpo`"),
         (["sft"], "`msrl train-sft`"),
         (["gen"], "`msrl generate`"),
+        (["deploy"], "`msrl serve`"),
+        (["evaluate"], "`msrl eval`"),
+        (["serve", "model", "--api-key", "x"], "--api-key-file"),
+        (["serve", "mod"], "did you mean model?"),
         (["prepocess"], "`msrl preprocess`"),
         (["hf2mcore"], "`msrl convert-ckpt hf2mcore`"),
         (["train"], "`msrl train-sft` or `msrl train-dpo`"),

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     ),
     "a handler": (["preprocess", "--handler", "alp"], {"alpaca", "alpaca_pairs"}),
     "a platform": (["chat", "--platform", ""], {"auto", *registry.names(registry.PLATFORMS)}),
+    "a tool parser": (["serve", "model", "--tools", "h"], {"hermes"}),
     "a file or a packaged configuration": (
         ["train-grpo", "-c", ""],
         {"grpo", "sft", "mine.yaml", "configs/"},

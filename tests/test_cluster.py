@@ -405,6 +405,7 @@ def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
 
 
+@pytest.mark.full
 def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
     from msrl.cluster.heartbeats import ActorHeartbeats
     from msrl.cluster.waiting import WorkerError, wait_all
@@ -457,6 +458,7 @@ def test_devices_that_another_run_holds_are_waited_for_and_then_reported(run):
         session.create_placement(plan([Role("actor", 2)], 2, resource="GPU"), timeout_s=1.0)
 
 
+@pytest.mark.full
 def test_a_failed_run_keeps_its_logs_and_a_refused_run_leaves_nothing():
     """Use subprocesses, since this process may have a session."""
     code = (

@@ -124,9 +124,9 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
         *(
             (
                 (f"algo.advantage.estimator={name}",),
-                (f"algo.advantage.estimator={name}", "version"),
+                (f"algo.advantage.estimator={name}", "environment.name"),
             )
-            for name in ("gigpo", "step_reinforce")
+            for name in ("gigpo", "step_reinforce", "agentic_reinforce")
         ),
         (
             ("algo.advantage.lambda=0.9",),

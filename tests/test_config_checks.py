@@ -538,6 +538,7 @@ def test_a_run_folder_as_model_path_suggests_its_checkpoint_folder(folder: Path)
             ("rollout.weights.transfer=shared_memory", "cluster.nodes"),
         ),
         (["transfer=nccl", "cluster.platform=cpu"], ("rollout.weights.transfer=nccl", "cpu")),
+        (["transfer=ipc", "cluster.platform=npu"], ("rollout.weights.transfer=ipc", "npu")),
         (
             ["transfer=ipc", "rollout.async.max_staleness=1"],
             ("rollout.weights.transfer=ipc", "rollout.async"),

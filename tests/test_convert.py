@@ -386,6 +386,7 @@ def test_a_conversion_is_verified_on_real_megatron_ranks(
     assert (tmp_path / "back" / "config.json").is_file()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_casts_and_reshards_are_verified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -646,6 +647,30 @@ def test_published_tokenizers_are_equal_to_those_of_transformers(name):
         == loaded(text, add_special_tokens=False)["input_ids"]
     )
     assert opened.vocab_size == len(loaded)
+
+
+TOKENIZER_MODELS = {
+    "qwen3-4b": (None, "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"),
+    "granite-3.1-1b-a400m": (None, "gpt2", "granite", "granitemoe", "deepseek_v3", "llama"),
+    "mistral-7b-instruct-v0.2": (None, "llama"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [(name, model_type) for name, types in TOKENIZER_MODELS.items() for model_type in types],
+)
+def test_the_tokenizer_is_that_of_auto_tokenizer(tmp_path, name, model_type):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / name
+    shutil.copytree(shared_data("tokenizers", name), folder)
+    (folder / "config.json").unlink(missing_ok=True)
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected, loaded = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert type(loaded) is type(expected)
+    assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
 
 
 def test_the_hash_distinguishes_tokenizers():

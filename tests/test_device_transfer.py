@@ -21,13 +21,16 @@ import mixture_families
 from families import FAMILIES
 from msrl.checkpoint.source import open_weights
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.platforms import get
 from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup, weight_source
 from msrl.rollout.weights.digest import file_digests
 from msrl.workflows.serve.engine import hf_weights
 
 pytestmark = pytest.mark.slow
 TENSORS = {"model.embed_tokens.weight": torch.randn(20, 4), "model.norm.weight": torch.randn(4)}
-GROUP = TransferGroup("nccl", 0, ("127.0.0.1", 4711), num_receivers=4, bucket_bytes=128)
+GROUP = TransferGroup(
+    get("cuda").weight_engine("nccl"), 0, ("127.0.0.1", 4711), num_receivers=4, bucket_bytes=128
+)
 Calls = list[tuple[str, Any]]
 
 
@@ -120,7 +123,7 @@ def test_memory_handles_are_sent_in_buckets(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         packed_tensor.torch, "empty", lambda *size, dtype, device: allocate(*size, dtype=dtype)
     )
-    group = TransferGroup("ipc", 0, GROUP.address, 4, bucket_bytes=330)
+    group = TransferGroup(get("cuda").weight_engine("ipc"), 0, GROUP.address, 4, bucket_bytes=330)
     sender = DeviceSender(group, client(calls), weights)
     (method, ((info,), _)) = calls[0]
     assert method == "init_weight_transfer_engine"
@@ -153,7 +156,6 @@ def test_vllms_worker_receives_in_the_same_order_and_computes_digests(
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
     from msrl.config.sections.rollout import EngineConfig
-    from msrl.platforms import get
     from msrl.rollout.engine import EngineSettings
     from msrl.rollout.vllm import VllmEngine
     from tiny_qwen2 import make_model, save_model

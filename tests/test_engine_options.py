@@ -48,6 +48,9 @@ class Recorder:
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.calls.append(("wake_up", tags))
 
+    def collective_rpc(self, method: str) -> None:
+        """Call the workers, which have no memory of their own here."""
+
 
 def update(memory: EngineMemory) -> None:
     """Release the memory, take it again and load new weights, as a training step does."""
@@ -205,5 +208,5 @@ def test_the_calls_fit_the_signatures_of_vllm(level: int) -> None:
     vllm = pytest.importorskip("vllm")
     engine: Any = create_autospec(vllm.LLM, instance=True, spec_set=True)
     update(EngineMemory(engine, level))
-    names = [call[0] for call in engine.method_calls]
+    names = [call[0] for call in engine.method_calls if call[0] != "collective_rpc"]
     assert names == ["sleep", "wake_up", "wake_up"]

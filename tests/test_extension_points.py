@@ -12,6 +12,7 @@ import pytest
 import families
 import golden
 import mixture_families
+import scripted_episodes
 import test_rewards_verifiers
 from msrl import registry
 from msrl.config.presets import preset_names, preset_values
@@ -60,6 +61,16 @@ KINDS = {
     "preset": Kind(preset_names, golden.PRESETS, "PRESETS in tests/golden.py"),
     "verifier": Kind(
         plugins("msrl.rewards.verifiers"), VERIFIERS, "CASES in tests/test_rewards_verifiers.py"
+    ),
+    "environment": Kind(
+        plugins(registry.ENVIRONMENTS),
+        scripted_episodes.ENVIRONMENTS,
+        "ENVIRONMENTS in tests/scripted_episodes.py",
+    ),
+    "tool format": Kind(
+        plugins(registry.TOOL_FORMATS),
+        scripted_episodes.TOOL_FORMATS,
+        "TOOL_FORMATS in tests/scripted_episodes.py",
     ),
     "architecture": Kind(
         lambda: list(architectures()),

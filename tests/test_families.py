@@ -223,7 +223,7 @@ def _convert(**values: object) -> None:
     ("name", "prefix"),
     [
         ("qwen2.5-vl", "visual."),
-        ("qwen3-vl", "model.visual."),
+        pytest.param("qwen3-vl", "model.visual.", marks=pytest.mark.full),
         pytest.param("qwen2-vl", "visual.", marks=pytest.mark.full),
     ],
 )
@@ -247,6 +247,7 @@ def test_a_vision_tower_passes_through_and_the_language_model_is_verified(
         assert same_bits(after[key], expected), key
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_softcapped_scores_are_in_both_sides_of_a_verification(

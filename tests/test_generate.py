@@ -290,6 +290,7 @@ def test_the_completion_of_one_prompt_is_printed(folder, capsys):
     assert_mentions(captured.err, "limit")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_differ_and_end_before_a_stop_text(folder, capsys):
     letter = greedy_text(folder, USER)[3]

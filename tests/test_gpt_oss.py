@@ -92,6 +92,7 @@ def test_weights_in_mxfp4_are_read_as_in_transformers(tmp_path: Path) -> None:
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_conversion_of_mxfp4_passes_its_verification(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -33,6 +33,8 @@ class Ranks:
     Updates return the given report, and their losses are recorded.
     """
 
+    dp_size = 1
+
     def __init__(self, **report: float) -> None:
         self.report, self.losses = report, list[Any]()
         self.sequences, self.statistics = list[Sequences](), list[str]()

@@ -114,6 +114,7 @@ def test_a_snapshot_without_weights_is_recognized(tmp_path: Path):
     assert not is_without_weights(folder)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_of_the_hub_is_converted_and_later_read_from_the_cache(
     hub: FakeHub, tmp_path: Path

@@ -324,25 +324,6 @@ def test_dead_keys_of_roll_are_reported(tmp_path: Path):
     }
 
 
-def test_agentic_runs_are_translated_and_refused_without_environments(tmp_path: Path):
-    text = changed(
-        RLVR,
-        (
-            "rewards:\n  math_rule: "
-            "{worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n",
-            "",
-        ),
-    )
-    text += "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [SimpleSokoban], "
-    text += "max_traj_per_env: 2}\nmax_actions_per_traj: 5\n"
-    translation = imported("roll", text, tmp_path, "yaml")
-    tree = native_tree(translation)
-    assert tree["rollout"]["prompts_per_step"] == 64 // 8  # rollout_batch_size counts trajectories
-    assert tree["env"]["max_turns"] == 5 and any(
-        "env.groups" in line for line in translation.refused()
-    )
-
-
 def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
     with pytest.raises(
         MsrlError,

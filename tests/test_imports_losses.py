@@ -209,7 +209,6 @@ def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
             changed(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
             "vision-language",
         ),
-        (RLVR + "custom_envs: {a: '${no.such}'}\n", "agentic"),
     ],
 )
 def test_other_pipelines_of_roll_are_refused_in_one_line(

@@ -307,7 +307,7 @@ def test_unsupported_keys_that_change_results_are_refused_by_both_names(folder: 
     (line,) = mistakes(PRESENT, folder, rl_config__partial_rollout_max_split=2)
     assert_mentions(line, "partial_rollout_max_split", "rollout.async.partial")
     (line,) = mistakes(PRESENT, folder, rl_config__multi_turn_enable=True)
-    assert "env.max_turns" in line
+    assert_mentions(line, "tool_config_path", "missing")
     assert native(
         PRESENT, folder, rl_config__partial_rollout_max_split=1, rl_config__multi_turn_enable=False
     )
@@ -511,6 +511,8 @@ def test_critic_keys_have_no_effect_without_gae(folder: Path):
         } <= dead and not translation.refused()
 
 
+TOOL = Path(__file__).with_name("code_tool.yaml")
+MULTI_TURN = {"rl_config.multi_turn_enable": True, "rl_config.tool_config_path": str(TOOL)}
 DAPO = {"megatron_training.stage": "ray_dapo"}
 SEPARATE = {"rl_config.use_integrated_worker": False}
 FILTERED = {
@@ -566,6 +568,10 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.runtime_env_path": ({}, str(EXAMPLES / "envs" / "runtime_env.yaml")),
     "rl_config.wandb_project": ({"rl_config.use_wandb": True}, "math"),
     "rl_config.wandb_save_dir": ({"rl_config.use_wandb": True}, "logs"),
+    "rl_config.swanlab_project": ({"rl_config.use_swanlab": True}, "math"),
+    "rl_config.swanlab_save_dir": ({"rl_config.use_swanlab": True}, "logs"),
+    "rl_config.swanlab_exp_name": ({"rl_config.use_swanlab": True}, "first"),
+    "rl_config.swanlab_mode": ({"rl_config.use_swanlab": True}, "cloud"),
     "rl_config.use_tensorboard": ({}, False), "rl_config.wandb_exp_name": ({}, "named"),
     "generate_config.infer_tensor_parallel_size": ({}, 2),
     "generate_config.data_parallel_size": ({}, 2), "generate_config.max_num_seqs": ({}, 7),
@@ -594,7 +600,12 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "format"),
     "rl_config.partial_rollout_max_split": ({}, 2),
     "rl_config.integrated_mode_config": ({}, {"ref_model_load_path": "x"}),
-    "rl_config.multi_turn_enable": ({}, True), "rl_config.is_multimodal": ({}, True),
+    "rl_config.multi_turn_enable": ({"rl_config.tool_config_path": str(TOOL)}, True),
+    "rl_config.max_tool_calls": (MULTI_TURN, 3), "rl_config.max_parallel_calls": (MULTI_TURN, 2),
+    "rl_config.max_total_response_length": (MULTI_TURN, 1000),
+    "rl_config.max_tool_response_length": (MULTI_TURN, 100),
+    "rl_config.tool_parser_format": (MULTI_TURN, "hermes"),
+    "rl_config.is_multimodal": ({}, True),
     "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2),
     "megatron.optimizer": ({}, "sgd"),
     "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2),
@@ -633,6 +644,7 @@ ELSEWHERE = {
     "critic_config",
 }  # tested above or below as complete files
 REPORTED_ONLY = {
+    "rl_config.tool_config_path",  # tested in test_imports_environments.py
     "rl_config.filter_groups_train_batch_size",
     "megatron.no_load_rng",
     "generate_config.dtype",

@@ -67,7 +67,11 @@ def test_a_command_of_lightrft_names_entity_group_project_and_folder(tmp_path: P
                        "dir": "logs"}},
         ),
         ("wandb", "{api_key: s3cret}", None),
-        ("swanlab", "{project: math}", None),
+        (
+            "swanlab",
+            "{login_kwargs: {api_key: s3cret}, project: math, experiment_name: a, logdir: logs}",
+            {"swanlab": {"project": "math", "name": "a", "dir": "logs"}},
+        ),
     ],
 )  # fmt: skip
 def test_the_arguments_of_rolls_tracker_are_taken_over_without_its_secret(
@@ -79,3 +83,26 @@ def test_the_arguments_of_rolls_tracker_are_taken_over_without_its_secret(
     assert "s3cret" not in native_yaml(translation) + report(translation)
     if options is None:
         assert_mentions(report(translation), "tracker_kwargs", "dropped")
+
+
+def test_swanlab_of_mindspeed_rl_names_project_folder_and_mode(tmp_path: Path) -> None:
+    more = "use_swanlab: true, swanlab_project: math, swanlab_save_dir: logs, swanlab_mode: cloud,"
+    log = log_of("mindspeed-rl", mindspeed(more=more), tmp_path)
+    assert log["trackers"] == ["swanlab"]
+    assert log["options"] == {"swanlab": {"project": "math", "dir": "logs", "mode": "online"}}
+
+
+def test_flags_of_megatrons_profiler_select_steps_and_ranks(tmp_path: Path) -> None:
+    flags = "--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1"
+    log = log_of("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
+    assert log["profile"] == {"steps": [5, 6], "ranks": [0, 1]}
+    flags = "--profile-step-start 4 --profile-ranks -1"
+    assert "profile" not in log_of("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
+
+
+def test_the_profiler_of_mindspeed_rl_selects_steps_and_ranks(tmp_path: Path) -> None:
+    settings = "{profile: true, profile_step_start: 2, profile_step_end: 4, profile_ranks: all}"
+    text = mindspeed() + f"\nprofiler_config:\n  integrated: {settings}\n"
+    assert log_of("mindspeed-rl", text, tmp_path)["profile"] == {"steps": [2, 3], "ranks": []}
+    off = text.replace("profile: true", "profile: false")
+    assert "profile" not in log_of("mindspeed-rl", off, tmp_path)

@@ -267,6 +267,7 @@ def test_scales_follow_patterns_and_rank_stabilization(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_commands_merge_to_one_verified_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -159,6 +159,7 @@ def measured(cases: list[Case], num_ranks: int) -> list[Measurement]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_estimate_matches_live_tensors_and_resident_memory_of_three_models(
     folders,

@@ -128,6 +128,7 @@ def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[s
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_gradients_agree_with_transformers_by_the_chain_rule(
     results: dict[str, Result], folders: dict[str, Path], name: str

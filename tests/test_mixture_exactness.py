@@ -154,6 +154,7 @@ def _assert_same(actual: Result, single: Result) -> None:
     assert max(distances.values()) < 1e-5, sorted(distances.items(), key=lambda pair: -pair[1])[:5]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_of_a_mixture_do_not_depend_on_the_layout(
     results: dict[str, Any], layout: str

@@ -1,4 +1,8 @@
-"""`msrl doctor --platform npu` on recorded version files, outputs and variables. No NPU is used."""
+"""`msrl doctor --platform npu` on recorded version files, outputs and variables. No NPU is used.
+
+The recordings have the form of outputs in public reports: of A2 in 1Panel-dev/1Panel#9472 and
+Project-HAMi/HAMi-WebUI#47, of A3 in vllm-project/vllm-ascend#12980, of CANN 8.3 in #4621 there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from test_cli import msrl
 HOME = "/usr/local/Ascend/cann"
 TOOLKIT = f"{HOME}/{platform.machine()}-linux/ascend_toolkit_install.info"
 KERNELS = f"{HOME}/opp/version.info"
+OPS = f"{HOME}/{platform.machine()}-linux/ascend_ops_install.info"
+SHARED_TOOLKIT = f"{HOME}/share/info/ascend_toolkit_install.info"
 HEALTHY = """\
 +------------------------------------------------------------------------------------------------+
 | npu-smi 25.5.0                   Version: 25.5.0                                               |
@@ -30,13 +36,42 @@ HEALTHY = """\
 | 0                         | 0000:01:00.0  | 0           0    / 0          3330 / 65536         |
 +===========================+===============+====================================================+
 """
+# Two chips of an A3 device, and a process.
+A3 = """\
++------------------------------------------------------------------------------------------------------------------+
+| npu-smi 26.0.rc2                            Version: 26.0.rc2                                                    |
++---------------------------+---------------+----------------------------------------------------------------------+
+| NPU   Name                | Health        | Power(W)             Temp(C)                 Hugepages-Usage(page)   |
+| Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)           |
++===========================+===============+======================================================================+
+| 0     Ascend910           | OK            | 162.6                34                      0    / 0                |
+| 0     0                   | 0000:9D:00.0  | 0                    0    / 0                3419 / 65536            |
++------------------------------------------------------------------------------------------------------------------+
+| 0     Ascend910           | OK            | -                    34                      0    / 0                |
+| 1     1                   | 0000:9F:00.0  | 0                    0    / 0                2874 / 65536            |
++===========================+===============+======================================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)                        |
++===========================+===============+======================================================================+
+| 0       0                 | 19341         | VLLMWorker_TP            | 58472                                     |
++===========================+===============+======================================================================+
+"""  # noqa: E501 - an output
+TOOLKIT_8_3 = """\
+package_name=Ascend-cann-toolkit
+version=8.3.RC2
+innerversion=V100R001C23SPC002B210
+compatible_version=[V100R001C15],[V100R001C18],[V100R001C19],[V100R001C20],[V100R001C21],[V100R001C23]
+arch=aarch64
+os=linux
+"""
 COMPLETE = stack.Facts(
     environment={"ASCEND_HOME_PATH": HOME, "ATB_HOME_PATH": "/usr/local/Ascend/nnal/atb/latest"},
     files={
-        stack.DRIVER: "Version=25.5.0\nascendhal_version=7.35.23\npackage_version=25.5.0\n",
+        stack.DRIVER: "Version=25.5.0\nascendhal_version=7.35.23\naicpu_version=1.0\n"
+        "tdt_version=1.0\nInnerversion=V100R001C23SPC002B212\n",
         stack.FIRMWARE: "Version=7.8.0.5.216\nfirmware_version=1.0\n",
         TOOLKIT: "package_name=Ascend-cann-toolkit\nversion=9.1.0\narch=aarch64\n",
-        KERNELS: "Version=9.1.0.1.220\nversion_dir=9.1.0\n",
+        KERNELS: "Version=9.1.0.1.220\nversion_dir=9.1.0\ntimestamp=20260601_194044950\n"
+        'required_package_amct_acl_version="9.1"\n',
         stack.PORT_RANGE: "32768\t60999\n",
         stack.RESERVED_PORTS: "60000-60255,61000\n",
     },
@@ -75,16 +110,26 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
     "driver not loaded": (
         "outputs",
         {
-            stack.NPU_SMI: "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. "
-            "ret is -8005\n"
+            stack.NPU_SMI: "DrvMngGetConsoleLogLevel failed. (ret=4)\n"
+            "dcmi module initialize failed. ret is -8005\n"
         },
         "wrong",
         "npu-smi",
-        ("-8005", "HwHiAiUser"),
+        ("-8005", "HwHiAiUser", "Reboot"),
+    ),
+    "container without the driver's files": (
+        "outputs",
+        {stack.NPU_SMI: "npu get board type failed. ret is -9005\n"},
+        "wrong",
+        "npu-smi",
+        ("-9005", "mount /usr/local/dcmi"),
     ),
     "devices in use": (
         "outputs",
-        {stack.NPU_SMI: "dcmi model initialized failed, because the device is used. ret is -8020"},
+        {
+            stack.NPU_SMI: "DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\n"
+            "dcmi model initialized failed, because the device is used. ret is -8020\n"
+        },
         "wrong",
         "npu-smi",
         ("-8020", "container"),
@@ -168,6 +213,41 @@ def test_each_fault_is_one_finding_with_a_remedy(name):
     (finding,) = (finding for finding in findings if finding.level != "ok")
     assert (finding.level, finding.what) == (level, what)
     assert_mentions(finding.text, *words)
+
+
+@pytest.mark.parametrize(
+    ("output", "devices"),
+    [
+        (A3, "2 of Ascend910,"),
+        (HEALTHY.replace("910B3  ", "910B4-1"), "2 of 910B4-1,"),
+        (HEALTHY.replace("93.7", "NA  "), "2 of 910B3,"),
+    ],
+    ids=["A3", "name with a hyphen", "no power"],
+)
+def test_all_devices_are_counted(output, devices):
+    (finding,) = stack._check_devices(_changed("outputs", {stack.NPU_SMI: output}))
+    assert finding.level == "ok" and finding.text.startswith(devices)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        # The operators of CANN 8 have a version of their own beside that of the release.
+        {TOOLKIT: TOOLKIT_8_3, KERNELS: "Version=7.8.0.0.201\nversion_dir=8.3.RC2\n"},
+        {TOOLKIT: TOOLKIT_8_3, KERNELS: None, OPS: TOOLKIT_8_3.replace("toolkit", "910b-ops")},
+        {TOOLKIT: None, SHARED_TOOLKIT: TOOLKIT_8_3, KERNELS: "version_dir=8.3.RC2\n"},
+    ],
+    ids=["version of a component", "operators of CANN 9", "shared folder"],
+)
+def test_the_release_of_toolkit_and_operators_is_read_from_each_layout(files):
+    findings = {finding.what: finding for finding in stack.diagnose(_changed("files", files))}
+    assert findings["CANN"].text.startswith("8.3.RC2")
+    assert (findings["CANN kernels"].level, findings["CANN kernels"].text) == ("ok", "8.3.RC2")
+
+
+def test_the_release_of_the_driver_precedes_that_of_a_component():
+    facts = _changed("files", {stack.DRIVER: "Version=7.35.23\npackage_version=26.0.rc1\n"})
+    assert stack.diagnose(facts)[0].text == "26.0.rc1"
 
 
 def test_ports_follow_the_base_port_of_the_user():

@@ -75,7 +75,9 @@ def test_the_users_variables_take_precedence(tmp_path):
 def test_an_engine_that_sleeps_gets_no_expandable_segments(monkeypatch, capsys, inherited, used):
     monkeypatch.setattr(os, "environ", {"PYTORCH_NPU_ALLOC_CONF": inherited})
     _prepare_environment(NPU, EngineSettings("model", EngineConfig()))
-    assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == used
+    assert os.environ.get("PYTORCH_NPU_ALLOC_CONF", "") == used
+    # vllm-ascend 0.23 appends to an empty value, and torch_npu cannot parse the result.
+    assert used or "PYTORCH_NPU_ALLOC_CONF" not in os.environ
     assert_mentions(capsys.readouterr().err, f"PYTORCH_NPU_ALLOC_CONF={inherited}", "segments")
 
 

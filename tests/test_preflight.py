@@ -45,6 +45,15 @@ FILES = {
         "generate": {"model": "hf", "input": "questions.jsonl", "output": "answers.jsonl"},
     },
     "chat": {"cluster": {"platform": "cpu"}, "chat": {"model": "hf"}},
+    "serve": {"cluster": {"platform": "cpu"}, "serve": {"model": "hf", "port": 0}},
+    "eval": {
+        "cluster": {"platform": "cpu"},
+        "model": {"dtype": "float32"},
+        "data": {"eval": "prompts"},
+        "rollout": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+        "reward": {"sources": [{"verifier": "exact_match"}]},
+        "evaluate": {"models": ["hf"]},
+    },
     "preprocess": {
         "preprocess": {
             "input": ["rows.jsonl"],
@@ -183,6 +192,20 @@ REFUSALS = {
     ),
     "chat, no weights": Refusal("chat", (), ("hf",), _weights_gone),
     "chat, truncated weights": Refusal("chat", (), ("model.safetensors",), _weights_truncated),
+    "serve, no weights": Refusal("serve", (), ("hf",), _weights_gone),
+    "serve, truncated weights": Refusal("serve", (), ("model.safetensors",), _weights_truncated),
+    "serve, template without its tokens": Refusal("serve", ("serve.template=llama3",), ("llama3",)),
+    "serve, address of another machine": Refusal(
+        "serve", ("serve.host=192.0.2.1", "serve.api_key_file=rows.jsonl"), ("API key",)
+    ),
+    "eval, changed prompts": Refusal("eval", (), ("prompts",), _other_tokens("prompts")),
+    "eval, other tokenizer": Refusal("eval", (), ("tokenizer",), _other_tokenizer),
+    "eval, too long": Refusal(
+        "eval", ("eval.max_response_tokens=500",), ("eval.max_response_tokens=500", "256")
+    ),
+    "eval, output that is a file": Refusal(
+        "eval", ("evaluate.output=rows.jsonl",), ("evaluate.output=rows.jsonl", "folder")
+    ),
     "chat, template without its tokens": Refusal("chat", ("chat.template=llama3",), ("llama3",)),
     "preprocess, wrong columns": Refusal(
         "preprocess", (), ("rows.jsonl:1",), _text("rows.jsonl", '{"question": "2+2?"}\n')

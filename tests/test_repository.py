@@ -63,7 +63,9 @@ def test_all_documented_nox_sessions_exist() -> None:
         "lint",
         "types",
         "layers",
+        "docs",
         "npu",
+        "browser",
         "bench",
         "learning",
     }

@@ -56,6 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return {result.name: result for result in reports}
 
 
+@pytest.mark.full
 def test_a_first_stage_without_trained_parameters_keeps_the_update_count(
     results: dict[str, Result],
 ):

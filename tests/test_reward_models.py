@@ -209,7 +209,7 @@ def test_scores_of_real_ranks_agree_with_transformers_in_every_layout(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_conversion_of_a_reward_model_is_verified_by_its_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:

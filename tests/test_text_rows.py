@@ -149,6 +149,7 @@ def test_contradicting_keys_are_refused_with_their_names(command, sets, fragment
         load([], sets, command=command)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_training_on_two_blended_texts_learns_and_resumes_and_repeats_bit_for_bit(tmp_path):
     from msrl.workflows.sft import run as train_sft

@@ -701,6 +701,23 @@ def adapted(inputs) -> Path:
 
 
 @pytest.mark.full
+def test_eval_of_a_run_repeats_the_evaluations_of_its_training(adapted, tmp_path):
+    configuration, out = str(adapted / "config.yaml"), tmp_path / "out"
+    words = ("-c", configuration, str(adapted), "--output", str(out))
+    table = succeed("eval", *words, log=tmp_path / "eval.log")
+    assert_mentions(table, "adapted step 3", "pass@1")
+    samples = [json.loads(line) for line in (out / "samples/adapted_step_3.jsonl").open()]
+    logged = rollouts(adapted, 3, "eval")
+    for column in ("prompt_index", "response_ids", "reward", "is_right", "policy_version"):
+        assert [row[column] for row in samples] == [row[column] for row in logged], column
+    (entry,) = json.loads((out / "results.json").read_text())["checkpoints"]
+    values = metrics(adapted)[2]
+    for name in ("pass@1", "reward", "response_length", "truncated"):
+        assert entry["metrics"][name] == pytest.approx(values[f"eval/{name}"]), name
+    assert "not evaluated again" in succeed("eval", *words, log=tmp_path / "again.log")
+
+
+@pytest.mark.full
 def test_adapters_are_trained_and_their_reference_is_the_model_without_them(
     adapted, inputs, tmp_path
 ):
@@ -777,6 +794,7 @@ def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_wit
     assert "Traceback" not in command.output() and rows(inputs / "runs" / "raises") == []
 
 
+@pytest.mark.full
 def test_a_reward_function_that_fails_later_leaves_the_checkpoints_saved_before_it(inputs):
     from msrl.trainer.checkpointing.resume import saved_steps
 
@@ -933,6 +951,7 @@ def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs
     assert any(row["advantage"] for row in samples)
 
 
+@pytest.mark.full
 def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inputs):
     """One response per prompt and a greedy one; the second run starts from step 2 of the first."""
     data = {"blend": {str(inputs / "data"): 3.0, str(inputs / "eval"): 1.0}}
@@ -1128,6 +1147,7 @@ def test_a_run_with_a_critic_resumes_bitwise_equal_and_only_with_the_critic(crit
         assert rollouts(inputs / "runs" / "ppo2", step) == rollouts(critic_run, step)
 
 
+@pytest.mark.full
 def test_a_corrupted_bucket_ends_the_run_with_the_name_of_its_tensor(inputs):
     """Overwrite bytes in the shared memory of a training rank while it sends weights."""
     config = settings(inputs, "corrupted", "untied")

@@ -97,6 +97,7 @@ def assert_tokens_belong_to_their_versions(
     return num_mixed
 
 
+@pytest.mark.full
 def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_version(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.plan.run_plan import resolve
+from msrl.trainer.checkpointing.resume import saved_steps
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 from training_runs import (
@@ -328,8 +329,10 @@ def test_a_kill_during_a_save_keeps_the_last_checkpoint_and_the_resumed_run_is_b
         )
         wait_for_end(ranks)
         incomplete = list(saves.glob(".iter_*.partial"))
-    last = latest_iteration(saves)
-    assert isinstance(last, int) and incomplete[0].name == f".iter_{last + 1:07d}.partial"
+    # An attempt killed between the checkpoint's renaming and its tracker leaves the tracker behind.
+    last = saved_steps(saves)[-1]
+    assert incomplete[0].name == f".iter_{last + 1:07d}.partial"
+    assert latest_iteration(saves) in {last - 1, last}
     assert weights(saves)  # the last checkpoint is complete
     assert metrics(run)[:last] == metrics(complete_run)[:last]
     succeed("train-sft", "-c", str(file), log=inputs / "resumed.log", tmp=tmp)
@@ -434,6 +437,7 @@ def test_rows_packed_by_preprocess_have_the_losses_of_single_examples(inputs, co
     )
 
 
+@pytest.mark.full
 def test_a_blend_is_resumed_bit_by_bit_with_the_rows_of_the_uninterrupted_run(inputs, config):
     """Two ranks train on two datasets; the run ends after 5 of 8 steps and is resumed."""
     data = {"train": None, "blend": {str(inputs / "data"): 1.0, str(inputs / "eval"): 3.0}}

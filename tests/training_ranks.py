@@ -255,7 +255,7 @@ def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, 
 
 def _gather(tensors: dict[str, Any], rank: int, world: int) -> dict[str, np.ndarray]:
     """Return the tensors of all stages on rank 0."""
-    arrays = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    arrays = {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
     by_rank: list[Any] = [None] * world
     dist.gather_object(arrays, by_rank if rank == 0 else None)
     return {name: value for stage in by_rank if stage for name, value in stage.items()}

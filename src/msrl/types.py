@@ -156,11 +156,82 @@ class Prompt:
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+FinishReason = Literal["stop", "length", "turns", "time", "fault"]
+"""End of a response or an episode.
+
+- "stop": a stop token, or the environment ended the episode.
+- "length": the limit of tokens.
+- "turns", "time": the limits of turns and seconds of an episode.
+- "fault": the environment failed.
+"""
+
+
 class VersionRun(NamedTuple):
     """Consecutive tokens of a response that one policy version sampled."""
 
     version: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Sequence of tokens in which the policy sampled some."""
+
+    token_ids: Ints  # [T]
+    is_sampled: Bools  # [T]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTurn:
+    """Turn of an episode: an answer of the policy, and the reply of the environment.
+
+    Attributes:
+        num_tokens: Number of sampled tokens.
+        state: Digest of the state in which the turn began.
+        finish_reason: End of the answer.
+        reward: Reward of the turn; None leaves it to the reward sources.
+        generation_s: Seconds from the request of the answer to its last token.
+        environment_s: Seconds in which the episode waited for the reply.
+        tool_calls: Tool calls of the answer, each with name, arguments and error.
+        is_invalid: True if the answer was no action of the environment.
+    """
+
+    num_tokens: int
+    state: str
+    finish_reason: Literal["stop", "length"]
+    reward: float | None = None
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    is_invalid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Several turns with an environment.
+
+    Attributes:
+        sequences: Token sequences; a new one begins where the history was edited. Their sampled
+            tokens, end to end, are those of the completion.
+        turns: Turns in order. Their tokens, end to end, are those of the completion.
+        messages: Conversation as {role, content}. A rendered prompt has the role `prompt`.
+        success: True or False if the environment says so.
+        fault: Kind and detail of the environment's failure; empty without one.
+        truncated_messages: Number of messages that were too long and truncated.
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    turns: tuple[EpisodeTurn, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    success: bool | None = None
+    fault: tuple[str, str] = ("", "")
+    truncated_messages: int = 0
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the rewards of the turns; None if the environment gave none."""
+        rewards = [turn.reward for turn in self.turns if turn.reward is not None]
+        return sum(rewards) if rewards else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +241,18 @@ class Completion:
     `logprobs` are log-probabilities under the sampling distribution, of the version that sampled
     the token. `policy_version` is the oldest of these versions. `versions` lists them in the order
     of the tokens; it is empty if the response was generated without an update in between.
+
+    With `episode`, the tokens are all sampled tokens of the episode, end to end, and the text has
+    the answers of all turns.
     """
 
     token_ids: Ints  # [R]
     logprobs: Floats  # [R]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     policy_version: int
     text: str
     versions: tuple[VersionRun, ...] = ()
+    episode: Episode | None = None
 
     @property
     def version_runs(self) -> tuple[VersionRun, ...]:
@@ -218,7 +293,8 @@ class ScoredGroup:
 class TrainingSample:
     """One sequence to train on. Sequences with `is_trained` False are excluded from the loss.
 
-    Response arrays are aligned with the response tokens.
+    Response arrays are aligned with the response tokens. `is_sampled` selects those that the policy
+    sampled; None selects all. The others are text of an environment and have no loss.
     """
 
     prompt_ids: Ints  # [P]
@@ -226,6 +302,7 @@ class TrainingSample:
     advantages: Floats  # [R]
     sampler_logprobs: Floats  # [R]
     is_trained: bool = True
+    is_sampled: Bools | None = None  # [R]
 
 
 @dataclass(frozen=True, slots=True)

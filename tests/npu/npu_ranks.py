@@ -9,15 +9,31 @@ from msrl.platforms import get
 from msrl.trainer.launch import RankContext
 
 
-def main(context: RankContext, dtype: str) -> None:
-    """Run every collective and report the results of this rank."""
+def main(context: RankContext, dtypes: tuple[str, ...]) -> None:
+    """Run every collective with every type and report the results of this rank."""
     device = get("npu").device(context.rank)
     dist.init_process_group(
         "hccl", init_method=context.init_method, rank=context.rank, world_size=context.world_size
     )
-    context.report((context.rank, {name: run(context, device, dtype) for name, run in ALL.items()}))
+    results = {
+        f"{name} of {dtype}": run(context, device, dtype)
+        for dtype in dtypes
+        for name, run in ALL.items()
+    }
+    results["refusal of float64"] = _refuses_float64(device)
+    context.report((context.rank, results))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _refuses_float64(device: torch.device) -> bool:
+    """Return True if no rank reduces float64."""
+    try:
+        dist.all_reduce(torch.ones(3, dtype=torch.float64, device=device))
+        torch.npu.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _values(rank: int, device: torch.device, dtype: str, size: int = 70_001) -> torch.Tensor:

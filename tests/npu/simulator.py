@@ -14,14 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Replaces MindSpeed's adaptor where MINDSPEED_HOME names no checkout.
 STAND_IN = HERE / "mindspeed_stand_in"
-ENABLED = "NPU_SIM_HOME"  # the variable that tells a process that it runs on the simulator
-RUNTIME_SOURCES = ("device.cpp", "stream.cpp", "hccl.cpp", "unsupported.c")
+NEEDS = "needs-of-mindspeed"  # folder with packages beside torch_npu
+ENABLED = "NPU_SIM_KERNELS"  # the variable that tells a process that it runs on the simulator
+RUNTIME_SOURCES = ("device.cpp", "stream.cpp", "hccl.cpp", "operators.cpp", "unsupported.c")
 RUNTIME = "libascendcl.so"
 # The other libraries that torch_npu links or loads. They are links to the runtime.
 ALIASES = (
@@ -40,26 +41,30 @@ def main(arguments: list[str]) -> None:
     """Build the simulator and run Python with the rest of the arguments."""
     if arguments[:1] != ["--packages"] or len(arguments) < 3:
         sys.exit("usage: simulator.py --packages FOLDER PYTHON-ARGUMENTS...")
+    mindspeed = os.environ.get("MINDSPEED_HOME")
+    if mindspeed and not (Path(mindspeed) / "mindspeed" / "megatron_adaptor.py").is_file():
+        sys.exit(f"MINDSPEED_HOME={mindspeed}: not a checkout of MindSpeed core_r0.16.0")
     packages = Path(arguments[1]).resolve()
-    home = build(packages)
-    command = [sys.executable, *arguments[2:]]
-    os.execve(sys.executable, command, {**os.environ, **environment(packages, home)})
+    variables = environment(packages, *build(packages))
+    os.execve(sys.executable, [sys.executable, *arguments[2:]], {**os.environ, **variables})
 
 
-def environment(packages: Path, home: Path) -> dict[str, str]:
+def environment(packages: Path, runtime: Path, kernels: Path) -> dict[str, str]:
     """Return the variables of a process that uses the simulator."""
-    ascend = home / "ascend"
+    ascend = runtime / "ascend"
     mindspeed = os.environ.get("MINDSPEED_HOME") or STAND_IN
-    for name in (
-        "opp",
-        "runtime",
-        "compiler",
-    ):  # torch_npu checks that these packages of CANN exist
+    for name in ("opp", "runtime", "compiler"):  # torch_npu checks that these packages exist
         (ascend / name).mkdir(parents=True, exist_ok=True)
     return {
-        ENABLED: str(home),
-        "LD_LIBRARY_PATH": _joined(home / "lib", os.environ.get("LD_LIBRARY_PATH")),
-        "PYTHONPATH": _joined(HERE / "site", packages, mindspeed, os.environ.get("PYTHONPATH")),
+        ENABLED: str(kernels / KERNELS),
+        "LD_LIBRARY_PATH": _joined(runtime, os.environ.get("LD_LIBRARY_PATH")),
+        "PYTHONPATH": _joined(
+            HERE / "site",
+            packages,
+            packages / NEEDS,  # packages that only MindSpeed needs
+            mindspeed,
+            os.environ.get("PYTHONPATH"),
+        ),
         "ASCEND_HOME_PATH": str(ascend),
         "ASCEND_OPP_PATH": str(ascend / "opp"),
         "NPU_SIM_DEVICES": str(NUM_DEVICES),
@@ -72,49 +77,58 @@ def _joined(*paths: Path | str | None) -> str:
     return os.pathsep.join(str(path) for path in paths if path)
 
 
-def build(packages: Path) -> Path:
-    """Compile the libraries unless the cache has them, and return their folder."""
-    torch = _package("torch")
-    sources = sorted(path for path in HERE.glob("*/*") if path.suffix in {".h", ".c", ".cpp"})
-    home = _cache() / _fingerprint(sources, torch, packages)
-    if home.exists():
-        return home
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.parent) as name:
-        folder = Path(name) / "build"
-        (folder / "lib").mkdir(parents=True)
-        _compile_runtime(folder / "lib", packages / "torch_npu")
-        _compile_kernels(folder / "lib", packages / "torch_npu", torch)
+def build(packages: Path) -> tuple[Path, Path]:
+    """Compile what the cache lacks, and return the folders of the runtime and the kernels."""
+    torch_npu, torch = packages / "torch_npu", _package("torch")
+    runtime = _cached(
+        "runtime", torch_npu, lambda folder: _compile_runtime(folder, torch_npu / "include")
+    )
+    kernels = _cached(
+        "kernels", torch_npu, lambda folder: _compile_kernels(folder, runtime, torch_npu, torch)
+    )
+    return runtime, kernels
+
+
+def _cached(name: str, torch_npu: Path, compile_to: Callable[[Path], None]) -> Path:
+    """Return the folder of a part in the cache, which is compiled if it is not there."""
+    folder = _cache() / f"{name}-{_fingerprint(name, torch_npu)}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        built = Path(temporary) / "build"
+        built.mkdir()
+        compile_to(built)
         try:
-            folder.rename(home)
+            built.rename(folder)
         except OSError:
-            if not home.exists():  # otherwise another process has built it
+            if not folder.exists():  # otherwise another process has built it
                 raise
-    return home
+    return folder
 
 
-def _compile_runtime(lib: Path, torch_npu: Path) -> None:
-    include = f"-I{torch_npu / 'include'}"
+def _compile_runtime(folder: Path, include: Path) -> None:
     objects: list[str] = []
     for source in RUNTIME_SOURCES:
         compiler = ["gcc"] if source.endswith(".c") else ["g++", "-std=c++17"]
-        target = str(lib / f"{source}.o")
+        target = str(folder / f"{source}.o")
         path = str(HERE / "runtime" / source)
-        _run(*compiler, *FLAGS, include, "-c", path, "-o", target)
+        _run(*compiler, *FLAGS, f"-I{include}", "-c", path, "-o", target)
         objects.append(target)
-    _run("g++", "-shared", f"-Wl,-soname,{RUNTIME}", *objects, "-pthread", "-o", str(lib / RUNTIME))
+    library = str(folder / RUNTIME)
+    _run("g++", "-shared", f"-Wl,-soname,{RUNTIME}", *objects, "-pthread", "-o", library)
     for name in ALIASES:
-        (lib / name).symlink_to(RUNTIME)
+        (folder / name).symlink_to(RUNTIME)
 
 
-def _compile_kernels(lib: Path, torch_npu: Path, torch: Path) -> None:
+def _compile_kernels(folder: Path, runtime: Path, torch_npu: Path, torch: Path) -> None:
     includes = (
         torch / "include",
         torch / "include" / "torch" / "csrc" / "api" / "include",
         torch_npu / "include",
         Path(sysconfig.get_paths()["include"]),
     )
-    libraries = (lib, torch_npu / "lib", torch / "lib")
+    libraries = (runtime, torch_npu / "lib", torch / "lib")
     _run(
         "g++",
         "-std=c++20",
@@ -124,7 +138,7 @@ def _compile_kernels(lib: Path, torch_npu: Path, torch: Path) -> None:
         str(HERE / "kernels" / "fallback.cpp"),
         *(f"-L{path}" for path in libraries),
         *("-ltorch_npu", "-ltorch_cpu", "-ltorch", "-lc10", "-lascendcl"),
-        *("-Wl,--allow-shlib-undefined", "-o", str(lib / KERNELS)),
+        *("-Wl,--allow-shlib-undefined", "-o", str(folder / KERNELS)),
     )
 
 
@@ -145,13 +159,14 @@ def _cache() -> Path:
     return Path(root) / "msrl" / "npu-simulator"
 
 
-def _fingerprint(sources: Iterable[Path], torch: Path, packages: Path) -> str:
-    """Return a hash of everything that the libraries are built from."""
+def _fingerprint(name: str, torch_npu: Path) -> str:
+    """Return a hash of everything that a part is built from."""
     digest = hashlib.sha256()
-    versions = (torch / "version.py", packages / "torch_npu" / "version.py")
-    for path in (*sources, *versions):
+    torch = _package("torch")
+    sources = sorted(path for path in (HERE / name).iterdir() if path.is_file())
+    for path in (*sources, torch / "version.py", torch_npu / "version.py"):
         digest.update(path.read_bytes())
-    facts = (torch, packages, sys.version, FLAGS, RUNTIME, ALIASES, KERNELS)
+    facts = (torch, torch_npu, sys.version, FLAGS, RUNTIME, ALIASES, KERNELS)
     digest.update(repr(facts).encode())
     return digest.hexdigest()[:16]
 

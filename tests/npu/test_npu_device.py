@@ -9,13 +9,16 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from msrl.platforms import get
+from msrl.platforms.npu import fusion_attention
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,12 @@ def _train(model: nn.Module, batch: Tensor, labels: Tensor) -> list[float]:
     return losses
 
 
-def test_training_equals_that_on_the_cpu(device: torch.device):
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_training_equals_that_on_the_cpu(
+    device: torch.device, is_deterministic: bool, request: pytest.FixtureRequest
+):
+    torch.use_deterministic_algorithms(is_deterministic)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.manual_seed(0)
     layers = (nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
     model = nn.Sequential(*layers)
@@ -87,10 +95,29 @@ def test_training_equals_that_on_the_cpu(device: torch.device):
     assert all(ours.cpu().equal(theirs) for ours, theirs in pairs)
 
 
-def test_float64_products_are_refused(device: torch.device):
+@pytest.mark.parametrize("compute", [lambda x: x @ x, torch.sum, lambda x: x.softmax(-1)])
+def test_float64_products_and_reductions_are_refused(
+    device: torch.device, compute: Callable[[Tensor], Tensor]
+):
     matrix = torch.ones(3, 3, dtype=torch.float64, device=device)
     with pytest.raises(RuntimeError, match="float64"):
-        matrix @ matrix
+        compute(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_types_without_operators_can_only_be_copied(device: torch.device, dtype: torch.dtype):
+    values = torch.zeros(3, dtype=torch.uint8).view(torch.uint8).to(dtype).to(device)
+    with pytest.raises(RuntimeError, match="not supported"):
+        values.fill_(0)
+
+
+@pytest.mark.parametrize("head_dim", [24, 1024])
+def test_attention_refuses_head_sizes_that_the_operator_lacks(device: torch.device, head_dim: int):
+    query = torch.zeros(4, 2, head_dim, device=device)
+    reason = get("npu").varlen_attention(torch.float32, head_dim)
+    assert isinstance(reason, str) and str(head_dim) in reason
+    with pytest.raises(RuntimeError, match="shape"):
+        fusion_attention(query, query, query, (4,), (4,), 1.0, None)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -127,6 +154,64 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ends: tuple[int, ...], window: int 
     return torch.cat(parts)
 
 
+def _gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    (output * weights.to(output.device)).sum().backward()
+    return [cast(Tensor, tensor.grad).cpu() for tensor in inputs]
+
+
+def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    turns = torch.complex(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+OPERATORS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], Callable[..., Any]]] = {
+    "npu_rms_norm": (
+        [(5, 3, 32), (32,)],
+        lambda x, w: torch.ops.npu.npu_rms_norm(x, w, epsilon=1e-5)[0],
+        lambda x, w: nn.functional.rms_norm(x, w.shape, w, 1e-5),
+    ),
+    "npu_swiglu": (
+        [(6, 2, 8)],
+        lambda x: torch.ops.npu.npu_swiglu(x, dim=-1),
+        lambda x: nn.functional.silu(x[..., :4]) * x[..., 4:],
+    ),
+    "npu_rotary_mul": (
+        [(5, 1, 4, 16)],
+        lambda x: torch.ops.npu.npu_rotary_mul(x, *(a.to(x.device) for a in ANGLES), "interleave"),
+        lambda x: _interleaved(x, *ANGLES),
+    ),
+}
+_STEPS = torch.arange(5.0)[:, None, None, None] * torch.arange(8).repeat_interleave(2)
+ANGLES = (_STEPS.cos(), _STEPS.sin())
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fused_operators_have_the_values_and_gradients_of_their_formulas(
+    device: torch.device, name: str
+):
+    torch.manual_seed(2)
+    shapes, fused, formula = OPERATORS[name]
+    references = [torch.randn(shape).requires_grad_() for shape in shapes]
+    inputs = [tensor.detach().to(device).requires_grad_() for tensor in references]
+    output, expected = fused(*inputs), formula(*references)
+    torch.testing.assert_close(output.cpu(), expected, atol=1e-5, rtol=1e-5)
+    ours, theirs = _gradients(output, inputs), _gradients(expected, references)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_grouped_products_are_those_of_each_expert(device: torch.device):
+    torch.manual_seed(2)
+    tokens, weight, ends = torch.randn(9, 4), torch.randn(3, 4, 5), (2, 2, 9)
+    arguments = {"group_list": torch.tensor(ends, device=device), "split_item": 3, "group_type": 0}
+    (output,) = torch.ops.npu.npu_grouped_matmul(
+        [tokens.to(device)], [weight.to(device)], **arguments
+    )
+    parts = [tokens[a:b] @ w for (a, b), w in zip(pairwise((0, *ends)), weight, strict=True)]
+    torch.testing.assert_close(output.cpu(), torch.cat(parts))
+
+
 _UNWAITED = """
 import torch
 values = torch.arange(4.0, device="npu") + 1
@@ -138,10 +223,51 @@ print(early.equal(copy), copy.tolist())
 """
 
 
+def _output(program: str, **variables: str) -> str:
+    """Return the output of a Python program in a process with these variables."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **variables}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def test_deferred_tasks_reveal_a_missing_synchronization():
-    environment = {**os.environ, "NPU_SIM_DEFER": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", _UNWAITED]
-    output = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=True
-    ).stdout
-    assert output.strip() == "False [1.0, 2.0, 3.0, 4.0]"
+    assert _output(_UNWAITED, NPU_SIM_DEFER="1") == "False [1.0, 2.0, 3.0, 4.0]"
+
+
+_SECOND_DEVICE = """
+import torch
+values = torch.ones(3, device="npu:1", requires_grad=True)
+(values * values).sum().backward()
+print(values.grad.device, values.grad.cpu().tolist(), torch.npu.current_device())
+"""
+
+
+def test_gradients_are_computed_on_a_second_device():
+    assert _output(_SECOND_DEVICE) == "npu:1 [2.0, 2.0, 2.0] 0"
+
+
+_FAILING = """
+import os, torch
+small = torch.empty(1 << 17, device="npu")
+try:
+    torch.empty(1 << 20, device="npu")
+except torch.OutOfMemoryError:
+    print("out of memory", end=" ")
+copy = torch.zeros(4).pin_memory()
+os.environ["NPU_SIM_FAIL"] = "1"
+copy.copy_(small[:4], non_blocking=True)
+print("returned", end=" ")
+try:
+    torch.npu.synchronize()
+except RuntimeError:
+    print("failed", flush=True)
+os._exit(0)
+"""
+
+
+def test_memory_runs_out_and_errors_arrive_with_the_synchronization():
+    size = str(4 << 20)
+    assert _output(_FAILING, NPU_SIM_MEMORY_BYTES=size) == "out of memory returned failed"

@@ -92,16 +92,13 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
 def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
     """Return prompts with their responses as sequences to pack.
 
-    The loss mask selects the responses of samples that are trained on.
+    The loss mask selects the sampled tokens of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
     """
     return Sequences(
         tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple(
-            (np.arange(len(s.prompt_ids) + len(s.response_ids)) >= len(s.prompt_ids)) & s.is_trained
-            for s in samples
-        ),
+        tuple(_loss_mask(s) for s in samples),
         {
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
@@ -168,6 +165,13 @@ def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
     zero = np.zeros(1, dtype)
     pieces = [piece for array in arrays for piece in (array[1:], zero)]
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
+
+
+def _loss_mask(sample: TrainingSample) -> Bools:
+    response = np.full(len(sample.response_ids), sample.is_trained)
+    if sample.is_sampled is not None:
+        response &= sample.is_sampled
+    return np.concatenate((np.zeros(len(sample.prompt_ids), np.bool_), response))
 
 
 def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:

@@ -1,6 +1,7 @@
 """Training samples from scored groups.
 
-P prompts, G completions per prompt, N tokens of all responses, concatenated.
+P prompts, G completions per prompt, N sampled tokens of all responses, concatenated. T tokens of a
+sequence. An episode may have several sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.types import ScoredGroup, TrainingSample
+from msrl.types import Completion, Prompt, ScoredGroup, TokenSequence, TrainingSample
 
 
 def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, G]
@@ -50,12 +51,39 @@ def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]
 
 
 def truncated_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
-    """Return which completions were truncated at the maximum length."""
+    """Return which completions were truncated at the maximum length or at the time limit."""
     return np.array(
         [
-            [completion.finish_reason == "length" for completion in group.rollout.completions]
-            for group in groups
+            [completion.finish_reason in ("length", "time") for completion in completions]
+            for completions in (group.rollout.completions for group in groups)
         ]
+    )
+
+
+def fault_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
+    """Return which episodes ended with a failure of their environment."""
+    return np.array(
+        [
+            [completion.finish_reason == "fault" for completion in completions]
+            for completions in (group.rollout.completions for group in groups)
+        ]
+    )
+
+
+def token_sequences(prompt: Prompt, completion: Completion) -> tuple[TokenSequence, ...]:
+    """Return the sequences of a completion. Their sampled tokens, end to end, are its tokens."""
+    if completion.episode is not None:
+        return completion.episode.sequences
+    token_ids = np.concatenate((prompt.token_ids, completion.token_ids))
+    return (TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt.token_ids)),)
+
+
+def sequence_counts(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:  # [P * G]
+    """Return the number of sequences of every completion."""
+    return tuple(
+        1 if completion.episode is None else len(completion.episode.sequences)
+        for group in groups
+        for completion in group.rollout.completions
     )
 
 
@@ -63,8 +91,11 @@ def training_samples(
     groups: Sequence[ScoredGroup],
     advantages: NDArray[np.floating],  # [N]
     keep: NDArray[np.bool_],  # [P, G]
-) -> tuple[TrainingSample, ...]:  # P * G, group by group
-    """Return one sample per completion. Raises ValueError if the shapes disagree."""
+) -> tuple[TrainingSample, ...]:
+    """Return one sample per sequence of every completion, group by group.
+
+    Raises ValueError if the shapes disagree.
+    """
     lengths = length_matrix(groups)
     if advantages.shape != (int(lengths.sum()),) or keep.shape != lengths.shape:
         sizes = f"{int(lengths.sum())} tokens of {lengths.shape} responses"
@@ -75,13 +106,42 @@ def training_samples(
         for group in groups
         for completion in group.rollout.completions
     ]
-    return tuple(
-        TrainingSample(
-            prompt.token_ids,
-            completion.token_ids,
-            piece,
-            completion.logprobs,
-            is_trained=bool(flag),
+    samples: list[TrainingSample] = []
+    for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True):
+        samples += _samples(prompt, completion, piece, is_trained=bool(flag))
+    return tuple(samples)
+
+
+def _samples(
+    prompt: Prompt,
+    completion: Completion,
+    advantages: NDArray[np.float32],  # [R]
+    *,
+    is_trained: bool,
+) -> list[TrainingSample]:
+    """Return one sample per sequence. Its response begins with the first sampled token."""
+    if completion.episode is None:
+        arrays = (prompt.token_ids, completion.token_ids, advantages, completion.logprobs)
+        return [TrainingSample(*arrays, is_trained=is_trained)]
+    samples: list[TrainingSample] = []
+    position = 0
+    for sequence in completion.episode.sequences:
+        mask = sequence.is_sampled
+        start = int(mask.argmax()) if mask.any() else len(mask)
+        end = position + int(mask.sum())
+        values = [np.zeros(len(mask), np.float32) for _ in range(2)]
+        values[0][mask], values[1][mask] = (
+            advantages[position:end],
+            completion.logprobs[position:end],
         )
-        for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True)
-    )
+        position = end
+        sample = TrainingSample(
+            sequence.token_ids[:start],
+            sequence.token_ids[start:],
+            values[0][start:],
+            values[1][start:],
+            is_trained,
+            mask[start:],
+        )
+        samples.append(sample)
+    return samples

@@ -5,6 +5,7 @@ P prompts, G episodes per prompt, K turns of all episodes end to end, N tokens o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from msrl.algorithms.token_rewards import Reals, TokenRewards, discounted
 from msrl.errors import MsrlError
+from msrl.types import Completion, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,68 @@ class Turns:
     def everywhere(self, values: Reals) -> Reals:  # [K] -> [N]
         """Repeat one value per turn for all of its tokens."""
         return np.repeat(values, self.lengths)
+
+
+def episode_turns(groups: Sequence[ScoredGroup]) -> Turns:
+    """Return the turns of all completions. One without an episode is one turn."""
+    completions = [item for group in groups for item in group.rollout.completions]
+    rows = [_turn_rows(completion) for completion in completions]
+    counts = np.array([len(row) for row in rows], np.int64)
+    states: dict[str, int] = {}
+    turns = [turn for row in rows for turn in row]
+    return Turns(
+        counts.reshape(len(groups), -1),
+        np.array([length for length, _ in turns], np.int64),
+        np.array([states.setdefault(state, len(states)) for _, state in turns], np.int64),
+    )
+
+
+def _turn_rows(completion: Completion) -> list[tuple[int, str]]:
+    """Return (number of tokens, state) of every turn."""
+    if completion.episode is None:
+        return [(len(completion.token_ids), "")]
+    return [(turn.num_tokens, turn.state) for turn in completion.episode.turns]
+
+
+def early_rewards(
+    groups: Sequence[ScoredGroup],
+    turns: Turns,
+    weight: float,
+) -> Reals:  # [K]
+    """Return the weighted rewards of all turns but the last one of each episode, which gets 0.
+
+    The reward of the last turn is what remains of the total reward.
+    """
+    rewards = np.zeros(len(turns.lengths))
+    position = 0
+    completions = [item for group in groups for item in group.rollout.completions]
+    for completion in completions:
+        rows = _turn_rows(completion)
+        if completion.episode is not None:
+            for number, turn in enumerate(completion.episode.turns[:-1]):
+                rewards[position + number] = weight * (turn.reward or 0.0)
+        position += len(rows)
+    return rewards
+
+
+def with_turn_rewards(rewards: TokenRewards, turns: Turns, early: Reals) -> TokenRewards:
+    """Move rewards of early turns to the last token of their turn. Totals do not change.
+
+    Args:
+        rewards: Rewards whose scores contain those of all turns.
+        turns: Turns of the episodes.
+        early: Rewards of the turns but the last of each episode, [K].
+    """
+    if not early.any():
+        return rewards
+    number = np.repeat(np.arange(turns.counts.size), turns.counts.ravel())
+    sums = np.bincount(number, weights=early, minlength=turns.counts.size)
+    extra = np.zeros(int(turns.lengths.sum()))
+    extra[turns.lengths.cumsum() - 1] = early
+    if rewards.extra is not None:
+        extra += rewards.extra
+    scores = rewards.scores - sums.reshape(turns.counts.shape)
+    return TokenRewards(scores, rewards.lengths, extra, rewards.trained)
 
 
 def require_turns(turns: Turns | None, estimator: str) -> Turns:

@@ -32,6 +32,7 @@ from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.hf.writer import HfWriter
 from msrl.checkpoint.mcore.files import (
     SIDECAR,
+    TRACKER,
     iteration_dir,
     manifest_entry,
     namespace,
@@ -179,9 +180,16 @@ def write_mcore(
         entry = manifest_entry(source.shape, plan, dtype, files, target.naming, versions(), kind)
         if passed_through is not None:
             entry["files"][f"{SIDECAR}/{PASS_THROUGH_FILE}"] = passed_through
+        entry["source"] = str(_source_folder(source.hf_dir))
         write_manifest(folder, ITERATION, entry)
         publish(folder, ITERATION, durable=False)
     return plan
+
+
+def _source_folder(hf_dir: Path) -> Path:
+    """Return the folder of a checkpoint by the folder of its config and tokenizer."""
+    is_sidecar = hf_dir.name == SIDECAR and (hf_dir.parent / TRACKER).is_file()
+    return (hf_dir.parent if is_sidecar else hf_dir).absolute()
 
 
 def write_hf(

@@ -59,10 +59,10 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
         )
     if plugin.constant("NEEDS_GREEDY"):
         yield from _same_scale(resolved, name)
-    if plugin.constant("NEEDS_TURNS"):
+    if plugin.constant("NEEDS_TURNS") and not resolved.config.environment.is_on:
         yield resolved.mistake(
             "algo.advantage.estimator",
-            "needs episodes with several turns, which are not in this version yet",
+            "needs episodes with several turns. Set environment.name, or choose another estimator.",
         )
     if resolved.is_set("algo.advantage.lambda") and not plugin.has_parameter("advantages", "lam"):
         yield resolved.mistake(
@@ -160,6 +160,9 @@ def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]
     if estimator.constant("NEEDS_VALUES") or estimator.constant("NEEDS_DISTRIBUTION"):
         remedy = "Use an estimator with one advantage per response, such as group_norm"
         yield "algo.advantage.estimator", ("gives each token its own advantage", remedy)
+    elif estimator.constant("NEEDS_TURNS"):
+        remedy = "Use an estimator with one advantage per response, such as group_norm"
+        yield "algo.advantage.estimator", ("gives each turn its own advantage", remedy)
     elif estimator.has_parameter("advantages", "gamma"):
         yield from _varying_returns(algo)
     for key in ("weight", "filter"):

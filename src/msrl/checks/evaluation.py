@@ -72,12 +72,13 @@ def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                     "has no effect without evaluations. Set eval.every_steps.",
                 )
         return
-    yield from _sampling(resolved)
+    yield from check_eval_sampling(resolved)
     yield from _lengths(resolved, plan)
-    yield from _source(resolved)
+    yield from check_eval_source(resolved)
 
 
-def _sampling(resolved: Resolved) -> Iterator[str]:
+def check_eval_sampling(resolved: Resolved) -> Iterator[str]:
+    """Check that the settings of sampling have an effect."""
     section = resolved.config.eval
     if section.sampling.temperature > 0:
         return
@@ -115,7 +116,8 @@ def _lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _source(resolved: Resolved) -> Iterator[str]:
+def check_eval_source(resolved: Resolved) -> Iterator[str]:
+    """Check that eval.source names a reward source."""
     name = resolved.config.eval.source
     known = [sources.Source.of(section).label for section in resolved.config.reward.sources]
     if name is not None and known and name not in known:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
 from msrl.config.sections.rollout import DEVICE_WAYS
+from msrl.platforms import get
+from msrl.platforms.base import Platform
 from msrl.rewards import sources
 
 _BOUNDS = {"none": (), "all_equal": (), "mean": ("low", "high"), "std": ("low",)}
@@ -76,14 +78,20 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             f"needs all workers on one machine, but cluster.nodes is {config.cluster.nodes}. Set "
             "it to ray or auto.",
         )
-    if config.rollout.weights.transfer in DEVICE_WAYS and config.cluster.platform == "cpu":
+    way, platform = config.rollout.weights.transfer, config.cluster.platform
+    if way in DEVICE_WAYS and platform != "auto" and not _has_weight_engine(get(platform), way):
         yield resolved.mistake(
             "rollout.weights.transfer",
-            "needs an accelerator, but cluster.platform is cpu. Set it to auto.",
+            f"needs an accelerator with this engine, but cluster.platform is {platform}. Set it to "
+            "auto.",
         )
-    if config.rollout.weights.transfer in DEVICE_WAYS and config.rollout.asynchronous.is_on:
+    if way in DEVICE_WAYS and config.rollout.asynchronous.is_on:
         yield resolved.mistake(
             "rollout.weights.transfer",
             "cannot send weights to engines that generate, as rollout.async requires. Set it to "
             "auto.",
         )
+
+
+def _has_weight_engine(platform: Platform, way: str) -> bool:
+    return way in platform.weight_engines and not platform.shares_main_memory

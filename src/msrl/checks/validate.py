@@ -13,6 +13,12 @@ from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
+from msrl.checks.environment import check_environment
+from msrl.checks.evaluate import (
+    check_evaluate,
+    check_evaluation_prompts,
+    check_evaluation_sources,
+)
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
@@ -25,7 +31,8 @@ from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
-from msrl.checks.trackers import check_tracker_options
+from msrl.checks.serve import check_serve
+from msrl.checks.trackers import check_rollout_files, check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -80,6 +87,8 @@ def guess(resolved: Resolved) -> str | None:
 
 
 _COMMAND_BY_KEY = {
+    "evaluate": "eval",
+    "serve": "serve",
     "algo.preference": "train-dpo",
     "algo.reward_model": "train-rm",
     "reward.sources": "train-grpo",
@@ -131,16 +140,20 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_algorithm,
         check_old_logprobs,
         check_async,
+        check_environment,
         check_rollout_filter,
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
+        check_rollout_files,
         check_engine_options,
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
     "generate": (check_generate, check_engine_options),
     "chat": (check_chat, check_engine_options),
+    "serve": (check_serve, check_engine_options),
+    "eval": (check_evaluate, check_engine_options),
     "cluster": (check_tls,),
 }
 
@@ -167,4 +180,5 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
         check_engines,
         check_roles,
     ),
+    "eval": (check_evaluation_prompts, check_evaluation_sources),
 }

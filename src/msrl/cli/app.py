@@ -18,10 +18,13 @@ from msrl.cli import (
     config,
     convert,
     doctor,
+    evaluate,
     generate,
     preprocess,
     report,
+    serve,
     train,
+    view,
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
@@ -47,7 +50,10 @@ ORDER = (
     "train-grpo",
     "generate",
     "chat",
+    "serve",
+    "eval",
     "report",
+    "view",
     "cluster",
     "config",
     "doctor",
@@ -94,7 +100,10 @@ app.command("train-rm", cls=Command, epilog=train.RM_EXAMPLES)(train.train_rm)
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
+app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
+app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
+app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

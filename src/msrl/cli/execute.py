@@ -30,6 +30,8 @@ WORKFLOWS = {
     "train-grpo": "msrl.workflows.rl.run",
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",
+    "serve": "msrl.workflows.serve.server",
+    "eval": "msrl.workflows.evaluate.run",
 }
 _UNKNOWN_LENGTHS = (
     "peak memory of the fullest device, without activations: "

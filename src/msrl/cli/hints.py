@@ -19,6 +19,8 @@ _OTHER_OPTIONS = {
     "--run-name": "--name",
     "--tensor-parallel-size": "--tp",
     "--pipeline-parallel-size": "--pp",
+    "--api-key": "--api-key-file",
+    "--lora-modules": "--lora",
 }
 _OTHER_WORDS = {
     "sft": ("train-sft",),
@@ -37,6 +39,12 @@ _OTHER_WORDS = {
     "infer": ("generate",),
     "inference": ("generate",),
     "sample": ("generate",),
+    "server": ("serve",),
+    "deploy": ("serve",),
+    "api": ("serve",),
+    "evaluate": ("eval",),
+    "benchmark": ("eval",),
+    "test": ("eval",),
     "start": ("cluster up",),
     "stop": ("cluster down",),
     "check": ("config validate", "doctor"),

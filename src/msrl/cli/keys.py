@@ -22,6 +22,17 @@ _TRAINING = {
     "pp": "train.parallel.pp",
 }
 _ENGINE = {"tp": "rollout.engine.tp"}
+_EVALUATION = {
+    **_ENGINE,
+    "data": "data.eval",
+    "prompts": "eval.prompts",
+    "num_samples": "eval.samples_per_prompt",
+    "max_tokens": "eval.max_response_tokens",
+    **{
+        name: f"eval.sampling.{name}"
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    },
+}
 _KEYS = {
     "train-sft": _TRAINING,
     "train-dpo": _TRAINING,
@@ -29,12 +40,16 @@ _KEYS = {
     "train-grpo": _TRAINING,
     "generate": _ENGINE,
     "chat": _ENGINE,
+    "serve": _ENGINE,
+    "eval": _EVALUATION,
 }
 _SECTIONS = {
     "convert-ckpt": "convert",
     "preprocess": "preprocess",
     "generate": "generate",
     "chat": "chat",
+    "serve": "serve",
+    "eval": "evaluate",
 }
 _NO_KEYS = frozenset(
     {

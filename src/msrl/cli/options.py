@@ -47,6 +47,8 @@ class CommandName(str, Enum):
     preprocess = "preprocess"
     generate = "generate"
     chat = "chat"
+    serve = "serve"
+    eval = "eval"
 
 
 def _option(*names: str, panel: str | None = None, values: Any = None, **settings: Any) -> Any:
@@ -551,6 +553,120 @@ Stop = Annotated[
     ),
 ]
 
+# Serving.
+ServedModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face folder, mcore checkpoint or LoRA adapter. Required here or in a file.",
+        show_default=False,
+    ),
+]
+ServerHost = Annotated[
+    str | None,
+    _option(
+        "--host", metavar="HOST", panel=NETWORK,
+        help="Address to listen on. Any other than one of this machine only needs an API key.",
+    ),
+]  # fmt: skip
+ServerPort = Annotated[
+    int | None,
+    _option(
+        "--port", metavar="N", panel=NETWORK, help="Port to listen on. 0 selects a free one."
+    ),
+]  # fmt: skip
+ApiKeyFile = Annotated[
+    str | None,
+    _option(
+        "--api-key-file", metavar="FILE", panel=NETWORK,
+        help="File with the API key that requests must have. "
+        "Default: the environment variable MSRL_API_KEY.",
+    ),
+]  # fmt: skip
+ServedName = Annotated[
+    str | None,
+    _option(
+        "--name", "--served-model-name", metavar="NAME", panel=MODEL,
+        help="Name of the model in requests. Default: the name of its folder, or of the run.",
+    ),
+]  # fmt: skip
+ToolParser = Annotated[
+    str | None,
+    _option(
+        "--tools", "--tool-call-parser", metavar="NAME", panel=MODEL,
+        values=complete.choices("serve.tools"),
+        help="Parser of tool calls in vLLM, or none. Default: the parser for the template.",
+    ),
+]  # fmt: skip
+Adapters = Annotated[
+    list[str] | None,
+    _option(
+        "--lora", metavar="[NAME=]DIR", panel=MODEL,
+        help="LoRA adapter to serve besides the model, unmerged. Repeatable.",
+    ),
+]  # fmt: skip
+ModelCache = Annotated[
+    str | None,
+    _option(
+        "--cache", metavar="DIR", panel=MODEL,
+        help="Folder of converted checkpoints. Default: msrl/serve in the user's cache.",
+    ),
+]  # fmt: skip
+
+# Evaluation.
+EvaluatedModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL...",
+        help="Hugging Face folders, mcore checkpoints, LoRA adapters, or run folders for all "
+        "their checkpoints. Required here or in a file.",
+        show_default=False,
+    ),
+]
+EvaluationData = Annotated[
+    str | None,
+    _option(
+        "--data", metavar="PREFIX", panel=PROMPTS,
+        help="Held-out prompts: the output prefix of `msrl preprocess`. Required here or in a "
+        "file.",
+    ),
+]  # fmt: skip
+NumPrompts = Annotated[
+    int | None,
+    _option(
+        "--prompts", metavar="N", panel=PROMPTS,
+        help="Number of prompts to use, from the start of the data. Default: all.",
+    ),
+]  # fmt: skip
+EvaluationTokens = Annotated[
+    int | None,
+    _option(
+        "--max-tokens", metavar="N", panel=SAMPLING,
+        help="Maximum response length in tokens. Default: rollout.max_response_tokens.",
+    ),
+]  # fmt: skip
+EvaluationSeed = Annotated[
+    int | None,
+    _option(
+        "--seed", metavar="N", panel=SAMPLING,
+        help="Seed of sampling. Default: that of evaluations during training.",
+    ),
+]  # fmt: skip
+EvaluationFolder = Annotated[
+    str | None,
+    _option(
+        "--output", "-o", metavar="DIR", panel=OUTPUT,
+        help="Folder of samples, results and the curve. An existing one is continued.",
+    ),
+]  # fmt: skip
+EvaluateAgain = Annotated[
+    bool | None,
+    _option(
+        "--overwrite/--no-overwrite", panel=OUTPUT,
+        help="Evaluate checkpoints again whose results are in the folder already.",
+    ),
+]  # fmt: skip
+
 # Cluster.
 NewToken = Annotated[
     bool,
@@ -578,6 +694,33 @@ Force = Annotated[
 RunFolder = Annotated[
     str,
     typer.Argument(metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False),
+]
+RunFolders = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Folders of runs, such as runs/grpo.", show_default=False
+    ),
+]
+ViewOutput = Annotated[
+    str | None,
+    _option(
+        "--output",
+        metavar="PATH",
+        help="Folder or, with --single-file, file to write. "
+        "Default: view or view.html in the folder of the first run.",
+    ),
+]
+SingleFile = Annotated[bool, _option("--single-file", help="Write one HTML file, for small runs.")]
+Serve = Annotated[
+    bool,
+    _option(
+        "--serve",
+        help="Serve the pages on 127.0.0.1 and update them while the runs go on, until Ctrl-C.",
+    ),
+]
+ViewPort = Annotated[
+    int,
+    _option("--port", metavar="N", min=0, max=65535, help="Port of --serve. 0 selects a free one."),
 ]
 Address = Annotated[
     str,

@@ -39,6 +39,7 @@ _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
     "preprocess": (("preprocess.tokenizer", "metadata"),),
     "generate": (("generate.model", "weights"),),
     "chat": (("chat.model", "weights"),),
+    "serve": (("serve.model", "weights"),),
 }
 _SHOWN_FILES = 5
 _NO_DATA = ("dataset_infos.json", "dataset_dict.json")  # descriptions of a dataset

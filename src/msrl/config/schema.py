@@ -17,9 +17,12 @@ from msrl.config.sections.base import Section
 from msrl.config.sections.commands import (
     ChatConfig,
     ConvertConfig,
+    EvaluateConfig,
     GenerateConfig,
     PreprocessConfig,
+    ServeConfig,
 )
+from msrl.config.sections.environment import EnvironmentConfig
 from msrl.config.sections.evaluation import EvalConfig
 from msrl.config.sections.general import (
     CheckpointConfig,
@@ -48,7 +51,9 @@ __all__ = [
     "ConvertConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
+    "EvaluateConfig",
     "FilterConfig",
     "GenerateConfig",
     "LengthConfig",
@@ -65,6 +70,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "ServeConfig",
     "TrainConfig",
 ]
 
@@ -78,6 +84,9 @@ class Config(Section):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers.")
     rollout: RolloutConfig = Field(
         default=RolloutConfig(), description="Generation of responses in train-grpo."
+    )
+    environment: EnvironmentConfig = Field(
+        default=EnvironmentConfig(), description="Environment of the episodes of train-grpo."
     )
     reward: RewardConfig = Field(
         default=RewardConfig(), description="Rewards of responses in train-grpo."
@@ -99,6 +108,10 @@ class Config(Section):
         default=GenerateConfig(), description="Settings of `msrl generate`."
     )
     chat: ChatConfig = Field(default=ChatConfig(), description="Settings of `msrl chat`.")
+    evaluate: EvaluateConfig = Field(
+        default=EvaluateConfig(), description="Settings of `msrl eval`."
+    )
+    serve: ServeConfig = Field(default=ServeConfig(), description="Settings of `msrl serve`.")
 
     _references: dict[str, str] = PrivateAttr(default_factory=dict[str, str])
 

@@ -16,14 +16,13 @@ NOT_YET: dict[str, str] = {
     ),
     "rollout.max_running_requests": "set rollout.engine.max_num_seqs",
     "rollout.engine.pp": "",
-    "rollout.multi_turn": "a response is one turn",
-    "rollout.max_turns": "a response is one turn",
+    "rollout.multi_turn": "set environment.name",
+    "rollout.max_turns": "set environment.max_turns",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "train.optimizer.name": "the optimizer is always AdamW",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
-    "log.length_plot_every": "",
-    "env": "",
+    "env": "set environment.name",
 }
 
 # Keys of earlier versions. The error message names the new key.
@@ -36,7 +35,6 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
     ),
     "generate.engine": frozenset({"megatron"}),
     "algo.reward_model.kind": frozenset({"process"}),
-    "algo.advantage.estimator": frozenset({"gigpo", "step_reinforce", "agentic_reinforce"}),
 }
 
 _NO_FLOAT16 = (

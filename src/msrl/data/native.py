@@ -28,7 +28,7 @@ from msrl.limits import printable, time_limit
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
 # A noncharacter of Unicode. It divides each control token of a row after its first character.
-_MARK = "\ufdd0"
+MARK = "\ufdd0"
 _TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
 _MAX_CHARACTERS = 50_000_000
 
@@ -50,7 +50,7 @@ def native_prompts(
     for conversation in conversations:
         turns = _prepare(tokenizer, conversation, enable_thinking)
         text = _render(tokenizer, turns, len(turns.messages), generation=True)
-        rows.append(text.split(_MARK))
+        rows.append(text.split(MARK))
     return [ids for ids, _ in encode_with_offsets(tokenizer, controls, rows)]
 
 
@@ -69,10 +69,10 @@ def native_examples(
     for conversation in conversations:
         turns = _prepare(tokenizer, conversation, enable_thinking)
         text, bounds = locate(tokenizer, turns)
-        rows.append(text.split(_MARK))
+        rows.append(text.split(MARK))
         # The marks are not part of the encoded text.
         answers.append(
-            [(a - text.count(_MARK, 0, a), b - text.count(_MARK, 0, b)) for a, b in bounds]
+            [(a - text.count(MARK, 0, a), b - text.count(MARK, 0, b)) for a, b in bounds]
         )
     encoded = encode_with_offsets(tokenizer, tokenizer.special_tokens(), rows)
     return [
@@ -195,7 +195,7 @@ def _prepare(
 ) -> _Turns:
     """Return a conversation in the form of the chat template, with marked control tokens."""
     template = _template(tokenizer)
-    messages = [_turn(message, template) for message in conversation.messages]
+    messages = [turn_fields(message, template) for message in conversation.messages]
     options: dict[str, Any] = {}
     if tools := conversation.extra.get("tools"):
         if not re.search(r"\btools\b", template):
@@ -206,12 +206,12 @@ def _prepare(
         options["tools"] = json.loads(tools)
     if enable_thinking is not None:
         options["enable_thinking"] = enable_thinking
-    marker = _marker(tokenizer.special_tokens())
-    marked = [_mark_controls(message, marker) for message in messages]
-    return _Turns(marked, _mark_controls(options, marker))
+    pattern = control_pattern(tokenizer.special_tokens())
+    marked = [mark_controls(message, pattern) for message in messages]
+    return _Turns(marked, mark_controls(options, pattern))
 
 
-def _turn(message: Message, template: str) -> dict[str, Any]:
+def turn_fields(message: Message, template: str) -> dict[str, Any]:
     """Return a turn with the fields that the template shows. Other fields are in the content."""
     fields = dict(message.fields or {})
     if any(key in fields and key not in template for key in ("tool_calls", "reasoning_content")):
@@ -219,21 +219,21 @@ def _turn(message: Message, template: str) -> dict[str, Any]:
     return fields or {"role": message.role, "content": message.content}
 
 
-def _mark_controls(value: Any, marker: re.Pattern[str] | None) -> Any:
+def mark_controls(value: Any, marker: re.Pattern[str] | None) -> Any:
     """Return a value with a mark in every control token of its texts."""
     if marker is None:
         return value
     if isinstance(value, str):
-        return marker.sub(rf"\g<1>{_MARK}", value)
+        return marker.sub(rf"\g<1>{MARK}", value)
     if isinstance(value, list):
-        return [_mark_controls(item, marker) for item in value]
+        return [mark_controls(item, marker) for item in value]
     if isinstance(value, dict):
-        return {_mark_controls(k, marker): _mark_controls(v, marker) for k, v in value.items()}
+        return {mark_controls(k, marker): mark_controls(v, marker) for k, v in value.items()}
     return value
 
 
 @lru_cache(maxsize=4)
-def _marker(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+def control_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
     """Return the pattern of the control tokens, or None if there are none.
 
     It matches the first character of a token.

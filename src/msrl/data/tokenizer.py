@@ -2,12 +2,14 @@
 
 `load_tokenizer` returns the tokenizer of transformers. `open_tokenizer` returns only what
 preprocessing needs. It avoids the import of transformers (about two seconds) for tokenizers that
-tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend).
+tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend). For common
+other classes, it avoids that of AutoTokenizer, which imports torch (another four seconds).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Classes that AutoTokenizer (transformers 5.19) selects, by the model type in config.json (None:
+# there is no config.json) and the class in tokenizer_config.json.
+_QWEN2 = "models.qwen2.tokenization_qwen2:Qwen2Tokenizer"
+_GPT2 = "models.gpt2.tokenization_gpt2:GPT2Tokenizer"
+_CLASSES = {
+    (None, "Qwen2Tokenizer"): _QWEN2,
+    ("qwen2", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen3", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen2_moe", "Qwen2Tokenizer"): _QWEN2,
+    ("qwen3_moe", "Qwen2Tokenizer"): _QWEN2,
+    (None, "GPT2Tokenizer"): _GPT2,
+    ("gpt2", "GPT2Tokenizer"): _GPT2,
+    (None, "LlamaTokenizer"): "models.llama.tokenization_llama:LlamaTokenizer",
+}
+# Model types for which it selects TokenizersBackend, whatever tokenizer_config.json names.
+_BACKEND_TYPES = {"granite", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4", "internlm2"}
+_BACKEND = "tokenization_utils_tokenizers:TokenizersBackend"
 _DEFINING_FILES = {"tokenizer.json", "tokenizer_config.json", "config.json"}
 
 
@@ -80,19 +99,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         MsrlError: the folder does not contain a tokenizer.
     """
     folder = _folder(path)
-    from transformers import AutoTokenizer, GPT2Tokenizer
-
     files = {file.name for file in folder.iterdir()}
     if not files & {*_DEFINING_FILES, "vocab.json"}:
         raise MsrlError(f"tokenizer={folder}: {_no_tokenizer(folder)}")
     try:
         if {"vocab.json", "merges.txt"} <= files and not files & _DEFINING_FILES:
+            from transformers import GPT2Tokenizer
+
             return GPT2Tokenizer(
                 vocab=str(folder / "vocab.json"),
                 merges=str(folder / "merges.txt"),
                 name_or_path=str(folder),
             )
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except (KeyboardInterrupt, SystemExit):
@@ -109,6 +128,29 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "Copy it to this folder, or name a folder that contains it."
         )
     return tokenizer
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """Return AutoTokenizer, or the class that it would select if that is known."""
+    config = _read_object(folder / "tokenizer_config.json")
+    model = _read_object(folder / "config.json")
+    model_type = str(model["model_type"]) if "model_type" in model else None
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    target = _BACKEND if model_type in _BACKEND_TYPES else _CLASSES.get((model_type, name))
+    if target and (folder / "tokenizer.json").is_file() and "auto_map" not in config | model:
+        module, _, class_name = target.partition(":")
+        return getattr(importlib.import_module(f"transformers.{module}"), class_name)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none."""
+    if not path.is_file():
+        return {}
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    return contents if isinstance(contents, dict) else {}
 
 
 def open_tokenizer(path: str | Path) -> TextTokenizer:

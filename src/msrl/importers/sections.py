@@ -147,6 +147,26 @@ def put_tracker_options(
             keys.assign(key, [f"log.options.{tracker}.{option}"], entry.value)
 
 
+def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None) -> None:
+    """Translate the key `profile`, with its first and last step, from 1, and `profile_ranks`.
+
+    -1 and `all` select all ranks.
+    """
+    options = ("profile_step_start", "profile_step_end", "profile_ranks")
+    if not is_on or first is None or last is None or last < first:
+        keys.record("profile", KeyStatus.OFF, "")
+        for key in options:
+            keys.record(key, KeyStatus.DEAD, "read with profile only")
+        return
+    ranks = keys.value("profile_ranks")
+    is_all = ranks in ("all", -1, [-1])
+    keys.assign("profile", ["log.profile.steps"], list(range(first, last + 1)))
+    if keys.get("profile_ranks") is not None:
+        keys.assign("profile_ranks", ["log.profile.ranks"], [] if is_all else as_list(ranks))
+    for key in options:
+        keys.record(key, KeyStatus.APPLIED, "log.profile.steps")
+
+
 def put_repeated(translation: Translation, section: str, key: str, node: Node) -> None:
     """Record a flag that a later flag of the same name overrides."""
     entry = SourceKey(section, key, key, node)

@@ -346,7 +346,10 @@ def memory_rows(plan: RunPlan) -> dict[str, int]:
         memory = training_memory(plan)
     except MsrlError:
         return {}
-    return (with_engine(memory, plan) if plan.is_grpo else memory).rows()
+    if plan.is_grpo:
+        # The checks refuse this key where vLLM has no sleep mode, so a set level is in effect.
+        memory = with_engine(memory, plan, sleeps=bool(plan.rollout.engine.sleep))
+    return memory.rows()
 
 
 def bytes_text(count: int) -> str:

@@ -17,6 +17,24 @@ def is_mcore(path: str) -> bool:
     return (Path(path) / TRACKER).is_file()
 
 
+def is_adapter_folder(path: str) -> bool:
+    """Return True for a LoRA adapter in PEFT's format, which contains adapter_config.json."""
+    return (Path(path) / "adapter_config.json").is_file() and not is_hf(path)
+
+
+def is_iteration(path: str) -> bool:
+    """Return True for the folder of one iteration of a Megatron checkpoint: iter_0000010."""
+    folder = Path(path)
+    is_named = folder.name.startswith("iter_") and folder.name[5:].isdecimal()
+    return is_named and folder.is_dir() and is_mcore(str(folder.absolute().parent))
+
+
+def run_checkpoints(path: str) -> Path | None:
+    """Return the folder of the checkpoints of a run, or None if `path` is no folder of a run."""
+    folder = Path(path) / "checkpoints"
+    return folder if is_mcore(str(folder)) and not is_hf(path) and not is_mcore(path) else None
+
+
 def has_weight_files(folder: Path) -> bool:
     """Return True if a Hugging Face or Megatron folder has any file or folder of weights.
 

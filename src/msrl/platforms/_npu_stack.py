@@ -1,8 +1,8 @@
 """Findings about the software stack of an Ascend NPU, for `msrl doctor`.
 
 Each check looks at recorded facts only, so that it can be tested without an NPU. A finding names
-the command that shows the fact and the remedy. File names are those of CANN 8.5 and of the driver
-package (hiascend.com, software installation, "File Paths").
+the command that shows the fact and the remedy. File names are those of CANN 8 and 9 and of the
+driver package (hiascend.com, software installation, "File Paths").
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 _GUIDE = "See docs/installation.md."
 
 # Return codes of the driver's library, which npu-smi prints.
+_CONTAINER = "pass its devices and mount /usr/local/dcmi and /usr/local/Ascend/driver"
 _DCMI = {
-    "-8005": "the driver is not loaded, or this user may not use the devices. Run: "
-    "usermod -aG HwHiAiUser USER, or pass the devices to the container",
-    "-8020": "another container uses the devices. End it, or choose other devices",
+    "-8005": "the driver is not loaded, or this user may not use the devices. Reboot after a new "
+    f"driver or firmware. Run: usermod -aG HwHiAiUser USER. In a container, {_CONTAINER}",
+    "-8020": "another container uses the devices, or this one lacks files of the driver. "
+    f"In a container, {_CONTAINER}",
+    "-9005": f"this container lacks files of the driver: {_CONTAINER}",
 }
 
 
@@ -74,8 +77,19 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
 
 def _cann_files(environment: Mapping[str, str]) -> tuple[str, ...]:
     home = _cann_home(environment)
-    info = f"{machine.machine()}-linux/ascend_toolkit_install.info"
-    return () if not home else (f"{home}/{info}", f"{home}/opp/version.info")
+    return () if not home else (*_toolkit_files(home), *_kernel_files(home))
+
+
+def _toolkit_files(home: str) -> tuple[str, ...]:
+    """Return the files that can name the version of the toolkit, in order of precedence."""
+    name = "ascend_toolkit_install.info"
+    return f"{home}/{machine.machine()}-linux/{name}", f"{home}/share/info/{name}"
+
+
+def _kernel_files(home: str) -> tuple[str, ...]:
+    """Return the files that can name the version of the operators, in order of precedence."""
+    ops = f"{home}/{machine.machine()}-linux/ascend_ops_install.info"
+    return f"{home}/opp/version.info", ops
 
 
 def _cann_home(environment: Mapping[str, str]) -> str:
@@ -113,8 +127,19 @@ def _value(text: str, key: str) -> str | None:
     return None if match is None else match[1]
 
 
+def _first_value(text: str, *keys: str) -> str | None:
+    """Return the value of the first of these keys that a version file has."""
+    return next((value for key in keys if (value := _value(text, key)) is not None), None)
+
+
+def _first_file(facts: Facts, paths: tuple[str, ...]) -> str:
+    """Return the first of these files that exists, or the first name."""
+    return next((path for path in paths if path in facts.files), paths[0])
+
+
 def _check_file(facts: Facts, what: str, path: str, remedy: str) -> Iterator[Diagnosis]:
-    version = _value(facts.files.get(path, ""), "Version")
+    # Where a file has both, `Version` is that of a component.
+    version = _first_value(facts.files.get(path, ""), "package_version", "Version")
     if version is None:
         yield Diagnosis("wrong", what, f"not found (cat {path}). {remedy}")
     else:
@@ -135,6 +160,11 @@ def _check_firmware(facts: Facts) -> Iterator[Diagnosis]:
         yield from _check_file(facts, "firmware", FIRMWARE, remedy)
 
 
+# | 0     910B4-1             | OK            | 93.7        43                0    / 0  |
+# The second chip of an A3 device has "-" for its power, and some devices have NA.
+_DEVICE = re.compile(r"^\|\s*(\d+)\s+([\w-]+)\s*\|\s*([A-Za-z]+)\s*\|\s*(?:[\d.]+|-|NA)\s", re.M)
+
+
 def _check_devices(facts: Facts) -> Iterator[Diagnosis]:
     output = facts.outputs.get(NPU_SMI)
     if output is None:
@@ -146,8 +176,7 @@ def _check_devices(facts: Facts) -> Iterator[Diagnosis]:
         cause = _DCMI.get(code[1], "see dmesg for the driver's error")
         yield Diagnosis("wrong", "npu-smi", f"{NPU_SMI} fails with {code[1]}: {cause}.")
         return
-    # | 0     910B3               | OK            | 93.7        43                0    / 0  |
-    rows = re.findall(r"^\|\s*(\d+)\s+(\w+)\s*\|\s*(OK|\w+)\s*\|\s*[\d.-]+\s", output, re.MULTILINE)
+    rows = _DEVICE.findall(output)
     sick = [f"NPU {number} ({name}): {health}" for number, name, health in rows if health != "OK"]
     if sick:
         text = f"{', '.join(sick)} ({NPU_SMI}). Run npu-smi info -t health -i NUMBER for the cause."
@@ -165,7 +194,7 @@ def _check_cann(facts: Facts) -> Iterator[Diagnosis]:
         text = f"ASCEND_HOME_PATH is not set (env | grep ASCEND). Run: {_SET_ENV}"
         yield Diagnosis("wrong", "CANN", text)
         return
-    toolkit, kernels = _cann_files(facts.environment)
+    toolkit = _first_file(facts, _toolkit_files(home))
     version = _value(facts.files.get(toolkit, ""), "version")
     if version is None:
         text = f"no version (cat {toolkit}). Install the toolkit of CANN {CANN}, then: {_SET_ENV}"
@@ -174,12 +203,13 @@ def _check_cann(facts: Facts) -> Iterator[Diagnosis]:
     fits = version.startswith(CANN)
     advice = "" if fits else f"; tested versions: {CANN}. {_GUIDE}"
     yield Diagnosis("ok" if fits else "note", "CANN", f"{version}{advice}")
+    kernels = _first_file(facts, _kernel_files(home))
     yield from _check_kernels(facts.files.get(kernels, ""), kernels, version)
 
 
 def _check_kernels(text: str, path: str, version: str) -> Iterator[Diagnosis]:
     """Compare the version of the operators with that of the toolkit."""
-    kernels = _value(text, "Version")
+    kernels = _first_value(text, "version_dir", "Version")  # CANN 8: `Version` of a component
     if kernels is None:
         problem = f"not found (cat {path}). Install the operator package of the device"
         yield Diagnosis("wrong", "CANN kernels", f"{problem} with CANN {version}.")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +69,23 @@ class VarlenAttention(Protocol):
     ) -> torch.Tensor: ...  # [Q, h, d]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightEngine:
+    """A weight transfer engine of vLLM, which moves weights from device to device.
+
+    Attributes:
+        name: Its name in vLLM's registry.
+        module: Module of its classes where the trainer's side is static methods (vLLM 0.23).
+        prefix: Prefix of the names of these classes.
+        is_static: The trainer's side is static methods in all versions.
+    """
+
+    name: str
+    module: str | None = None
+    prefix: str = ""
+    is_static: bool = False
+
+
 class Platform(ABC):
     """One kind of device.
 
@@ -91,6 +112,11 @@ class Platform(ABC):
     libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")
     # Head dimensions that vLLM's attention kernels support, empty if vLLM selects the kernel.
     engine_head_dims: tuple[int, ...] = ()
+    # vLLM's weight transfer engines by the value of rollout.weights.transfer.
+    weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
+        "ipc": WeightEngine("ipc"),
+        "nccl": WeightEngine("nccl", "vllm.distributed.weight_transfer.nccl_engine", "NCCL"),
+    }
 
     @abstractmethod
     def missing(self) -> str | None:
@@ -132,6 +158,18 @@ class Platform(ABC):
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank and select it for the process."""
+
+    def weight_engine(self, way: str) -> WeightEngine:
+        """Return vLLM's weight transfer engine for a way of the weights.
+
+        Raises:
+            MsrlError: The platform has none.
+        """
+        if way not in self.weight_engines:
+            raise MsrlError(
+                f"rollout.weights.transfer={way}: not supported on {self.name}. Set it to auto."
+            )
+        return self.weight_engines[way]
 
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False
@@ -222,6 +260,21 @@ class Platform(ABC):
     def set_random_state(self, state: torch.Tensor) -> None:
         """Restore a state that `random_state` returned on a device of this kind."""
         raise NotImplementedError
+
+    def profiler(self, trace: Path) -> AbstractContextManager[Any]:
+        """Return a profiler of the process that writes a trace to a path when it ends.
+
+        The path has no suffix. torch.profiler writes one file, `trace.json`, for Perfetto and
+        chrome://tracing.
+        """
+        from torch.profiler import ProfilerActivity, profile, supported_activities
+
+        kinds = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
+        return profile(
+            activities=[kind for kind in kinds if kind in supported_activities()],
+            record_shapes=True,
+            on_trace_ready=lambda result: result.export_chrome_trace(f"{trace}.json"),
+        )
 
     def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
         """Wait for all queued operations of the device, so that durations can be measured."""

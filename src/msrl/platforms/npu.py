@@ -14,6 +14,8 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
@@ -25,6 +27,7 @@ from msrl.platforms.base import (
     Role,
     VariableOverride,
     VarlenAttention,
+    WeightEngine,
 )
 
 if TYPE_CHECKING:
@@ -150,6 +153,14 @@ class NpuPlatform(Platform):
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
 
+    # vllm-ascend 0.23 (distributed/weight_transfer). Its engine for shared devices, npu_ipc, needs
+    # calls that msrl does not make.
+    weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
+        "nccl": WeightEngine(
+            "hccl", "vllm_ascend.distributed.weight_transfer.hccl_engine", "HCCL", is_static=True
+        )
+    }
+
     def network_environment(self, interface: str) -> Mapping[str, str]:
         common = super().network_environment(interface)
         # "=" selects this name only, not all names that begin with it.
@@ -264,6 +275,16 @@ class NpuPlatform(Platform):
 
         # The type of MindSpeed's count. MindSpeed moves it to the device.
         return torch.tensor(updates, dtype=torch.int64)
+
+    def profiler(self, trace: Path) -> AbstractContextManager[Any]:
+        """Return torch_npu's profiler, which writes a folder for MindStudio Insight."""
+        profiler = importlib.import_module("torch_npu.profiler")
+        kinds = profiler.ProfilerActivity
+        return profiler.profile(
+            activities=[kinds.CPU, kinds.NPU],
+            record_shapes=True,
+            on_trace_ready=profiler.tensorboard_trace_handler(str(trace)),
+        )
 
     def random_state(self) -> torch.Tensor | None:
         return importlib.import_module("torch_npu").npu.get_rng_state()

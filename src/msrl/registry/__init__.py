@@ -20,11 +20,13 @@ from msrl.errors import MsrlError, nearest
 # Packages of plugins. `names` lists their files without an import, so that the schema of the
 # configuration can offer the plugins of packages above it as choices.
 ADVANTAGES = "msrl.algorithms.advantages"
+ENVIRONMENTS = "msrl.environments.builtin"
 FAMILIES = "msrl.models.families"
 HANDLERS = "msrl.data.handlers"
 LOSSES = "msrl.algorithms.losses"
 PLATFORMS = "msrl.platforms"
 PREFERENCES = "msrl.algorithms.preference"
+TOOL_FORMATS = "msrl.environments.tool_formats"
 TRACKERS = "msrl.tracking.trackers"
 VERIFIERS = "msrl.rewards.verifiers"
 _INTERFACE = "base"  # module of a plugin package that defines what its plugins implement

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from msrl.errors import MsrlError
 from msrl.rewards.pool import CallResult
 from msrl.rewards.sources import Source
+from msrl.types import ScoredGroup
 
+ENVIRONMENT = "environment"  # label of the rewards of an environment
 MAX_ERROR_CHARACTERS = 300
+_ENVIRONMENT_REMEDY = "Fix the environment, or raise environment.timeout_s"
 _REMEDIES = {
     "verifier": "Check the ground truths of the data, or raise timeout_s of this source",
     "function": "Fix the function, or raise timeout_s of this source",
@@ -102,6 +105,31 @@ def require_scores(
         silent = [source for source in silent if source.was_stopped]
     if silent:
         raise RewardSourceError("\n".join(_message(source, where) for source in silent))
+
+
+def episode_calls(groups: Sequence[ScoredGroup]) -> SourceCalls:
+    """Return the number of episodes and faults as calls of a reward source."""
+    episodes = [item.episode for group in groups for item in group.rollout.completions]
+    faults = [item.fault for item in episodes if item is not None and item.fault[0]]
+    counts = Counter(reason for reason, _ in faults)
+    last_error = error_line(faults[-1][1]) if faults else ""
+    return SourceCalls(ENVIRONMENT, _ENVIRONMENT_REMEDY, len(episodes), dict(counts), last_error)
+
+
+def fault_notes(groups: Sequence[ScoredGroup]) -> tuple[str, ...]:
+    """Return one message per kind of fault, with the row and detail of the first one."""
+    counts, first = Counter[str](), dict[str, str]()
+    for group in groups:
+        for completion in group.rollout.completions:
+            if completion.episode is not None and completion.episode.fault[0]:
+                reason, detail = completion.episode.fault
+                counts[reason] += 1
+                text = f"prompt {group.rollout.prompt.index}: {error_line(detail)}"
+                first.setdefault(reason, text)
+    return tuple(
+        f"{ENVIRONMENT}/{reason}: {count} episodes are not trained; first at {first[reason]}"
+        for reason, count in counts.items()
+    )
 
 
 def error_line(detail: str) -> str:

@@ -10,11 +10,8 @@ threads and in interactive sessions.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from msrl.errors import MsrlError
-from msrl.rewards import worker as protocol
-from msrl.rewards.worker import HEADER, READY, SCORED, Function, Setup
+from msrl.rewards.worker import READY, SCORED, Function, Setup
+from msrl.rewards.worker_process import WorkerProcess
 
 MAX_BATCH = 64
 START_LIMIT_S = 120.0
@@ -128,79 +125,26 @@ class Pool:
                 raise
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """Worker process with its pending calls, of which the first one is running."""
 
     def __init__(self, setup: Setup) -> None:
-        command = [sys.executable, "-m", "msrl.rewards.worker"]
-        module_path = os.pathsep.join(folder for folder in setup.path if folder)
-        environment = {**os.environ, "PYTHONPATH": module_path, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
         self.pending: deque[int] = deque()
         self.ready = False
         self.since = time.monotonic()  # time of the start, the last answer or the last submission
-        self._received = bytearray()
-        self._send(setup)
+        super().__init__("msrl.rewards.worker", setup, setup.path)
 
     def submit(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
         self.pending.extend(numbers)
         self.since = time.monotonic()
-        self._send([(call.function, call.response, call.answer, call.extra) for call in calls])
+        self.send([(call.function, call.response, call.answer, call.extra) for call in calls])
 
     def receive(self) -> list[tuple[int, float, str]] | None:
         """Return the new messages (kind, score, detail), or None at the end of the output."""
-        data = os.read(self.fileno(), 1 << 16)
-        if not data:
-            return None
-        self.since = time.monotonic()
-        self._received += data
-        return self._messages()
-
-    def _messages(self) -> list[tuple[int, float, str]]:
-        messages: list[tuple[int, float, str]] = []
-        start = 0
-        while len(self._received) >= start + HEADER.size:
-            kind, score, length = HEADER.unpack_from(self._received, start)
-            end = start + HEADER.size + length
-            if len(self._received) < end:
-                break
-            detail = self._received[start + HEADER.size : end].decode("utf-8", "replace")
-            messages.append((kind, score, detail))
-            start = end
-        del self._received[:start]
+        messages = super().receive()
+        if messages is not None:
+            self.since = time.monotonic()
         return messages
-
-    def fileno(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    def kill(self) -> None:
-        """Kill the process and its children, close its pipes and reap it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        self.process.wait()
-
-    def exit_code(self) -> int | None:
-        """Return the exit code of a process that ended its output, or None if it keeps running."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout=5.0)
-        return None
-
-    def _send(self, message: object) -> None:
-        assert self.process.stdin is not None
-        # If the process died, its output ends too, and `receive` reports it.
-        with contextlib.suppress(BrokenPipeError):
-            protocol.send(self.process.stdin, message)
 
 
 class _MapRun:

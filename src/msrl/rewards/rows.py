@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 from msrl.errors import MsrlError
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import TAG, Source
-from msrl.types import Prompt
+from msrl.types import Completion, Prompt
 
 
 class RowSources:
-    """Assignment of sources to rows; each ground truth is checked once per source."""
+    """Assignment of sources to rows; each ground truth is checked once per source.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = tuple(sources)
+    With `is_optional`, rows without a source are allowed.
+    """
+
+    def __init__(self, sources: Sequence[Source], *, is_optional: bool = False) -> None:
+        self._sources, self._is_optional = tuple(sources), is_optional
         self._checked: set[tuple[int, int, int]] = set()  # source, row, hash of the ground truth
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -37,7 +41,7 @@ class RowSources:
         """
         sources = enumerate(self._sources)
         numbers = [number for number, source in sources if source.applies_to(prompt.extra)]
-        if not numbers:
+        if not numbers and not self._is_optional:
             raise MsrlError(self._no_source_message(prompt))
         for number in numbers:
             key = (number, prompt.index, hash(prompt.answer))
@@ -53,6 +57,14 @@ class RowSources:
             f"{prompt.extra.get(TAG)}; the sources have the tags {', '.join(tags)}. Map the tags "
             f"with preprocess.map_keys: {{extra.{TAG}: COLUMN}}, or add a source without tags."
         )
+
+
+def row_columns(prompt: Prompt, completion: Completion) -> Mapping[str, str]:
+    """Return the columns for verifiers: those of the row, and the messages of an episode."""
+    if completion.episode is None:
+        return prompt.extra
+    messages = [dict(message) for message in completion.episode.messages]
+    return {**prompt.extra, "messages": json.dumps(messages, ensure_ascii=False)}
 
 
 def _check_answer(number: int, source: Source, prompt: Prompt) -> None:

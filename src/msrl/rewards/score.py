@@ -22,11 +22,20 @@ from dataclasses import dataclass, field
 
 from msrl.errors import MsrlError
 from msrl.models.hf_config import ReadConfig, read_hf_config
-from msrl.rewards.failures import SourceCalls, count_calls, join_calls, require_scores
+from msrl.rewards.failures import (
+    ENVIRONMENT,
+    SourceCalls,
+    count_calls,
+    episode_calls,
+    fault_notes,
+    join_calls,
+    require_scores,
+)
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
-from msrl.rewards.rows import RowSources
+from msrl.rewards.rows import RowSources, row_columns
+from msrl.rewards.shaping import with_environment
 from msrl.rewards.sources import Source, checked
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
@@ -102,6 +111,8 @@ class Scorer:
         memory_bytes: Limit of the address space of each process; 0 disables the limit.
         prompt_text: Function that decodes prompts for servers and models.
         read_config: Function that returns the config.json of a reward model's folder.
+        environment_weight: Weight of the rewards of an environment, which makes sources optional;
+            None if a response is one turn.
 
     Raises:
         ManyErrors: `sources.mistakes` finds mistakes. No process is started.
@@ -115,14 +126,17 @@ class Scorer:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prompt_text: Callable[[Ints], str] | None = None,
         read_config: ReadConfig = read_hf_config,
+        environment_weight: float | None = None,
     ) -> None:
-        self._sources = checked(sources, read_config)
+        self._environment_weight = environment_weight
+        has_none = not sources and environment_weight is not None
+        self._sources = () if has_none else checked(sources, read_config)
         numbers = range(len(self._sources))
         self._in_pool = [s for s in numbers if self._sources[s].in_pool]
         self._clients = {
             s: self._sources[s].client(read_config) for s in numbers if s not in self._in_pool
         }
-        self._rows = RowSources(self._sources)
+        self._rows = RowSources(self._sources, is_optional=has_none)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[s].worker_function(s) for s in self._in_pool]
         self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
@@ -174,7 +188,9 @@ class Scorer:
         results = self._call_sources(groups, keys)
         failures, notes = self._failures(results, groups)
         scored = [self._score_group(g, groups[g], sources[g], results) for g in range(len(groups))]
-        return Scores(tuple(scored), failures, notes, self._count_calls(results))
+        scores = Scores(tuple(scored), failures, notes, self._count_calls(results))
+        weight = self._environment_weight
+        return scores if weight is None else _with_environment(scores, weight)
 
     def _count_calls(self, results: _CallResults) -> dict[str, SourceCalls]:
         """Return the counts of calls by the label of the source."""
@@ -220,7 +236,8 @@ class Scorer:
         for g, c, s in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             function = self._in_pool.index(s)
-            calls.append(Call(function, completion.text, prompt.answer, prompt.extra))
+            columns = row_columns(prompt, completion)
+            calls.append(Call(function, completion.text, prompt.answer, columns))
         return calls
 
     def _items(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Item]:
@@ -228,7 +245,8 @@ class Scorer:
         items: list[Item] = []
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
-            items.append(Item(prompt_texts[g], completion.text, prompt.answer, prompt.extra))
+            columns = row_columns(prompt, completion)
+            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns))
         return items
 
     def _score_group(
@@ -287,6 +305,19 @@ class Scorer:
             if num_retried := client.take_retried():
                 counts[f"{self._sources[s].label}/retried"] = num_retried
         return counts
+
+
+def _with_environment(scores: Scores, weight: float) -> Scores:
+    """Return scores with the rewards and faults of environments."""
+    groups = tuple(with_environment(group, weight) for group in scores.groups)
+    calls = episode_calls(groups)
+    failures = {f"{ENVIRONMENT}/{reason}": count for reason, count in calls.failures.items()}
+    return Scores(
+        groups,
+        {**scores.failures, **failures},
+        scores.notes + fault_notes(groups),
+        {**scores.calls, ENVIRONMENT: calls},
+    )
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -1,13 +1,16 @@
-"""Shaping terms that are added to source scores. P prompts, G completions."""
+"""Terms that are added to source scores, and rewards of environments. P prompts, G completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.rewards.failures import ENVIRONMENT
 from msrl.rewards.verifiers import format as format_verifier
+from msrl.types import Episode, Reward, ScoredGroup
 
 Reals = NDArray[np.float64]
 
@@ -53,3 +56,37 @@ def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Rea
         scores = [format_verifier.score(text, "") for text in group]
         rows.append([0.0 if score == 1.0 else -penalty for score in scores])
     return np.array(rows)
+
+
+def with_environment(group: ScoredGroup, weight: float) -> ScoredGroup:
+    """Return a group whose rewards contain those of its environment.
+
+    An episode that ended with a fault gets the mean reward of the others in its group, so that it
+    has no advantage and does not change theirs.
+    """
+    completions = group.rollout.completions
+    rewards = [
+        _joined(reward, completion.episode, weight)
+        for reward, completion in zip(group.rewards, completions, strict=True)
+    ]
+    has_fault = [completion.finish_reason == "fault" for completion in completions]
+    totals = [reward.total for reward, fault in zip(rewards, has_fault, strict=True) if not fault]
+    neutral = _mean(totals)
+    for number, fault in enumerate(has_fault):
+        if fault:
+            rewards[number] = replace(rewards[number], total=neutral)
+    return replace(group, rewards=tuple(rewards))
+
+
+def _joined(reward: Reward, episode: Episode | None, weight: float) -> Reward:
+    own = None if episode is None else episode.reward
+    if own is None:
+        return reward
+    return Reward(reward.total + weight * own, {**reward.scores, ENVIRONMENT: own})
+
+
+def _mean(totals: Sequence[float]) -> float:
+    """Return the mean; of equal numbers, exactly that number."""
+    if not totals:
+        return 0.0
+    return totals[0] if len(set(totals)) == 1 else sum(totals) / len(totals)

@@ -37,8 +37,23 @@ class Judge:
         return deciding[0].label if deciding else None
 
     def verdicts(self, group: ScoredGroup) -> Sequence[bool] | None:
-        """Return for each answer of a group whether it is right, or None if no source decides."""
+        """Return for each answer of a group whether it is right, or None if no source decides.
+
+        Without a deciding source, an environment may say whether its episode was successful.
+        """
         label = self.source_for(group.rollout.prompt)
         if label is None:
-            return None
+            return _successes(group)
         return [reward.scores[label] >= self.right_from for reward in group.rewards]
+
+
+def _successes(group: ScoredGroup) -> list[bool] | None:
+    """Return whether each episode was successful; None if an environment does not say it.
+
+    A failed environment counts as no success.
+    """
+    episodes = [completion.episode for completion in group.rollout.completions]
+    judged = [item is not None and (item.success is not None or item.fault[0]) for item in episodes]
+    if not all(judged):
+        return None
+    return [item is not None and item.success is True for item in episodes]

@@ -38,7 +38,7 @@ GRACE_S = 5.0
 _VerifierCall = Callable[[str, str, Mapping[str, str]], float]
 
 
-class _NotLoadedError(Exception):
+class NotLoadedError(Exception):
     """A user's function cannot be loaded."""
 
 
@@ -82,18 +82,18 @@ def main() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     leave_signals_to_parent()
-    setup: Setup = _read(source)
+    setup: Setup = read(source)
     sys.path[:] = setup.path
     try:
         functions = [_load(function) for function in setup.functions]
-    except _NotLoadedError as error:
-        sink.write(_error_message(str(error)))
+    except NotLoadedError as error:
+        sink.write(error_message(str(error)))
         return
-    _limit_memory(setup.memory_bytes)
+    limit_memory(setup.memory_bytes)
     sink.write(HEADER.pack(READY, 0.0, 0))
-    while (calls := _read(source)) is not None:
+    while (calls := read(source)) is not None:
         for index, response, answer, extra in calls:
-            _start_alarm(setup.functions[index].timeout_s)
+            start_alarm(setup.functions[index].timeout_s)
             sink.write(_call(functions[index], response, answer, extra))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -105,7 +105,7 @@ def send(stream: IO[bytes], message: object) -> None:
     stream.flush()
 
 
-def _read(source: IO[bytes]) -> Any:
+def read(source: IO[bytes]) -> Any:
     """Return the next message, or None at the end of the input."""
     prefix = source.read(LENGTH.size)
     if len(prefix) < LENGTH.size:
@@ -117,19 +117,19 @@ def _load(function: Function) -> _VerifierCall:
     """Return the function with its options.
 
     Raises:
-        _NotLoadedError: A user's file cannot be executed or does not define the function.
+        NotLoadedError: A user's file cannot be executed or does not define the function.
     """
     if function.file is None:
         target = getattr(importlib.import_module(function.module), function.attribute)
     else:
-        target = _load_file(function.file, function.module, function.attribute)
+        target = load_file(function.file, function.module, function.attribute)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
         return lambda response, answer, extra: verifier(response, answer, extra=extra)
     return lambda response, answer, _: verifier(response, answer)
 
 
-def _load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
+def load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
     try:
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None and spec.loader is not None
@@ -140,17 +140,17 @@ def _load_file(file: str, module_name: str, attribute: str) -> Callable[..., flo
         return getattr(module, attribute)
     except BaseException as error:
         detail = traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]
-        raise _NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error
+        raise NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def limit_memory(memory_bytes: int) -> None:
     if memory_bytes:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _start_alarm(timeout_s: float) -> None:
+def start_alarm(timeout_s: float) -> None:
     """Let the kernel kill this process after the parent's limit, in case the parent is gone."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + GRACE_S)
@@ -170,7 +170,7 @@ def _call(function: _VerifierCall, response: str, answer: str, extra: Mapping[st
             detail = f"the score is {score}, not a finite number"
     except BaseException:  # report any exception of a verifier, and continue with the next call
         detail = traceback.format_exc(limit=-4)
-    return _error_message(detail)
+    return error_message(detail)
 
 
 def _number(value: Any) -> float | None:
@@ -181,7 +181,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _error_message(detail: str) -> bytes:
+def error_message(detail: str) -> bytes:
     data = detail.encode("utf-8", "replace")[-MAX_DETAIL_BYTES:]
     return HEADER.pack(RAISED, 0.0, len(data)) + data
 

@@ -19,11 +19,13 @@ its weights, and `no weights` only the memory for them.
 
 
 class CanSleep(Protocol):
-    """Methods of `vllm.LLM` that release memory and take it again."""
+    """Methods of `vllm.LLM` that release memory and take it again, and call the workers."""
 
     def sleep(self, level: int = 1) -> object: ...
 
     def wake_up(self, tags: list[str] | None = None) -> object: ...
+
+    def collective_rpc(self, method: str) -> object: ...
 
 
 class EngineMemory:
@@ -42,6 +44,7 @@ class EngineMemory:
         if level == 0 or self._state in ("asleep", "discarded"):
             return
         self.check_ready()
+        self._engine.collective_rpc("keep_parameters")
         self._engine.sleep(level=level)
         self._state = "discarded" if level == 2 else "asleep"
 
@@ -50,12 +53,10 @@ class EngineMemory:
 
         After discarded weights, the KV cache always waits for new ones.
         """
-        if self._state == "discarded":
+        if self._state in ("asleep", "discarded"):
             self._engine.wake_up(tags=["weights"])
-            self._state = "no weights"
-        elif self._state == "asleep":
-            self._engine.wake_up(tags=["weights"])
-            self._state = "no cache"
+            self._engine.collective_rpc("restore_parameters")
+            self._state = "no weights" if self._state == "discarded" else "no cache"
         if self._state == "no cache" and not before_loading:
             self._take_cache()
 

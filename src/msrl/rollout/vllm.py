@@ -357,8 +357,8 @@ def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: P
         )
 
 
-def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
-    """Set the variables that vLLM reads when it is imported, unless the user has set them."""
+def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, str]:
+    """Return the variables that vLLM reads when it is imported. Those of the user come first."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -368,12 +368,34 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    for name, value in {**common, **platform.engine_environment(settings.engine.tp)}.items():
+    return {**common, **platform.engine_environment(settings.engine.tp)}
+
+
+def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
+    """Set the variables that vLLM reads when it is imported, unless the user has set them."""
+    for name, value in engine_variables(platform, settings).items():
         os.environ.setdefault(name, value)
     for override in platform.engine_overrides(os.environ):
         change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
         print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
-        os.environ[override.name] = override.value
+        if override.value:
+            os.environ[override.name] = override.value
+        else:  # vllm-ascend 0.23 appends settings to an empty value, which torch_npu cannot parse
+            del os.environ[override.name]
+
+
+def checked_arguments(settings: EngineSettings, platform: Platform) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for a model that this platform can run.
+
+    Raises:
+        MsrlError: vLLM cannot serve this model with these settings.
+    """
+    shape = load_shape(settings.model_dir)
+    max_model_len = _model_length(settings, shape)
+    dtype = settings.dtype or shape.dtype
+    check_platform(settings.engine, platform)
+    _check_model(settings, shape, dtype, platform)
+    return _arguments(settings, shape, dtype, max_model_len, platform)
 
 
 def _arguments(
@@ -400,7 +422,8 @@ def _arguments(
     if settings.weight_backend is not None:
         from vllm.config import WeightTransferConfig
 
-        arguments["weight_transfer_config"] = WeightTransferConfig(backend=settings.weight_backend)
+        backend = platform.weight_engine(settings.weight_backend).name
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
     if settings.is_stepped:
         # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
         # old weights would arrive after an update.

@@ -1,20 +1,21 @@
 """Trainer's side of vLLM's weight transfer engines (`vllm.distributed.weight_transfer`).
 
-They move weights from device to device: `ipc` on one device, `nccl` between devices (HCCL under
-vllm-ascend, which registers its engines under the same names). vLLM 0.28 to 0.32 has the classes
-`WeightTransferTrainerFactory` and `WeightSource` that this module relies on; vLLM 0.23 has static
-methods instead, for `nccl` only. Nothing here was run on a device.
+They move weights from device to device: `ipc` on one device, `nccl` between devices, and `hccl`
+between Ascend NPUs (vllm-ascend). vLLM 0.28 to 0.32 has the classes `WeightTransferTrainerFactory`
+and `WeightSource` that this module relies on; the `nccl` of vLLM 0.23 and the `hccl` of vllm-ascend
+0.23 have static methods instead. Nothing here was run on a device.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from msrl.config.sections.rollout import COLOCATED_WAYS
 from msrl.errors import MsrlError
+from msrl.platforms.base import WeightEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +31,14 @@ class TransferGroup:
     """Processes that take part in the transfer.
 
     Attributes:
-        way: Name of vLLM's engine.
+        engine: vLLM's engine.
         rank: Number of the training rank. Rank 0 drives the transfer.
         address: Host and port of rank 0 for the rendezvous with engines.
         num_receivers: Number of the engines' processes.
         bucket_bytes: Size of a bucket; it is enlarged to the largest tensor.
     """
 
-    way: str
+    engine: WeightEngine
     rank: int
     address: tuple[str, int]
     num_receivers: int
@@ -103,7 +104,7 @@ class DeviceSender:
         trainers = getattr(factory, "WeightTransferTrainerFactory", None)
         self._sender: Any = (
             _StaticSender(group, client, weights)
-            if trainers is None
+            if trainers is None or group.engine.is_static
             else trainers.trainer_init(
                 init_info=_init_info(group, _largest(weights)),
                 client=client,
@@ -150,7 +151,7 @@ def _init_info(group: TransferGroup, largest: int) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     size = max(group.bucket_bytes, largest)
-    if group.way == IPCTrainerInitInfo.backend:
+    if group.engine.name == IPCTrainerInitInfo.backend:
         return IPCTrainerInitInfo(rank=group.rank, packed=True, packed_buffer_size_bytes=size)
     return NCCLTrainerInitInfo(
         rank=group.rank,
@@ -163,16 +164,17 @@ def _init_info(group: TransferGroup, largest: int) -> Any:
 
 
 class _StaticSender:
-    """Sender for vLLM 0.23, whose trainer functions are static methods of the engine."""
+    """Sender for engines of vLLM 0.23, whose trainer functions are static methods."""
 
     def __init__(self, group: TransferGroup, client: EngineClient, weights: Weights) -> None:
-        from vllm.distributed.weight_transfer import nccl_engine
-
-        if group.way in COLOCATED_WAYS:
+        name, module, prefix = group.engine.name, group.engine.module, group.engine.prefix
+        if module is None:
             raise MsrlError(
-                f"rollout.weights.transfer={group.way}: needs vLLM 0.28 or later. Set it to auto."
+                f"rollout.weights.transfer={name}: needs vLLM 0.28 or later. Set it to auto."
             )
-        self._module: Any = nccl_engine
+        classes = importlib.import_module(module)
+        self._engine: Any = getattr(classes, f"{prefix}WeightTransferEngine")
+        self._arguments: Any = getattr(classes, f"{prefix}TrainerSendWeightsArgs")
         self._group, self._client, self._weights = group, client, weights
         described = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes)
@@ -197,12 +199,11 @@ class _StaticSender:
             "master_port": port,
             "world_size": 1 + self._group.num_receivers,
         }
-        engine = self._module.NCCLWeightTransferEngine
         with ThreadPoolExecutor(max_workers=1) as executor:
             connecting = executor.submit(
                 self._client.init_weight_transfer_engine, {**info, "rank_offset": 1}
             )
-            communicator = engine.trainer_init(info)
+            communicator = self._engine.trainer_init(info)
             connecting.result()
         return communicator
 
@@ -212,14 +213,12 @@ class _StaticSender:
             for _ in self._weights():
                 pass
             return
-        arguments = self._module.NCCLTrainerSendWeightsArgs(
-            group=self._communicator, **self._geometry
-        )
+        arguments = self._arguments(group=self._communicator, **self._geometry)
         update = {**self._metadata, **self._geometry}
         self._client.start_weight_update()
         with ThreadPoolExecutor(max_workers=1) as executor:
             receiving = executor.submit(self._client.update_weights, update)
-            self._module.NCCLWeightTransferEngine.trainer_send_weights(
+            self._engine.trainer_send_weights(
                 iterator=iter(self._weights()), trainer_args=arguments
             )
             receiving.result()

@@ -31,6 +31,26 @@ class WeightReceiver:
 
     model_runner: Any
     _loaded_digests: dict[str, TensorDigest]
+    _awake_parameters: tuple[tuple[Any, str, Any], ...]
+
+    def keep_parameters(self) -> None:
+        """Remember the parameters of the model before its memory is released."""
+        self._awake_parameters = tuple(
+            (module, name, parameter)
+            for module in self.model_runner.get_model().modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        )
+
+    def restore_parameters(self) -> None:
+        """Put back parameters that were replaced when the memory returned at the same addresses.
+
+        `NPUWorker.wake_up` of vllm-ascend 0.23 replaces the weights of experts by transposed views
+        (vllm-ascend issue 12226). Neither generation nor `reload_weights` can use them.
+        """
+        for module, name, parameter in self._awake_parameters:
+            if getattr(module, name, None) is not parameter:
+                setattr(module, name, parameter)
+        self._awake_parameters = ()
 
     def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load Hugging Face weights in place and post-process them as at startup."""

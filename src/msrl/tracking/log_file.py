@@ -12,6 +12,7 @@ from typing import IO
 from msrl.limits import printable
 
 FILE_NAME = "log.txt"
+SAVED = "Saved checkpoint of step {step} to {folder}"  # line that msrl view finds in the log
 
 
 class LogFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,22 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
         window = [v for v in values[max(0, end - width) : end] if math.isfinite(v)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
+
+
+def plot_distributions(
+    values: Mapping[str, Sequence[float]], path: Path, *, title: str = ""
+) -> None:
+    """Plot histograms of several values into a PNG file, one panel for each."""
+    figure = _figure(len(values), title)
+    for axes, (name, numbers) in zip(figure.axes, values.items(), strict=False):
+        finite = [number for number in numbers if math.isfinite(number)]
+        axes.hist(finite, bins=40, color=_COLORS[0])
+        axes.set_title(f"{name} (mean {sum(finite) / max(len(finite), 1):.4g})", fontsize="medium")
+        axes.set_ylabel("responses")
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
 
 
 def _figure(num_panels: int, title: str) -> Figure:

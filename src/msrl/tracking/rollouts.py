@@ -24,7 +24,7 @@ FORMAT = "1"  # raised whenever a column changes its meaning
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One sample of a step.
+    """One sequence of a sample of a step. An episode may have several.
 
     Attributes:
         step: Step, counted from 1.
@@ -40,13 +40,19 @@ class RolloutRecord:
         advantages: Advantages; 0 if not trained.
         reward: Reward, after weights and before processing.
         scores: Score of each reward source by name.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop` or `length`; of episodes also `turns`, `time` or `fault`.
         messages: Turns as (role, text). A rendered prompt is one turn with the role `prompt`.
         answer: Ground truth of the prompt.
         times: Seconds since 1970 at which stages of the step ended, by stage.
         trainer_logprobs: The trainer's log-probabilities before the first update; 0 if not sampled.
             None if the step did not compute them.
         reference_logprobs: The same of the reference model.
+        sequence: Number of the sequence in its episode.
+        turns: Turns of an episode as fields of `msrl.types.EpisodeTurn`; `tool_calls` is JSON.
+        success: True or False if the environment says so.
+        fault: Kind of the environment's failure; empty without one.
+        entropies: Entropies of the trainer's distributions before the first update, in nats.
+        tag: Tag of the row of the data, which selects its reward sources.
     """
 
     step: int
@@ -68,6 +74,12 @@ class RolloutRecord:
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     trainer_logprobs: Floats | None = None  # [T]
     reference_logprobs: Floats | None = None  # [T]
+    sequence: int = 0
+    turns: Sequence[Mapping[str, Any]] = ()
+    success: bool | None = None
+    fault: str = ""
+    entropies: Floats | None = None  # [T]
+    tag: str = ""
 
     @property
     def staleness(self) -> int:
@@ -86,7 +98,7 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
-    """Return the rows of a file that `write_records` has written."""
+    """Return the rows of a file that `write_records` of this or an earlier version has written."""
     import pyarrow.parquet as pq
 
     return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
@@ -118,8 +130,31 @@ def _schema() -> pa.Schema:
         "times": numbers,
         "trainer_logprobs": pa.list_(pa.float32()),
         "reference_logprobs": pa.list_(pa.float32()),
+        "sequence": pa.int64(),
+        "turns": pa.list_(_turn_type()),
+        "success": pa.bool_(),
+        "fault": pa.string(),
+        "entropies": pa.list_(pa.float32()),
+        "tag": pa.string(),
     }
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
+
+
+def _turn_type() -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.struct(
+        [
+            ("num_tokens", pa.int64()),
+            ("state", pa.string()),
+            ("finish_reason", pa.string()),
+            ("reward", pa.float64()),
+            ("generation_s", pa.float64()),
+            ("environment_s", pa.float64()),
+            ("tool_calls", pa.string()),
+            ("is_invalid", pa.bool_()),
+        ]
+    )
 
 
 def _row(record: RolloutRecord) -> dict[str, Any]:
@@ -127,7 +162,8 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
     versions = [{"version": version, "tokens": count} for version, count in record.versions]
     messages = [{"role": role, "content": text} for role, text in record.messages]
     arrays = {name: value.tolist() for name, value in row.items() if isinstance(value, np.ndarray)}
-    return {**row, **arrays, "versions": versions, "messages": messages}
+    turns = [dict(turn) for turn in record.turns]
+    return {**row, **arrays, "versions": versions, "messages": messages, "turns": turns}
 
 
 _DTYPES = {
@@ -138,6 +174,7 @@ _DTYPES = {
     "advantages": np.float32,
     "trainer_logprobs": np.float32,
     "reference_logprobs": np.float32,
+    "entropies": np.float32,
 }
 
 
@@ -145,8 +182,11 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     arrays = {
         name: np.asarray(row[name], dtype)
         for name, dtype in _DTYPES.items()
-        if row[name] is not None
+        if row.get(name) is not None
     }
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])
-    return RolloutRecord(**{**row, **arrays, "versions": versions, "messages": messages})
+    values = {**row, **arrays, "versions": versions, "messages": messages}
+    if "turns" in row:  # which files of earlier versions do not have
+        values["turns"] = tuple(row["turns"])
+    return RolloutRecord(**values)

@@ -28,7 +28,7 @@ def check(plan: RunPlan) -> str:
         MsrlError: the command would refuse them.
     """
     try:
-        if plan.command in ("generate", "chat") and _is_later(plan):
+        if plan.command in ("generate", "chat", "serve") and _is_later(plan):
             return "not checked, because the command downloads the weights of its model first"
         if plan.is_training:
             return _TRAININGS[plan.command](plan)
@@ -40,8 +40,12 @@ def check(plan: RunPlan) -> str:
 
 def _is_later(plan: RunPlan) -> bool:
     """Return True if the model is one of a hub whose weights the command will download."""
-    section = plan.config.chat if plan.command == "chat" else plan.config.generate
-    return section.model is not None and is_without_weights(Path(section.model))
+    model = {
+        "generate": plan.config.generate.model,
+        "chat": plan.config.chat.model,
+        "serve": plan.config.serve.model,
+    }[plan.command]
+    return model is not None and is_without_weights(Path(model))
 
 
 def _train_sft(plan: RunPlan) -> str:
@@ -103,6 +107,18 @@ def _chat(config: Config) -> str:
     return f"a model of {source.shape.architecture}"
 
 
+def _serve(config: Config) -> str:
+    from msrl.workflows.serve.server import prepare, summary
+
+    return summary(prepare(config))
+
+
+def _eval(config: Config) -> str:
+    from msrl.workflows.evaluate.run import prepare, summary
+
+    return summary(prepare(config))
+
+
 def _convert(config: Config) -> str:
     from msrl.models.paths import has_weight_files
     from msrl.workflows.convert.run import check as check_conversion
@@ -124,5 +140,7 @@ _CHECKS = {
     "preprocess": _preprocess,
     "generate": _generate,
     "chat": _chat,
+    "serve": _serve,
+    "eval": _eval,
     "convert-ckpt": _convert,
 }

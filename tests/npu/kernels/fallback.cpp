@@ -4,8 +4,12 @@
 // all other aten kernels of the device. An operator first waits for the tasks on its stream. With
 // NPU_SIM_DEFER=1 its new outputs are written by a task on the stream, so that a reader that does
 // not wait for the stream sees NaN.
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -54,10 +58,17 @@ const std::set<std::string> KEPT = {
     "_has_compatible_shallow_copy_type",
 };
 
-// Matrix products of Ascend devices have no float64 kernels.
+// Operators that refuse float64: matrix products and reductions.
 const std::set<std::string> WITHOUT_FLOAT64 = {
-    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::matmul", "aten::linear",
+    "aten::matmul", "aten::linear", "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm",
+    "aten::sum", "aten::mean",
+    "aten::linalg_vector_norm", "aten::cumsum", "aten::_softmax", "aten::_log_softmax",
 };
+
+// Types that no operator of the device accepts. Memory of these types can be copied.
+bool is_unsupported(at::ScalarType type) {
+  return c10::isBarebonesUnsignedType(type) || c10::isFloat8Type(type);
+}
 
 bool is_deferred() {
   const char* text = std::getenv("NPU_SIM_DEFER");
@@ -201,6 +212,7 @@ class Call {
       device_ = tensor.device();
     }
     has_float64_ |= is_on_device(tensor) && tensor.scalar_type() == at::kDouble;
+    has_unsupported_ |= is_on_device(tensor) && is_unsupported(tensor.scalar_type());
   }
 
   IValue moved_to_host(const IValue& value) {
@@ -246,6 +258,9 @@ class Call {
   void refuse_unsupported() const {
     const bool is_refused = has_float64_ && WITHOUT_FLOAT64.count(op_.schema().name()) != 0;
     TORCH_CHECK(!is_refused, op_.schema().name(), ": float64 is not supported on this device");
+    TORCH_CHECK(
+        !has_unsupported_, op_.schema().name(), ": unsigned and 8-bit floating-point types are not "
+        "supported on this device");
   }
 
   IValue moved_to_device(const IValue& value) {
@@ -311,15 +326,30 @@ class Call {
   std::optional<at::Device> device_;
   std::optional<at::Generator> generator_;
   bool has_float64_ = false;
+  bool has_unsupported_ = false;
 };
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(); }
 
-// Return the aten operators with a kernel for the key, with their overload names.
+// Views must share the memory of the device, so the kernels of torch_npu stay.
+bool is_view(const c10::OperatorName& name) {
+  const auto op = c10::Dispatcher::singleton().findSchema(name);
+  if (!op) {
+    return false;
+  }
+  for (const c10::Argument& result : op->schema().returns()) {
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Return the aten operators with a kernel for the key, with their overload names. Views are left out.
 std::set<std::string> operators(c10::DispatchKey key) {
   std::set<std::string> names;
   for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(key)) {
-    if (name.name.rfind("aten::", 0) == 0) {
+    if (name.name.rfind("aten::", 0) == 0 && !is_view(name)) {
       const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
       names.insert(name.name.substr(6) + overload);
     }

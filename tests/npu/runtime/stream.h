@@ -2,7 +2,7 @@
 //
 // By default, tasks run as soon as possible in one thread per stream. With NPU_SIM_DEFER=1 a task
 // runs only when the host or another stream waits for it, so that results which nobody waited for
-// are missing. Both orders are legal on a real device.
+// are missing. Both orders are legal on a real device. While NPU_SIM_FAIL=1 is set, tasks fail.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,12 @@
 // Functions that torch_npu links but that the simulated device does not have.
 //
 // They fail and leave a message that torch_npu adds to its exception. Their parameters are unused,
-// so this file declares none and includes no header of CANN.
+// so this file declares none and includes no header of CANN. With NPU_SIM_TRACE=1 they also print
+// the stack of the caller; ASCEND_LAUNCH_BLOCKING=1 makes it that of the operator.
+#include <execinfo.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { ERROR_FEATURE_UNSUPPORTED = 207000 };
@@ -12,47 +15,31 @@ static char message[256];
 
 const char* aclGetRecentErrMsg(void) { return message; }
 
-static int refuse(const char* name) {
+int refuse(const char* name) {
   snprintf(message, sizeof message, "%s: not part of the simulated device", name);
   fprintf(stderr, "%s\n", message);
+  if (getenv("NPU_SIM_TRACE") != NULL) {
+    void* frames[64];
+    backtrace_symbols_fd(frames, backtrace(frames, 64), 2);
+  }
   return ERROR_FEATURE_UNSUPPORTED;
 }
 
 #define UNSUPPORTED(name) \
   int name(void) { return refuse(#name); }
-#define UNSUPPORTED_POINTER(name) \
-  void* name(void) {              \
-    refuse(#name);                \
-    return NULL;                  \
-  }
 #define IGNORED(name) \
   int name(void) { return 0; }
 
-// Operators that are compiled at run time. Tests register references in their place.
-UNSUPPORTED(aclopCompileAndExecute)
-UNSUPPORTED_POINTER(aclopCreateAttr)
-UNSUPPORTED(aclopDestroyAttr)
-UNSUPPORTED(aclopSetAttrBool)
-UNSUPPORTED(aclopSetAttrDataType)
-UNSUPPORTED(aclopSetAttrFloat)
-UNSUPPORTED(aclopSetAttrInt)
-UNSUPPORTED(aclopSetAttrListBool)
-UNSUPPORTED(aclopSetAttrListFloat)
-UNSUPPORTED(aclopSetAttrListInt)
-UNSUPPORTED(aclopSetAttrListListInt)
-UNSUPPORTED(aclopSetAttrString)
-UNSUPPORTED_POINTER(aclCreateDataBuffer)
-UNSUPPORTED_POINTER(aclCreateTensorDesc)
-UNSUPPORTED(aclDestroyDataBuffer)
-UNSUPPORTED(aclDestroyTensorDesc)
-UNSUPPORTED(aclGetTensorDescDimV2)
-UNSUPPORTED(aclGetTensorDescFormat)
-UNSUPPORTED(aclGetTensorDescNumDims)
-UNSUPPORTED(aclGetTensorDescType)
-UNSUPPORTED(aclSetTensorDescName)
-UNSUPPORTED(aclSetTensorFormat)
-UNSUPPORTED(aclSetTensorPlaceMent)
-UNSUPPORTED(aclSetTensorShape)
+// Attributes of compiled operators (operators.cpp). Those that it has need none.
+IGNORED(aclopSetAttrBool)
+IGNORED(aclopSetAttrDataType)
+IGNORED(aclopSetAttrFloat)
+IGNORED(aclopSetAttrInt)
+IGNORED(aclopSetAttrListBool)
+IGNORED(aclopSetAttrListFloat)
+IGNORED(aclopSetAttrListInt)
+IGNORED(aclopSetAttrListListInt)
+IGNORED(aclopSetAttrString)
 
 // Kernels in binary form
 UNSUPPORTED(aclrtBinaryGetFunction)

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
 
@@ -43,11 +42,13 @@ class _AfterTorchNpu(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         import torch
         from npu_operators import register_operators
 
-        torch.ops.load_library(Path(os.environ["NPU_SIM_HOME"]) / "lib" / "libnpu_kernels.so")
+        torch.ops.load_library(os.environ["NPU_SIM_KERNELS"])
         register_operators()
-        # torch_npu fills new memory of deterministic runs with an operator that it calls directly.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        if os.environ.get("MINDSPEED_HOME"):
+            import mindspeed_placeholders
+
+            mindspeed_placeholders.install()
 
 
-if "NPU_SIM_HOME" in os.environ:
+if "NPU_SIM_KERNELS" in os.environ:
     sys.meta_path.insert(0, _AfterTorchNpu())

@@ -34,6 +34,7 @@ NonNegative = Annotated[float, Strict(), Field(ge=0)]
 Fraction = Annotated[float, Strict(), Field(gt=0, le=1)]
 UpToOne = Annotated[float, Strict(), Field(ge=0, le=1)]
 BelowOne = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Port = Annotated[int, Strict(), Field(ge=1, le=65535)]
 SleepLevel = Annotated[int, Strict(), Field(ge=0, le=2)]
 TopK = Annotated[int, Strict(), Field(ge=-1)]
 

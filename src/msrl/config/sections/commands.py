@@ -202,3 +202,76 @@ class ChatConfig(ResponseConfig):
     temperature: NonNegative = Field(
         default=0.7, description="Sampling temperature. 0 decodes greedily."
     )
+
+
+class ServeConfig(Section):
+    """Settings of `msrl serve`. `rollout.engine` has those of the engine."""
+
+    model: Text | None = Field(
+        default=None,
+        description="Hugging Face folder, mcore checkpoint folder, or LoRA adapter whose base "
+        "model is on this machine.",
+    )
+    name: Text | None = Field(
+        default=None,
+        description="Name of the model in requests. Default: the name of its folder, or of the "
+        "run.",
+    )
+    host: Text = Field(
+        default="127.0.0.1",
+        description="Address to listen on. Any other than one of this machine only needs an API "
+        "key.",
+    )
+    port: Annotated[int, Strict(), Field(ge=0, le=65535)] = Field(
+        default=8000, description="Port to listen on. 0 selects a free one."
+    )
+    api_key_file: Text | None = Field(
+        default=None,
+        description="File with the API key that requests must have. "
+        "Default: the environment variable MSRL_API_KEY.",
+    )
+    dtype: Dtype | None = Field(
+        default=None,
+        description="Data type of weights and activations. Default: the type of the checkpoint.",
+    )
+    template: Text | None = Field(
+        default=None,
+        description="Prompt template, by name or by path of a YAML file. "
+        "Default: the tokenizer's chat template, if it has one.",
+        examples=[*template_names()],
+    )
+    tools: Text | None = Field(
+        default=None,
+        description="Parser of tool calls in vLLM, or none. Default: the parser for the template.",
+        examples=["none", "hermes", "llama3_json", "mistral", "deepseek_v3", "glm45"],
+    )
+    lora: tuple[Text, ...] = Field(
+        default=(),
+        description="LoRA adapters to serve besides the model, in PEFT or mcore format, as DIR or "
+        "NAME=DIR. They are not merged.",
+    )
+    cache: Text | None = Field(
+        default=None,
+        description="Folder of converted checkpoints. Default: msrl/serve in the user's cache.",
+    )
+
+
+class EvaluateConfig(Section):
+    """Settings of `msrl eval`. `eval` and `reward` have those of prompts, sampling and scores."""
+
+    models: tuple[Text, ...] = Field(
+        default=(),
+        description="Checkpoints to evaluate: Hugging Face folders, mcore checkpoints, LoRA "
+        "adapters, and run folders, of which all checkpoints are evaluated.",
+    )
+    output: Text = Field(
+        default="evaluation",
+        description="Folder of samples, results and the curve. An existing one is continued.",
+    )
+    overwrite: Bool = Field(
+        default=False,
+        description="Evaluate checkpoints again whose results are in the folder already.",
+    )
+    confidence: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
+        default=0.95, description="Confidence level of the intervals."
+    )

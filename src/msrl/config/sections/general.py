@@ -15,6 +15,7 @@ from msrl.config.sections.base import (
     NonNegative,
     OneOf,
     Platform,
+    Port,
     Positive,
     Seconds,
     Section,
@@ -245,6 +246,19 @@ class CheckpointConfig(_WithAsync):
         return getattr(self, "async")
 
 
+class ProfileConfig(Section):
+    """Traces of operations on training ranks, with the profiler of PyTorch or of torch_npu."""
+
+    steps: tuple[Count, ...] = Field(
+        default=(),
+        description="Steps to trace, from 1. The traces are in profile/ in the folder of the run.",
+        examples=[[5, 6]],
+    )
+    ranks: tuple[Size, ...] = Field(
+        default=(0,), description="Training ranks to trace, from 0. An empty list traces all ranks."
+    )
+
+
 class LogConfig(Section):
     """Output during training."""
 
@@ -261,7 +275,8 @@ class LogConfig(Section):
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict[str, dict[str, Any]],
         description="Options of the trackers by name. wandb: project, entity, group, name, tags, "
-        "notes, dir and mode. tensorboard: dir.",
+        "notes, id, dir and mode. swanlab: project, workspace, group, name, tags, notes, dir and "
+        "mode. tensorboard: dir.",
         examples=[{"wandb": {"project": "math"}}],
     )
     save_rollouts: Bool = Field(
@@ -273,4 +288,29 @@ class LogConfig(Section):
         default="jsonl",
         description="Format of the files in rollouts/: one line of text per response, or the "
         "rollout record, which also has the values of every token.",
+    )
+    tokens: Literal["none", "sampled", "all"] = Field(
+        default="none",
+        description="Samples whose tokens get values that the step does not compute anyway, before "
+        "its first update: the trainer's log-probabilities and entropies, and log-probabilities of "
+        "the reference. sampled takes one of 16 groups. Needs log.rollouts=parquet and further "
+        "forward passes.",
+    )
+    tokens_max_gb: Positive = Field(
+        default=10.0,
+        description="Size of the folder rollouts/ in gigabytes (10^9 bytes) from which log.tokens "
+        "adds no more values.",
+    )
+    prometheus: Port | None = Field(
+        default=None,
+        description="Port on 127.0.0.1 at which Prometheus reads the metrics of the last step "
+        "(/metrics). Default: none.",
+    )
+    profile: ProfileConfig = Field(
+        default=ProfileConfig(), description="Traces of operations on training ranks."
+    )
+    length_plot_every: Count | None = Field(
+        default=None,
+        description="Number of steps between two plots of the distributions of response lengths "
+        "and rewards in distributions/ in the folder of the run (train-grpo). Default: none.",
     )

@@ -9,7 +9,7 @@ from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
 from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
-from msrl.importers.sections import Keys, put_tracker_options
+from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
@@ -36,6 +36,7 @@ def put_training(translation: Translation, keys: Keys) -> None:
     _evaluation(translation, keys)
     _memory(translation, keys)
     _trackers(translation, keys)
+    _profile(keys)
 
 
 def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
@@ -130,6 +131,17 @@ def _trackers(translation: Translation, keys: Keys) -> None:
         translation.set("log.trackers", wrap(names, keys.origin("wandb_project")))
     options = {"wandb_project": "project", "wandb_entity": "entity", "wandb_save_dir": "dir"}
     put_tracker_options(keys, "wandb", options, is_on=has_wandb)
+
+
+def _profile(keys: Keys) -> None:
+    """Translate Megatron's steps to trace, which it counts from 0 up to the last one."""
+    first, last = keys.number("profile_step_start"), keys.number("profile_step_end")
+    put_profile(
+        keys,
+        is_on=keys.value("profile") is True,
+        first=None if first is None else first + 1,
+        last=last,
+    )
 
 
 def _evaluation(translation: Translation, keys: Keys) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
@@ -19,8 +20,9 @@ from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
+from msrl.importers.mindspeed_rl.tools import put_tools
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
-from msrl.importers.sections import Keys, hydra_layers, put_tracker_options, same_path
+from msrl.importers.sections import Keys, as_list, hydra_layers, put_tracker_options, same_path
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -118,9 +120,11 @@ class _RlFile:
         ).apply()
         self._other_resources()
         self._integrated_reference()
+        put_tools(translation, self.rl, self.sampling, self.file)
         self._engines(world)
         self._lengths()
         self._trackers()
+        self._profiler()
         self._environment()
         for role in ("ref_config", "reward_config", "critic_config"):
             self._role(role)
@@ -295,6 +299,9 @@ class _RlFile:
         entry, native = self.generate.get("max_model_len"), "rollout.engine.max_model_len"
         limit = self.generate.number("max_model_len")
         prompt, response = self.rl.number("max_prompt_length"), self.sampling.number("max_tokens")
+        episode = node_at(self.translation.tree, ["rollout", "max_response_tokens"])
+        if episode is not None and isinstance(episode.value, int):  # of several turns
+            response = episode.value
         total = (prompt or 0) + (response or 0)
         if limit is None or limit >= total or self.sampling.get("max_tokens") is None:
             return self.generate.assign("max_model_len", [native], limit)
@@ -338,11 +345,43 @@ class _RlFile:
             {"wandb_project": "project", "wandb_save_dir": "dir"},
             is_on=on["wandb"],
         )
+        put_tracker_options(
+            self.rl,
+            "swanlab",
+            {"swanlab_project": "project", "swanlab_save_dir": "dir", "swanlab_exp_name": "name"},
+            is_on=on["swanlab"],
+        )
+        self._swanlab_mode(is_on=on["swanlab"])
         experiment = self.rl.get("wandb_exp_name")
         if experiment is not None and experiment.value:
             return self.translation.assign(experiment, ["run.name"], experiment.value)
         self.rl.record("wandb_exp_name", KeyStatus.OFF, "")
         return self.translation.set("run.name", wrap(self.file.stem, Origin(self.translation.name)))
+
+    def _swanlab_mode(self, *, is_on: bool) -> None:
+        """Translate swanlab_mode, whose `cloud` is called `online` in later versions of SwanLab."""
+        mode = {"cloud": "online"}.get(self.rl.value("swanlab_mode"), self.rl.value("swanlab_mode"))
+        if not is_on:
+            return self.rl.record("swanlab_mode", KeyStatus.DEAD, "read with swanlab only")
+        if mode in ("online", "local", "offline"):
+            return self.rl.assign("swanlab_mode", ["log.options.swanlab.mode"], mode)
+        return self.rl.record("swanlab_mode", KeyStatus.DROPPED, "not a mode of the tracker")
+
+    def _profiler(self) -> None:
+        """Translate the steps from profile_step_start up to, but not with, profile_step_end."""
+        entry = self.top.get("profiler_config")
+        section: Any = plain(entry.node) if entry is not None else None
+        inner: Any = cast("dict[str, Any]", section).get("integrated") if section else None
+        profiler = cast("dict[str, Any]", inner if isinstance(inner, dict) else {})
+        if entry is None or profiler.get("profile") is not True:
+            return None
+        first, end = profiler.get("profile_step_start", 0), profiler.get("profile_step_end", 0)
+        if not isinstance(first, int) or not isinstance(end, int) or not 1 <= first < end:
+            return self.translation.record(entry, KeyStatus.DROPPED, "its steps are not a range")
+        ranks = profiler.get("profile_ranks", "all")
+        is_all = ranks in ("all", -1, [-1])
+        steps = {"steps": list(range(first, end)), "ranks": [] if is_all else as_list(ranks)}
+        return self.translation.assign(entry, ["log.profile"], steps)
 
     def _environment(self) -> None:
         """Translate the variables of runtime_env_path, by default envs/runtime_env.yaml.

@@ -19,8 +19,9 @@ from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.devices import Devices
+from msrl.importers.roll.environments import put_environments, reads_turns
 from msrl.importers.roll.losses import Losses
-from msrl.importers.roll.pipelines import AGENTIC, refused, unsupported_pipeline
+from msrl.importers.roll.pipelines import refused, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.training import put_lora, put_warmup
 from msrl.importers.roll.tree import resolved
@@ -33,6 +34,12 @@ SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "stra
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
 _CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
 _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
+    "swanlab": {
+        "logdir": "dir",
+        "experiment_name": "name",
+        "description": "notes",
+        **{key: key for key in ("project", "workspace", "tags")},
+    },
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
@@ -70,10 +77,7 @@ def translate(tree: Node, file: Path) -> Translation:
     if feature := unsupported_pipeline(tree):
         return refused(translation, feature)
     file_translation = _RollFile(translation, resolved(tree, file, translation))
-    translation = file_translation.translate()
-    if translation.errors and file_translation.is_agentic:
-        return refused(translation, AGENTIC)
-    return translation
+    return file_translation.translate()
 
 
 class _RollFile:
@@ -112,6 +116,10 @@ class _RollFile:
         put_filter(self.translation, self.top)
         self._additional_prompts()
         devices.put_reference(self.reference)
+        if self.is_agentic:
+            self.infer.sections["generating_args"].record(
+                "max_new_tokens", KeyStatus.APPLIED, "environment.max_turn_tokens"
+            )
         self._worker_args()
         self._critic(devices)
         self._validation()
@@ -167,6 +175,10 @@ class _RollFile:
     def _lengths(self) -> None:
         """Set the response length: sequence_length minus prompt_length, else response_length."""
         total, prompt = self.top.number("sequence_length"), self.top.number("prompt_length")
+        if self.is_agentic and self.top.get("prompt_length") is None and total and prompt:
+            prompt = min(prompt, total // 2)  # agentic runs limit the sequence only
+            origin = self.top.origin("sequence_length")
+            self.translation.set("rollout.max_prompt_tokens", wrap(prompt, origin))
         if self.top.get("sequence_length") and total is not None and prompt is not None:
             why = f"sequence_length minus prompt_length={prompt}"
             self.top.assign(
@@ -458,36 +470,28 @@ class _RollFile:
         data.apply_remaining()
 
     def _environments(self) -> None:
-        """Record the keys of environments, which this version does not support."""
-        for name, section in (
-            ("train_env_manager", "env_manager"),
-            ("reward_normalization", "reward_normalization"),
-        ):
-            entry = self.top.get(name)
-            if entry is None:
-                continue
-            if not self.is_agentic:
-                self.translation.record(entry, KeyStatus.DEAD, "read by agentic only")
-                continue
-            keys = Keys(
-                self.translation, section, self.translation.entries(entry.node, section, name)
+        """Translate environments and the normalization of rewards, which agentic runs have."""
+        if not self.is_agentic:
+            for name in ("train_env_manager", "reward_normalization"):
+                self.top.record(name, KeyStatus.DEAD, "read by agentic only")
+            return
+        put_environments(self.translation, self.top, self.infer.sections["generating_args"])
+        norm = self.top.get("reward_normalization")
+        if norm is not None:
+            name = "reward_normalization"
+            self._agentic_norm(
+                Keys(self.translation, name, self.translation.entries(norm.node, name, name))
             )
-            if section == "reward_normalization":
-                self._agentic_norm(keys)
-            if section == "env_manager":
-                keys.record("group_size", KeyStatus.APPLIED, "rollout.samples_per_prompt")
-            keys.apply_remaining()
-            self.translation.record(entry, KeyStatus.APPLIED, "key by key")
-        if self.is_agentic:
-            self.translation.set(
-                "rollout.samples_per_prompt",
-                wrap(self._group_size(), self.top.origin("train_env_manager")),
-            )
-            self.top.record(
-                "num_return_sequences_in_group",
-                KeyStatus.DEAD,
-                "overridden by train_env_manager.group_size",
-            )
+            self.translation.record(norm, KeyStatus.APPLIED, "key by key")
+        self.translation.set(
+            "rollout.samples_per_prompt",
+            wrap(self._group_size(), self.top.origin("train_env_manager")),
+        )
+        self.top.record(
+            "num_return_sequences_in_group",
+            KeyStatus.DEAD,
+            "overridden by train_env_manager.group_size",
+        )
 
     def _agentic_norm(self, keys: Keys) -> None:
         """Translate grouping and method; asym_clip equals mean_std at this commit."""
@@ -496,8 +500,24 @@ class _RollFile:
         )
         method = str(keys.value("method"))
         if method == "identity" or keys.get("method") is None:
-            return keys.record("grouping", KeyStatus.OFF, "") or keys.record(
-                "method", KeyStatus.OFF, ""
-            )
-        keys.assign("grouping", ["reward.norm.center"], group)
-        return keys.assign("method", ["reward.norm.scale"], "none" if method == "mean" else group)
+            for key in ("grouping", "method"):
+                keys.record(key, KeyStatus.OFF, "")
+        elif reads_turns(self.top):
+            self._turn_norm(keys, method, group)
+        else:
+            keys.assign("grouping", ["reward.norm.center"], group)
+            scale = "none" if method == "mean" else group
+            keys.assign("method", ["reward.norm.scale"], scale)
+        keys.apply_remaining()
+
+    def _turn_norm(self, keys: Keys, method: str, group: str) -> None:
+        """Translate the normalization by estimators of turns; gigpo compares groups itself."""
+        entry = keys.get("grouping")
+        is_gigpo = self.translation.algorithm == "gigpo"
+        if entry is not None and not (is_gigpo and group == "group"):
+            name = self.translation.algorithm
+            text = f"{name} of msrl " + ("compares groups" if is_gigpo else "has no baseline")
+            self.translation.difference(entry, text)
+        keys.record("grouping", KeyStatus.SAME, "gigpo compares groups and states")
+        normalise = f"algo.options.normalise: {str(method != 'mean').lower()}"
+        keys.record("method", KeyStatus.APPLIED, normalise)

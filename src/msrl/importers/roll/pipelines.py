@@ -16,7 +16,6 @@ _TOP = {
     "diffusion_process": "training of diffusion models",
 }
 _MODALITIES = ("image", "images", "video", "audio")
-AGENTIC = "agentic pipelines, which act in environments"
 
 
 def unsupported_pipeline(tree: Node) -> str:

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 from msrl.config.interpolate import Interpolation
+from msrl.config.messages import node_at
 from msrl.config.sources import Node, merge, plain, read
 from msrl.errors import MsrlError
 from msrl.importers.translation import Translation
 
+_REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
+_MAX_REFERENCES = 8  # of sections in sections
 _DEEPSPEED = re.compile(r"\$\{deepspeed_\w+\}")
 
 
@@ -19,7 +22,7 @@ def resolved(tree: Node, file: Path, translation: Translation) -> Node:
     Files with DeepSpeed settings may be missing.
     """
     tree = _without_deepspeed(_with_defaults(tree, file, translation))
-    interpolation = Interpolation(tree)
+    interpolation = Interpolation(_with_sections(tree, tree, 0))
     complete = interpolation.resolve()
     translation.errors += interpolation.errors
     return complete
@@ -43,6 +46,20 @@ def _with_defaults(tree: Node, file: Path, translation: Translation) -> Node:
         except MsrlError as error:
             translation.errors.append(str(error))
     return merge(base, tree)
+
+
+def _with_sections(node: Node, tree: Node, depth: int) -> Node:
+    """Replace references to sections, such as `${custom_env.FrozenLake}`, by these sections."""
+    if isinstance(node.value, dict):
+        return Node(
+            {key: _with_sections(child, tree, depth) for key, child in node.value.items()},
+            node.origin,
+        )
+    match = _REFERENCE.fullmatch(node.value.strip()) if isinstance(node.value, str) else None
+    target = node_at(tree, match[1].split(".")) if match else None
+    if target is None or not isinstance(target.value, dict) or depth >= _MAX_REFERENCES:
+        return node
+    return _with_sections(target, tree, depth + 1)
 
 
 def _without_deepspeed(node: Node) -> Node:

@@ -13,6 +13,8 @@ A file defines:
   be used. It is called for every row before the run.
 - Optionally `refusal(**options) -> str | None`, the reason why these options or this machine cannot
   be used. It is called before the run.
+- Optionally `explain(response, answer, **options) -> str`, one or two sentences on what the score
+  is based on, for `msrl view`. It must be cheap: it is called for every response, in this process.
 """
 
 # Names that users may try, with the verifiers to suggest in errors about unknown names.

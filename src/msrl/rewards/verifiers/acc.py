@@ -8,7 +8,7 @@ they are identical, and a timeout scores as a wrong answer instead of a better o
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import ground_truth, last_boxed, truth_refusal
+from msrl.rewards.math.extract import explain_box, ground_truth, last_boxed, truth_refusal
 
 WRONG = -0.5
 NEEDS_ANSWER = True
@@ -25,3 +25,8 @@ def score(response: str, answer: str, *, tolerance: float = 1e-4, percent: bool 
         return -1.0
     is_right = equal(ground_truth(answer), boxed, tolerance=tolerance, percent=percent)
     return 1.0 if is_right else WRONG
+
+
+def explain(response: str, answer: str) -> str:
+    """Return what the comparison sees."""
+    return explain_box(response, answer)

@@ -8,11 +8,19 @@ feed after `</answer>`; this one does.
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import BOX, ground_truth, in_order, last_boxed, truth_refusal
+from msrl.rewards.math.extract import (
+    BOX,
+    explain_box,
+    ground_truth,
+    in_order,
+    last_boxed,
+    truth_refusal,
+)
 
 WRONG = 0.0
 NEEDS_ANSWER = True
 answer_refusal = truth_refusal
+FORM = "<think>...</think> <answer>...\\boxed{...}...</answer>"
 _BODY = ("</think>", "<answer>", BOX, "}")
 
 
@@ -28,3 +36,10 @@ def has_form(response: str) -> bool:
     text = response.strip()
     is_enclosed = text.startswith("<think>") and text.endswith("</answer>")
     return is_enclosed and in_order(text[len("<think>") : -len("</answer>")], _BODY)
+
+
+def explain(response: str, answer: str) -> str:
+    """Return what the comparison sees."""
+    if not has_form(response):
+        return f"The response does not have the form {FORM}. {explain_box(response, answer)}"
+    return explain_box(response, answer)

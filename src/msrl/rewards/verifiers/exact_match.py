@@ -5,7 +5,7 @@ Surrounding white space is ignored.
 
 from __future__ import annotations
 
-from msrl.rewards.math.extract import Part, extract_part
+from msrl.rewards.math.extract import Part, extract_part, shortened
 
 WRONG = 0.0
 NEEDS_ANSWER = True
@@ -24,3 +24,11 @@ def score(
     if ignore_case:
         claimed, true = claimed.casefold(), true.casefold()
     return 1.0 if claimed == true else WRONG
+
+
+def explain(response: str, answer: str, *, part: Part = "response") -> str:
+    """Return what the comparison sees."""
+    claimed = extract_part(response, part)
+    if claimed is None:
+        return f"The response has no part `{part}`."
+    return f"The part `{part}` is {shortened(claimed)}. The ground truth is {shortened(answer)}."

@@ -21,3 +21,15 @@ def score(response: str, answer: str) -> float:
         return WRONG
     turn = _TURN.search(response, len("<think>"))
     return 1.0 if turn and _END.search(response, turn.end()) else WRONG
+
+
+def explain(response: str, answer: str) -> str:
+    """Return which part of the format is missing."""
+    if not response.startswith("<think>"):
+        return "The response does not start with <think>."
+    turn = _TURN.search(response, len("<think>"))
+    if turn is None:
+        return "The response has no </think> followed by <answer>."
+    if _END.search(response, turn.end()) is None:
+        return "No line after <answer> ends with </answer>."
+    return "The response has the format."

@@ -6,7 +6,7 @@ It follows MindSpeed-RL's verifier of this name.
 from __future__ import annotations
 
 from msrl.rewards.math.equality import equal
-from msrl.rewards.math.extract import ground_truth, last_boxed, truth_refusal
+from msrl.rewards.math.extract import explain_box, ground_truth, last_boxed, truth_refusal
 
 WRONG = 0.0
 NEEDS_ANSWER = True
@@ -17,3 +17,8 @@ def score(response: str, answer: str) -> float:
     """Return 1.0 or 0.0."""
     boxed = last_boxed(response)
     return 1.0 if boxed is not None and equal(ground_truth(answer), boxed) else WRONG
+
+
+def explain(response: str, answer: str) -> str:
+    """Return what the comparison sees."""
+    return explain_box(response, answer)

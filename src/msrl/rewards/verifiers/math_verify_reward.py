@@ -9,8 +9,8 @@ this name, whose timeout works only in the main thread; here the process is kill
 from __future__ import annotations
 
 from msrl.rewards.math.equality import MAX_CHARACTERS, boxed_formula, formula, verified
-from msrl.rewards.math.extract import ground_truth, truth_refusal
-from msrl.rewards.verifiers.base_acc import has_form
+from msrl.rewards.math.extract import explain_box, ground_truth, truth_refusal
+from msrl.rewards.verifiers.base_acc import FORM, has_form
 
 WRONG = 0.0
 NEEDS_ANSWER = True
@@ -25,3 +25,10 @@ def score(response: str, answer: str) -> float:
     if len(claimed) > MAX_CHARACTERS:
         return WRONG
     return 1.0 if verified(formula(ground_truth(answer)), boxed_formula(claimed)) else WRONG
+
+
+def explain(response: str, answer: str) -> str:
+    """Return what the comparison sees."""
+    if not has_form(response):
+        return f"The response does not have the form {FORM}. {explain_box(response, answer)}"
+    return explain_box(response, answer)

@@ -95,3 +95,11 @@ def _choice(text: str) -> str | None:
 def refusal(*, letters: int = 10, first: int = 0) -> str | None:
     """Return the reason why the options cannot be used, or None."""
     return None if 2 <= letters <= 26 else f"options.letters={letters}: must be from 2 to 26"
+
+
+def explain(response: str, answer: str, *, first: int = 0) -> str:
+    """Return what the comparison sees."""
+    claimed, true = _claimed_letter(response), _true_letter(answer.strip(), first)
+    if claimed is None:
+        return f"The response states no single choice. The ground truth is {true}."
+    return f"The response chooses {claimed}. The ground truth is {true}."

@@ -23,3 +23,17 @@ def score(response: str, answer: str) -> float:
     if not is_enclosed or not has_each_once:
         return WRONG
     return 1.0 if in_order(text, _ONCE) and last_boxed(text) is not None else WRONG
+
+
+def explain(response: str, answer: str) -> str:
+    """Return which part of the format is missing or repeated."""
+    text = response.strip()
+    counts = {tag: text.count(tag) for tag in _ONCE}
+    wrong = [f"{tag} occurs {count} times" for tag, count in counts.items() if count != 1]
+    if wrong:
+        return f"Each tag must occur once, but {', '.join(wrong)}."
+    if not (text.startswith("<think>") and text.endswith("</answer>")):
+        return "The response must start with <think> and end with </answer>."
+    if not in_order(text, _ONCE) or last_boxed(text) is None:
+        return "The tags are not in order, or the box is empty."
+    return "The response has the format."

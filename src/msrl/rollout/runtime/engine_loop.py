@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from msrl.rollout.engine import NewTokens, StepEngine
+from msrl.rollout.episodes.runner import Answer, EpisodeRunner, TurnRequest
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
 
 
@@ -75,8 +76,10 @@ class LoopReport:
 
 @dataclass(slots=True)
 class _Sample:
-    """Unfinished completion."""
+    """Unfinished completion, or the unfinished turn of an episode."""
 
+    num_prompt: int = 0
+    num_earlier: int = 0  # tokens of earlier turns
     token_ids: list[Ints] = field(default_factory=list["Ints"])
     logprobs: list[Floats] = field(default_factory=list["Floats"])
     versions: list[VersionRun] = field(default_factory=list[VersionRun])
@@ -85,6 +88,14 @@ class _Sample:
     @property
     def num_tokens(self) -> int:
         return sum(run.num_tokens for run in self.versions)
+
+    def take_answer(self, reason: Literal["stop", "length"]) -> Answer:
+        """Return the turn that is finished, and begin the next one."""
+        token_ids, logprobs = np.concatenate(self.token_ids), np.concatenate(self.logprobs)
+        answer = Answer(token_ids, logprobs, tuple(self.versions), reason)
+        self.num_earlier += self.num_tokens
+        self.token_ids, self.logprobs, self.versions = [], [], []
+        return answer
 
     def add(self, new: NewTokens, version: int) -> None:
         """Append tokens that `version` sampled."""
@@ -120,7 +131,7 @@ class _Group:
 
     @property
     def num_tokens(self) -> int:
-        return sum(sample.num_tokens for sample in self.samples)
+        return sum(sample.num_earlier + sample.num_tokens for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +148,7 @@ class EngineLoop:
         version: Policy version of its weights.
         waits_for_requests: Apply weights only when no request is running, and start none before.
         recompute: Recompute the keys and values of running requests after an update.
+        episodes: Turns of episodes; None if every response is one turn.
     """
 
     def __init__(
@@ -146,8 +158,9 @@ class EngineLoop:
         *,
         waits_for_requests: bool = False,
         recompute: bool = True,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
-        self._engine, self._version = engine, version
+        self._engine, self._version, self._episodes = engine, version, episodes
         self._waits_for_requests, self._recompute = waits_for_requests, recompute
         self._condition = threading.Condition()
         # Shared with other threads:
@@ -162,6 +175,9 @@ class EngineLoop:
         self._is_closing, self._is_paused, self._is_idle = False, False, False
         # Of the thread:
         self._groups: dict[str, _Group] = {}
+        self._active: set[str] = set()  # requests that the engine has
+        if episodes is not None:
+            episodes.wake = self._wake
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
@@ -194,6 +210,59 @@ class EngineLoop:
         self._incoming += [item for item in message.requests if item.key not in self._keys]
         self._keys.update(item.key for item in message.requests)
         self._condition.notify_all()
+
+    def complete(
+        self, requests: Sequence[GroupRequest], *, waits_for_openings: bool = False
+    ) -> dict[str, RolloutGroup]:
+        """Finish these groups in this thread and return them by key; `start` is not called.
+
+        With `waits_for_openings`, the first step runs all samples in the order of the requests, so
+        that it does not depend on the times at which environments open.
+        """
+        self._keys.update(request.key for request in requests)
+        try:
+            for request in requests:
+                self._admit(request)
+            if waits_for_openings:
+                self._open_all()
+            while self._groups:
+                self._advance_or_wait()
+        finally:
+            for key in list(self._groups):  # after an error
+                self._abort(key)
+            self._keys.clear()
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def _advance_or_wait(self) -> None:
+        with self._condition:
+            self._condition.wait_for(self._has_work)
+        self._advance()
+        if self._active:
+            self._step()
+
+    def _open_all(self) -> None:
+        """Wait until the environments of all admitted samples are open, and start the turns."""
+        order = {
+            _request_name(key, n): (position, n)
+            for position, (key, group) in enumerate(self._groups.items())
+            for n in range(len(group.samples))
+        }
+        opened: list[TurnRequest] = []
+        num_left = len(order)
+        while self._episodes is not None and num_left:
+            with self._condition:
+                self._condition.wait_for(self._has_work)
+            turns, finished = self._episodes.advance()
+            num_left -= len(turns) + len(finished)
+            opened += turns
+            self._finish_all(finished)
+        for turn in sorted(opened, key=lambda turn: order[turn.name]):
+            self._start_turn(turn)
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
 
     def update(self, version: int, apply: Callable[[], None]) -> None:
         """Make the thread call `apply`, which loads the weights of `version`.
@@ -258,7 +327,8 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         changes = self._is_closing or self._is_paused or self._aborted or self._update
-        return bool(changes or self._incoming or self._groups)
+        has_replies = self._episodes is not None and self._episodes.has_replies
+        return bool(changes or self._incoming or self._active or has_replies)
 
     def _cycle(self) -> None:
         """Abort, apply pending weights, admit, and run one step."""
@@ -269,7 +339,8 @@ class EngineLoop:
             self._apply(update)
         for request in requests:
             self._admit(request)
-        if self._groups:
+        self._advance()
+        if self._active:
             self._step()
 
     def _take_changes(self) -> tuple[list[GroupRequest], list[str], _Update | None]:
@@ -289,8 +360,13 @@ class EngineLoop:
         group = self._groups.pop(key, None)
         if group is None:
             return
-        unfinished = [n for n, sample in enumerate(group.samples) if sample.completion is None]
-        self._engine.abort_requests([_request_name(key, n) for n in unfinished])
+        names = {_request_name(key, n) for n in range(len(group.samples))}
+        active = sorted(self._active & names)
+        self._engine.abort_requests(active)
+        self._active.difference_update(active)
+        if self._episodes is not None:
+            for name in names:
+                self._episodes.abort(name)
         self._count(aborted_tokens=group.num_tokens)
 
     def _apply(self, update: _Update) -> None:
@@ -306,20 +382,44 @@ class EngineLoop:
 
     def _num_cached_tokens(self) -> int:
         """Return the number of tokens whose keys and values an update makes invalid."""
-        count = 0
-        for group in self._groups.values():
-            prompt_length = len(group.request.prompt.token_ids)
-            for sample in group.samples:
-                if sample.completion is None and sample.versions:
-                    count += prompt_length + sample.num_tokens
-        return count
+        samples = [self._sample(name) for name in self._active]
+        return sum(item.num_prompt + item.num_tokens for item in samples if item.versions)
+
+    def _sample(self, name: str) -> _Sample:
+        key, _, number = name.rpartition("/")
+        return self._groups[key].samples[int(number)]
 
     def _admit(self, request: GroupRequest) -> None:
-        samples = [_Sample() for _ in request.seeds]
-        self._groups[request.key] = _Group(request, samples)
+        self._groups[request.key] = _Group(request, [_Sample() for _ in request.seeds])
         for n, seed in enumerate(request.seeds):
-            name, salt = _request_name(request.key, n), str(self._version)
-            self._engine.add_request(name, request.prompt, request.sampling, seed, salt)
+            name = _request_name(request.key, n)
+            if self._episodes is not None:
+                self._episodes.start(name, request.prompt, request.sampling, seed)
+            else:
+                self._start_turn(TurnRequest(name, request.prompt, request.sampling, seed))
+
+    def _start_turn(self, turn: TurnRequest) -> None:
+        self._engine.add_request(
+            turn.name, turn.prompt, turn.sampling, turn.seed, str(self._version)
+        )
+        self._sample(turn.name).num_prompt = len(turn.prompt.token_ids)
+        self._active.add(turn.name)
+
+    def _advance(self) -> None:
+        """Start the turns whose environments have replied."""
+        if self._episodes is None:
+            return
+        turns, finished = self._episodes.advance()
+        self._finish_all(finished)
+        for turn in turns:
+            self._start_turn(turn)
+
+    def _finish_all(self, completions: Mapping[str, Completion]) -> None:
+        for name, completion in completions.items():
+            if not completion.versions:
+                completion = replace(completion, policy_version=self._version)
+            self._sample(name).completion = completion
+            self._emit(name)
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -332,14 +432,22 @@ class EngineLoop:
             self._progress = {key: group.num_tokens for key, group in self._groups.items()}
 
     def _add(self, new: NewTokens) -> None:
-        """Add new tokens to their sample, and emit its group if all samples are finished."""
-        key, _, number = new.request.rpartition("/")
-        group = self._groups[key]
-        sample = group.samples[int(number)]
+        """Add new tokens to their sample, and end its turn after the last one."""
+        sample = self._sample(new.request)
         sample.add(new, self._version)
         if new.finish_reason is None:
             return
-        sample.finish(new.finish_reason, self._engine.text)
+        self._active.discard(new.request)
+        if self._episodes is not None:
+            self._episodes.add_answer(new.request, sample.take_answer(new.finish_reason))
+        else:
+            sample.finish(new.finish_reason, self._engine.text)
+            self._emit(new.request)
+
+    def _emit(self, name: str) -> None:
+        """Emit the group of a sample if all of its samples are finished."""
+        key = name.rpartition("/")[0]
+        group = self._groups[key]
         completions = [sample.completion for sample in group.samples]
         finished = tuple(completion for completion in completions if completion is not None)
         if len(finished) == len(completions):

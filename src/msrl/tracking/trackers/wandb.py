@@ -6,8 +6,10 @@ select the destination: `project` (WANDB_PROJECT, default msrl), `entity` (WANDB
 `<run>/wandb/offline-run-*` later. `dir` is the parent of the folder `wandb`, by default the folder
 of the run.
 
+`id` is the id of the W&B run.
+
 W&B cannot remove logged steps. An attempt that resumes from a checkpoint therefore creates a new
-W&B run with the step in its name.
+W&B run with the step in its name and its id.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def open_tracker(
     name: str | None = None,
     tags: list[str] | None = None,
     notes: str | None = None,
+    id: str | None = None,
     dir: str | None = None,
     mode: Literal["online", "offline"] | None = None,
 ) -> WandbTracker:
@@ -72,6 +75,7 @@ def open_tracker(
             group=group or run_dir.name,
             tags=tags,
             notes=notes,
+            id=id if id is None or not resumed_step else f"{id}-from-step-{resumed_step}",
             dir=dir or run_dir,
             mode=mode,
             config=settings,

@@ -47,6 +47,23 @@ def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
     return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields)
 
 
+def padded(sequences: Sequences, multiple: int) -> Sequences:
+    """Repeat the shortest sequence without a loss until `multiple` divides their number.
+
+    The number of sequences of a step varies if an environment edits the history.
+    """
+    missing = -len(sequences.token_ids) % multiple
+    if not missing:
+        return sequences
+    lengths = [len(ids) for ids in sequences.token_ids]
+    shortest = int(np.argmin(lengths))
+    indices = [*range(len(lengths)), *[shortest] * missing]
+    result = select(sequences, indices)
+    empty = np.zeros(lengths[shortest], np.bool_)
+    masks = (*sequences.loss_masks, *[empty] * missing)
+    return result._replace(loss_masks=masks)
+
+
 def micro_batches(
     sequences: Sequences, groups: Sequence[Sequence[int]], limits: BatchLimits
 ) -> list[MicroBatch]:

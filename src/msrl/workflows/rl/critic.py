@@ -15,7 +15,7 @@ from msrl.algorithms.token_rewards import Reals
 from msrl.algorithms.value import explained_variance
 from msrl.config.schema import Config
 from msrl.plan.derived import critic_optimizer, updates_per_step
-from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select
+from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, padded, select
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
@@ -38,8 +38,9 @@ class CriticUpdater:
 
         The loss masks of `sequences` mark all response tokens.
         """
-        rows = self._trainers.values(sequences, limits)
-        values = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
+        rows = self._trainers.values(padded(sequences, self._trainers.dp_size), limits)
+        masks = sequences.loss_masks
+        values = [row[mask] for row, mask in zip(rows[: len(masks)], masks, strict=True)]
         return np.concatenate(values).astype(np.float64)
 
     def update(
@@ -54,7 +55,7 @@ class CriticUpdater:
         reports, lr = list[Mapping[str, float]](), 0.0
         for number, indices in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
-            batch = select(sequences, indices)
+            batch = padded(select(sequences, indices), self._trainers.dp_size)
             if num_loss_tokens(batch):
                 reports.append(self._trainers.update_critic(batch, limits, self._loss, lr))
         means = {_NAMES.get(name, name): mean for name, mean in mean_report(reports).items()}

@@ -22,6 +22,7 @@ from msrl.rewards.score import Scorer, Scores, Source
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
+from msrl.workflows.rl.episode_metrics import episode_metrics
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
 
@@ -74,7 +75,9 @@ class RolloutEvaluator:
         groups = scores.groups
         verdicts = [self._judge.verdicts(group) for group in groups]
         self._log.write_evaluation(report.step, groups, verdicts)
-        metrics = {f"eval/{name}": value for name, value in _metrics(scores, verdicts).items()}
+        metrics = {
+            f"eval/{name}": value for name, value in evaluation_metrics(scores, verdicts).items()
+        }
         seconds = {**report.seconds, "eval": time.perf_counter() - start}
         notes = tuple(f"evaluation: {note}" for note in scores.notes)
         return replace(
@@ -139,7 +142,9 @@ def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:
     )
 
 
-def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
+def evaluation_metrics(
+    scores: Scores, verdicts: Sequence[Sequence[bool] | None]
+) -> dict[str, float]:
     """Return the metrics of an evaluation without their prefix."""
     groups, lengths = scores.groups, length_matrix(scores.groups)
     return {
@@ -148,6 +153,7 @@ def _metrics(scores: Scores, verdicts: Sequence[Sequence[bool] | None]) -> dict[
         "reward": float(reward_matrix(groups).mean()),
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
+        **episode_metrics(groups),
         "response_length": float(lengths.mean()),
         "truncated": float(truncated_matrix(groups).mean()),
     }

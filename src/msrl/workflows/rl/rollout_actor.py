@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from msrl.environments.pool import EnvironmentPool
 from msrl.models.families import load_shape
 from msrl.platforms import get
-from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
+from msrl.rollout.engine import sample_seeds
+from msrl.rollout.episodes.runner import EpisodeRunner
+from msrl.rollout.episodes.template import open_template
+from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
 from msrl.rollout.weights.channel import machine_id
 from msrl.rollout.weights.digest import Digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
@@ -20,13 +24,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.rollout.engine import EngineSettings
+    from msrl.rollout.episodes.settings import EpisodeSettings
 
 
 class RolloutActor:
-    """Actor of one rollout engine."""
+    """Actor of one rollout engine, with the environments of its episodes."""
 
-    def __init__(self, settings: EngineSettings, platform: str) -> None:
-        self._settings, self._platform = settings, platform
+    def __init__(
+        self, settings: EngineSettings, platform: str, episodes: EpisodeSettings | None = None
+    ) -> None:
+        self._settings, self._platform, self._episodes = settings, platform, episodes
+        self._environments: EnvironmentPool | None = None
         self._is_offloaded = False
         self._received = dict[str, "Tensor"]()
         self._must_verify = False
@@ -41,17 +49,51 @@ class RolloutActor:
         from msrl.rollout.vllm import VllmEngine
 
         self._shape = load_shape(self._settings.model_dir)
+        if self._episodes is not None:
+            self._environments = self._episodes.pool()
+            self._environments.start()
         self._engine = VllmEngine(self._settings, get(self._platform))
 
     def release(self) -> None:
         """End the engine's processes and remove its files before the actor is killed."""
+        if self._environments is not None:
+            self._environments.stop()
         self._engine.release()
+
+    def _runner(self) -> EpisodeRunner | None:
+        """Return a runner of episodes with the engine; None if a response is one turn."""
+        if self._episodes is None or self._environments is None:
+            return None
+        template = open_template(self._episodes.tokenizer_dir, self._episodes.chat_template)
+        engine = self._engine
+        return EpisodeRunner(
+            self._environments, self._episodes, template, engine.max_model_len, engine.text
+        )
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
         """Return a group of completions per prompt."""
-        return self._engine.generate(prompts, sampling, policy_version)
+        if self._episodes is None:
+            return self._engine.generate(prompts, sampling, policy_version)
+        return self._generate_episodes(self._episodes, prompts, sampling, policy_version)
+
+    def _generate_episodes(
+        self,
+        settings: EpisodeSettings,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+    ) -> tuple[RolloutGroup, ...]:
+        """Return a group of episodes per prompt."""
+        loop = EngineLoop(self._engine, policy_version, episodes=self._runner())
+        seeds, count = sample_seeds(prompts, sampling, policy_version), sampling.num_samples
+        requests = [
+            GroupRequest(str(n), prompt, sampling, tuple(seeds[n * count : (n + 1) * count]))
+            for n, prompt in enumerate(prompts)
+        ]
+        groups = loop.complete(requests, waits_for_openings=settings.waits_for_openings)
+        return tuple(groups[request.key] for request in requests)
 
     def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""
@@ -108,7 +150,11 @@ class RolloutActor:
     def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:
         """Start to run the engine in a thread. Its weights have this version."""
         self._loop = EngineLoop(
-            self._engine, version, waits_for_requests=waits_for_requests, recompute=recompute
+            self._engine,
+            version,
+            waits_for_requests=waits_for_requests,
+            recompute=recompute,
+            episodes=self._runner(),
         )
         self._loop.start()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from msrl.algorithms.samples import length_matrix, reward_matrix
 from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
@@ -22,6 +23,7 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import EngineSettings
+from msrl.tracking.plots import plot_distributions
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
@@ -36,6 +38,7 @@ from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
+from msrl.workflows.rl.token_values import TokenValues, ValuesBySample, size_note
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.serve.engine import engine_settings
@@ -85,6 +88,8 @@ def run(plan: RunPlan) -> None:
         curves=CURVES,
     ) as session:
         start_time = time.perf_counter()
+        if size := size_note(job.config, job.num_steps):
+            session.note(size)
         ranks = counted(plan.world_size, "training rank")
         engines = counted(plan.num_engines, "engine")
         session.note(
@@ -121,6 +126,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
     rollout_log = _rollout_log(job, session)
+    token_values = _token_values(job, trainers, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -131,11 +137,13 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
+            values = token_values.compute(prepared, clock)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 workers.weights.update(step + 1)
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
+            _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
@@ -158,6 +166,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     publish = workers.weights.publish
     rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
     rollout_log = _rollout_log(job, session)
+    token_values = _token_values(job, trainers, session)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
     trainers.onload()
@@ -170,13 +179,15 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             empty_steps = _count_empty(prepared, empty_steps)
+            values = token_values.compute(prepared, clock)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 rollouts.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             report = _step_report(job, step + 1, batch, prepared, trained, clock)
-            _write_rollouts(rollout_log, step + 1, batch, prepared, clock)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
+            _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
 
@@ -186,8 +197,17 @@ def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
     return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
 
 
+def _token_values(job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> TokenValues:
+    return TokenValues(job.config, trainers, session.run_dir / "rollouts", session.note)
+
+
 def _write_rollouts(
-    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep, clock: Clock
+    log: RolloutLog,
+    step: int,
+    batch: StepRollouts,
+    prepared: PreparedStep,
+    clock: Clock,
+    values: ValuesBySample,
 ) -> None:
     """Write the rollouts of a step with the values that the trainer computed for them."""
     log.write(
@@ -197,7 +217,24 @@ def _write_rollouts(
         batch.dropped_groups,
         sequences=prepared.sequences,
         times=clock.ended_at,
+        values=values,
     )
+
+
+def _plot_distributions(
+    job: RLSetup, session: TrainingSession, step: int, batch: StepRollouts
+) -> None:
+    """Plot lengths and rewards of all responses of a step, if `log.length_plot_every` is set."""
+    every = job.config.log.length_plot_every
+    if every is None or step % every:
+        return
+    groups = batch.scores.groups
+    values: dict[str, Sequence[float]] = {
+        "response length in tokens": length_matrix(groups).ravel().tolist(),
+        "reward": reward_matrix(groups).ravel().tolist(),
+    }
+    path = session.run_dir / "distributions" / f"step_{step:06d}.png"
+    plot_distributions(values, path, title=f"{session.run_dir.name}, step {step}")
 
 
 def _count_empty(prepared: PreparedStep, num_before: int) -> int:
@@ -286,7 +323,7 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
                 placed,
                 "rollout",
                 RolloutActor,
-                [(_engine_settings(job.plan), platform.name)] * len(engine_env),
+                [(_engine_settings(job.plan), platform.name, job.episodes)] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
                 silence_s=cluster.rpc_timeout_s,
@@ -367,11 +404,13 @@ def _scorer(job: RLSetup) -> Scorer:
         return job.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
 
     sources = [Source.of(section) for section in job.config.reward.sources]
+    environment = job.config.environment
     return Scorer(
         sources,
         num_workers=max(1, min(8, job.platform.device_count())),
         prompt_text=prompt_text,
         read_config=job.plan.hf_config,
+        environment_weight=environment.reward_weight if environment.is_on else None,
     )
 
 

@@ -24,8 +24,10 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
+from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows.rl.episode_setup import check_environment_names, episode_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.preflight import check_run_folder
@@ -54,6 +56,7 @@ class RLSetup:
     resume: SavedTraining | None
     hf_dir: Path
     tokenizer: TextTokenizer
+    episodes: EpisodeSettings | None = None
 
     @property
     def start_step(self) -> int:
@@ -91,7 +94,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])
-    eval_prompts = _eval_prompts(plan, tokenizer)
+    held_out = eval_prompts(plan, tokenizer)
     num_steps = count_steps(config, len(prompts.rows))
     resume, state = _checkpoint_and_state(plan, prompts.order, num_steps)
     return RLSetup(
@@ -101,12 +104,13 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         placement=plan.place(platform.ray_resource),
         prompts=prompts,
         state=state,
-        eval_prompts=eval_prompts,
+        eval_prompts=held_out,
         sampling=plan.sampling,
         num_steps=num_steps,
         resume=resume,
         hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
+        episodes=episode_settings(plan, prompts.dataset[prompts.rows[0]]),
     )
 
 
@@ -143,7 +147,7 @@ def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
     return Prompts(PromptMixture(datasets), tuple(np.concatenate(numbers).tolist()), order)
 
 
-def _eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
+def eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
     """Return the first `eval.prompts` prompts of `data.eval`; all if it is not set."""
     if not plan.data.eval:
         return ()
@@ -207,9 +211,14 @@ def _fitting_prompts(
     check_data(dataset.manifest, plan, prefix)
     verify_data(dataset, plan)
     rows = rows[:count]
-    sources = RowSources(tuple(Source.of(section) for section in plan.config.reward.sources))
+    sections = plan.config.reward.sources
+    sources = RowSources(
+        tuple(Source.of(section) for section in sections),
+        is_optional=plan.config.environment.is_on and not sections,
+    )
     try:
         sources.check(dataset[row] for row in rows)
+        check_environment_names(plan.config.environment, (dataset[row] for row in rows))
     except MsrlError as error:
         raise MsrlError(f"{key}={prefix}: {error}") from error
     return dataset, rows

@@ -11,6 +11,7 @@ import numpy as np
 
 from msrl.algorithms.samples import length_matrix, reward_matrix, truncated_matrix
 from msrl.rewards.score import Scores
+from msrl.workflows.rl.episode_metrics import episode_metrics
 
 
 class Clock:
@@ -50,6 +51,7 @@ def step_metrics(
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(truncated_matrix(groups).mean()),
+        **{f"rollout/{name}": value for name, value in episode_metrics(groups).items()},
         "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
         **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),

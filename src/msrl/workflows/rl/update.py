@@ -18,9 +18,18 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.proximal import proximal_shares
-from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
+from msrl.algorithms.samples import (
+    fault_matrix,
+    length_matrix,
+    reward_matrix,
+    sequence_counts,
+    token_sequences,
+    training_samples,
+    truncated_matrix,
+)
 from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_samples
 from msrl.algorithms.token_rewards import Reals, TokenRewards
+from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
 from msrl.plan.derived import (
     aggregate_constant,
@@ -30,7 +39,13 @@ from msrl.plan.derived import (
     updates_per_step,
 )
 from msrl.rewards.process import RewardSteps
-from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, select, with_weights
+from msrl.trainer.objective.batches import (
+    BatchLimits,
+    num_loss_tokens,
+    padded,
+    select,
+    with_weights,
+)
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
@@ -48,12 +63,21 @@ _EPS = 1e-8  # smallest mean of importance weights that is divided by
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """Samples of a step with everything that is computed before its first update."""
+    """Samples of a step with everything that is computed before its first update.
+
+    Attributes:
+        samples: One sample per sequence.
+        sequences: Sequences of the samples.
+        metrics: Metrics of the preparation.
+        critic_sequences: Sequences that the critic is trained on.
+        counts: Number of sequences of every completion; empty if each has one.
+    """
 
     samples: tuple[TrainingSample, ...]
     sequences: Sequences
     metrics: Mapping[str, float]
     critic_sequences: Sequences | None = None
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +141,16 @@ class Updater:
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
+        turns = episode_turns(groups) if self._config.environment.is_on else None
+        if turns is not None:
+            early = early_rewards(groups, turns, self._config.environment.reward_weight)
+            rewards = with_turn_rewards(rewards, turns, early)
         distribution = _distribution(plain, logprobs)
         greedy_rewards = None
         if needs_greedy(self._config):
             greedy_rewards = self._rewards.greedy_rewards(groups)
             metrics["greedy_reward"] = float(greedy_rewards.mean())
-        advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards)
+        advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
         if algo.old_logprobs == "log-linear":
@@ -134,7 +162,8 @@ class Updater:
             returns = advantages + values
             metrics |= value_metrics(values, returns)
             critic_sequences = with_targets(sequences, plain, values, returns)
-        return PreparedStep(samples, sequences, metrics, critic_sequences)
+        counts = sequence_counts(groups)
+        return PreparedStep(samples, sequences, metrics, critic_sequences, counts)
 
     def _forward(self, sequences: Sequences, clock: Clock) -> tuple[_StepLogprobs, Reals | None]:
         """Return the log-probabilities, and the critic's values [N] if there is a critic."""
@@ -176,7 +205,7 @@ class Updater:
             The mean of the updates' metrics, and the learning rate of the last update.
         """
         metrics = dict(prepared.metrics)
-        batches = update_batches(self._config, len(prepared.samples), step)
+        batches = sequence_batches(self._config, prepared, step)
         if self._critic is not None and prepared.critic_sequences is not None:
             with clock("critic"):
                 metrics |= self._critic.update(
@@ -202,6 +231,7 @@ class Updater:
         for number, indices in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
             sequences = select(prepared.sequences, indices)
+            sequences = padded(sequences, self._trainers.dp_size)
             if self._config.algo.top_entropy < 1.0:
                 sequences = with_top_entropy(sequences, self._config.algo.top_entropy)
             if self._config.algo.old_logprobs == "log-linear":
@@ -254,12 +284,13 @@ class Updater:
         limits = self._limits(forward=True)
         return self._trainers.token_statistic(sequences, limits, self._loss.temperature, name)
 
-    def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
+    def _logprobs(self, unpadded: Sequences) -> _StepLogprobs:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
         A step with one update needs those of the policy only for the penalty: its loss computes
         them.
         """
+        sequences = padded(unpadded, self._trainers.dp_size)
         kl, temperature, limits = (
             self._config.algo.kl,
             self._loss.temperature,
@@ -276,7 +307,9 @@ class Updater:
             squares = self._statistic(sequences, "squared_probability")
         if self._config.algo.top_entropy < 1.0:
             entropies = self._statistic(sequences, "entropy")
-        return _StepLogprobs(policy, reference, squares, entropies)
+        rows = [policy, reference, squares, entropies]
+        count = len(unpadded.token_ids)
+        return _StepLogprobs(*(None if row is None else row[:count] for row in rows))
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train
@@ -324,6 +357,7 @@ def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  #
         drop_equal_groups=mask.equal_groups,
         difficulty=mask.difficulty,
     )
+    unmasked = unmasked & ~fault_matrix(groups)
     return unmasked & select_informative(config.rollout.filter, groups)[:, None]
 
 
@@ -333,6 +367,7 @@ def estimate_advantages(
     values: Reals | None = None,  # [N], if the estimator needs a critic
     distribution: Mapping[str, Reals] | None = None,  # [N] each, if the estimator needs it
     greedy_rewards: Reals | None = None,  # [P], if the estimator needs them
+    turns: Turns | None = None,
 ) -> Reals:  # [N]
     """Return the advantages of the configured estimator, before whitening and clipping."""
     advantage = algo.advantage
@@ -351,7 +386,7 @@ def estimate_advantages(
         "gamma": advantage.gamma,
         "lam": advantage.lam,
         "values": values,
-        "turns": None,
+        "turns": turns,
         "greedy_rewards": greedy_rewards,
         **(distribution or {}),
     }
@@ -446,13 +481,17 @@ def with_versions(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequen
 
     It is 0 on prompts. Sequences are in the order of the groups' completions.
     """
-    completions = [item for group in groups for item in group.rollout.completions]
     rows = list[Floats]()
-    for token_ids, completion in zip(sequences.token_ids, completions, strict=True):
-        versions, counts = zip(*completion.version_runs, strict=True)
-        response = np.repeat(np.array(versions, np.float32), counts)
-        prompt = np.zeros(len(token_ids) - len(response), np.float32)
-        rows.append(np.concatenate([prompt, response]))
+    for group in groups:
+        for completion in group.rollout.completions:
+            versions, counts = zip(*completion.version_runs, strict=True)
+            response, position = np.repeat(np.array(versions, np.float32), counts), 0
+            for sequence in token_sequences(group.rollout.prompt, completion):
+                row = np.zeros(len(sequence.token_ids), np.float32)
+                end = position + int(sequence.is_sampled.sum())
+                row[sequence.is_sampled] = response[position:end]
+                rows.append(row)
+                position = end
     return sequences._replace(fields={**sequences.fields, "behavior_versions": tuple(rows)})
 
 
@@ -475,6 +514,18 @@ def mean_importance_weight(correction: Correction, sequences: Sequences) -> floa
     counts = np.array([int(mask.sum()) for mask in sequences.loss_masks])
     numbers = np.repeat(np.arange(np.count_nonzero(counts)), counts[counts > 0])
     return correction.mean_weight(old, sampler, torch.from_numpy(numbers))
+
+
+def sequence_batches(config: Config, prepared: PreparedStep, step: int) -> list[list[int]]:
+    """Return the indices of the sequences of each update. A completion is in one update."""
+    counts = prepared.counts or (1,) * len(prepared.samples)
+    starts = np.cumsum((0, *counts)).tolist()
+    batches: list[list[int]] = []
+    for completions in update_batches(config, len(counts), step):
+        batches.append([])
+        for number in completions:
+            batches[-1] += range(starts[number], starts[number + 1])
+    return batches
 
 
 def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:

@@ -29,6 +29,7 @@ from msrl.workflows.serve.engine import (
     engine_settings,
     needs_weight_transfer,
     open_model,
+    other_template,
     running_engine,
     sampling_params,
     system_turns,
@@ -96,6 +97,8 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
     """
     source = open_model(config.chat.model, "chat.model")
     renderer = choose_renderer(source.hf_dir, config.chat.template)
+    if warning := other_template(source.hf_dir, renderer):
+        _print_note(warning)
     system = system_turns(config.chat.system)
     renderer.prompt(Conversation((*system, Message("user", "?"))))
     return source, renderer

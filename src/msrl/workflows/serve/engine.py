@@ -20,7 +20,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
 from msrl.rollout.engine import Engine, EngineSettings
-from msrl.types import Ints, Message, SamplingParams
+from msrl.types import Conversation, Ints, Message, SamplingParams
 from msrl.workflows.training.integrity import verify_models
 
 if TYPE_CHECKING:
@@ -144,6 +144,25 @@ def choose_renderer(folder: Path, template: str | None) -> Renderer:
         renderer,
         stop_token_ids=tuple(dict.fromkeys((*renderer.stop_token_ids, *end_tokens(folder)))),
     )
+
+
+def other_template(folder: Path, renderer: Renderer) -> str | None:
+    """Return a warning if a template renders prompts differently from the one of the folder.
+
+    A checkpoint contains the template of its training.
+    """
+    if renderer.template.native:
+        return None
+    conversation = Conversation((Message("user", "?"),))
+    with contextlib.suppress(MsrlError):  # the folder's own template is not usable
+        own = choose_renderer(folder, None)
+        same = np.array_equal(own.prompt(conversation), renderer.prompt(conversation))
+        if own.template.native and not same:
+            return (
+                f"warning: template {renderer.template.name} renders prompts differently from the "
+                f"chat template of {folder}. Omit the template to use that one."
+            )
+    return None
 
 
 def raw_ids(renderer: Renderer, text: str) -> Ints:

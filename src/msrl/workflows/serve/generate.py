@@ -21,6 +21,7 @@ from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
+from msrl.limits import printable
 from msrl.rollout.engine import Engine
 from msrl.tracking.progress import progress
 from msrl.types import Completion, Conversation, Ints, Message, Prompt, SamplingParams
@@ -37,6 +38,7 @@ from msrl.workflows.serve.engine import (
     engine_settings,
     needs_weight_transfer,
     open_model,
+    other_template,
     raw_ids,
     running_engine,
     sampling_params,
@@ -108,6 +110,8 @@ def prepare(config: Config) -> GenerateSetup:
     output = check_output(section.output)
     source = open_model(section.model, "generate.model")
     renderer = choose_renderer(source.hf_dir, section.template)
+    if not section.raw and (warning := other_template(source.hf_dir, renderer)):
+        print(printable(warning), file=sys.stderr)
     requests = read_requests(section, renderer)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
     check_lengths(requests, limit)

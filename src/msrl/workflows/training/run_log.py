@@ -20,6 +20,7 @@ from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
 from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
+from msrl.tracking.prometheus import PrometheusTracker
 from msrl.tracking.report import summarize, write_report
 from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
@@ -128,7 +129,12 @@ class RunLog:
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
         options = self._config.log.options
         others = open_trackers(self._names, self.path, resumed_step=resumed_step, options=options)
-        return Trackers([metrics, console, *others])
+        return Trackers([metrics, console, *others, *self._prometheus()])
+
+    def _prometheus(self) -> tuple[PrometheusTracker, ...]:
+        """Return the tracker of `log.prometheus`, if it is set."""
+        port = self._config.log.prometheus
+        return () if port is None else (PrometheusTracker(port, self.path.name),)
 
     def rewind(self, step: int) -> None:
         """Remove the reports of the steps after `step`, which the run repeats."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from msrl.errors import ProcessFailedError
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
+from msrl.tracking.log_file import SAVED
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.guard import GradientError
 from msrl.types import StepReport
@@ -144,8 +145,15 @@ class TrainingSession:
 
         It ends after the last step, an interrupt or an early stop.
         """
+        profile = self._config.log.profile
         for step in range(self._start_step, self._num_steps):
+            is_profiled = step + 1 in profile.steps
+            if is_profiled:
+                folder = self.run_dir / "profile" / f"step_{step + 1:06d}"
+                self._trainers.begin_profile(folder, profile.ranks)
             yield step
+            if is_profiled:
+                self._trainers.end_profile()
             if self._is_over:
                 return
 
@@ -213,7 +221,7 @@ class TrainingSession:
     def _add_saved(self, checkpoints: Sequence[SavedTraining]) -> None:
         """Report checkpoints that are now complete."""
         for saved in checkpoints:
-            print(f"Saved checkpoint of step {saved.step} to {saved.root}", file=sys.stderr)
+            print(SAVED.format(step=saved.step, folder=saved.root), file=sys.stderr)
             self._saved = saved
 
 

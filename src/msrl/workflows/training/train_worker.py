@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,7 @@ class TrainWorker:
 
     _sender: WeightSender
     _device_sender: DeviceSender
+    _profiler: AbstractContextManager[Any] | None = None
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self._settings, self._rank, self._world_size = settings, rank, world_size
@@ -213,9 +214,10 @@ class TrainWorker:
         from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
 
         host = group.address.rpartition(":")
+        platform = self._training_rank.policy.position.platform
         self._device_sender = DeviceSender(
             TransferGroup(
-                group.way,
+                platform.weight_engine(group.way),
                 self._rank,
                 (host[0], int(host[2])),
                 len(group.engines) * group.processes_per_engine,
@@ -254,6 +256,24 @@ class TrainWorker:
     def onload(self) -> None:
         """Take the device's memory of the parameters again."""
         self._training_rank.onload()
+
+    # Profiles
+
+    def begin_profile(self, folder: Path, ranks: Sequence[int]) -> None:
+        """Begin a trace if this rank is one of `ranks`, or if `ranks` is empty."""
+        if ranks and self._rank not in ranks:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / f"rank_{self._rank:05d}"
+        self._profiler = get(self._settings.platform).profiler(trace)
+        self._profiler.__enter__()
+
+    def end_profile(self) -> None:
+        """Write the trace, if there is one."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            get(self._settings.platform).synchronize()
+            profiler.__exit__(None, None, None)
 
     # Checkpoints
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,6 +176,16 @@ class TrainerGroup:
         Gradients and optimizer states follow within an update.
         """
         self._workers.call("onload")
+
+    # Profiles
+
+    def begin_profile(self, folder: Path, ranks: Sequence[int]) -> None:
+        """Begin traces of these ranks, to be written to files in `folder`."""
+        self._workers.call("begin_profile", folder.absolute(), ranks)
+
+    def end_profile(self) -> None:
+        """Write the traces."""
+        self._workers.call("end_profile")
 
     # Checkpoints
 

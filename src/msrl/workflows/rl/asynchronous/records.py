@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,17 @@ from numpy.typing import NDArray
 
 from msrl.errors import MsrlError
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, VersionRun
+from msrl.types import (
+    Completion,
+    Episode,
+    EpisodeTurn,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    ScoredGroup,
+    TokenSequence,
+    VersionRun,
+)
 
 
 def encode(state: BufferState[ScoredGroup]) -> dict[str, Any]:
@@ -75,6 +86,7 @@ def _encode_completion(completion: Completion) -> dict[str, Any]:
         "policy_version": completion.policy_version,
         "text": completion.text,
         "versions": [list(run) for run in completion.versions],
+        "episode": None if completion.episode is None else _encode_episode(completion.episode),
     }
 
 
@@ -86,6 +98,42 @@ def _decode_completion(values: Mapping[str, Any]) -> Completion:
         values["policy_version"],
         values["text"],
         tuple(VersionRun(*run) for run in values["versions"]),
+        _decode_episode(values["episode"]) if values.get("episode") else None,
+    )
+
+
+def _encode_episode(episode: Episode) -> dict[str, Any]:
+    return {
+        "sequences": [
+            [_encode_array(sequence.token_ids), _encode_array(sequence.is_sampled)]
+            for sequence in episode.sequences
+        ],
+        "turns": [asdict(turn) for turn in episode.turns],
+        "messages": [dict(message) for message in episode.messages],
+        "success": episode.success,
+        "fault": list(episode.fault),
+        "truncated_messages": episode.truncated_messages,
+    }
+
+
+def _decode_episode(values: Mapping[str, Any]) -> Episode:
+    sequences = tuple(
+        TokenSequence(
+            _decode_array(token_ids, np.dtype(np.int64)), _decode_array(mask, np.dtype(np.bool_))
+        )
+        for token_ids, mask in values["sequences"]
+    )
+    turns = tuple(
+        EpisodeTurn(**{**turn, "tool_calls": tuple(turn["tool_calls"])}) for turn in values["turns"]
+    )
+    reason, detail = values["fault"]
+    return Episode(
+        sequences,
+        turns,
+        tuple(values["messages"]),
+        values["success"],
+        (reason, detail),
+        values["truncated_messages"],
     )
 
 

@@ -1,0 +1,197 @@
+"""Drawings of the page on concepts, as SVG.
+
+Every drawing has an opaque light background, so it is legible on light and dark pages and on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+
+INK, LINE, PAPER = "#1f2933", "#52606d", "#fbfcfd"
+BLUE, GREEN, ORANGE, VIOLET, GRAY = "#dbeafe", "#dcfce7", "#ffedd5", "#ede9fe", "#eef1f4"
+FONT = "system-ui, 'Noto Sans', 'Noto Sans SC', sans-serif"
+MARKER = (
+    '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+    f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
+)
+
+
+@dataclass
+class Drawing:
+    """Boxes, arrows and texts on a canvas, in pixels."""
+
+    width: int
+    height: int
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def box(self, x: int, y: int, w: int, h: int, *lines: str, fill: str = GRAY) -> None:
+        """Draw a box with centered lines of text, the first of them bold."""
+        shape = f'x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{LINE}"'
+        self.parts.append(f"<rect {shape}/>")
+        top = y + h / 2 - 8 * (len(lines) - 1)
+        for number, line in enumerate(lines):
+            self.text(x + w // 2, round(top + 16 * number) + 4, line, is_bold=number == 0)
+
+    def text(
+        self, x: int, y: int, line: str, *, is_bold: bool = False, anchor: str = "middle"
+    ) -> None:
+        """Draw one line of text around, from or up to a point."""
+        weight = ' font-weight="600"' if is_bold else ""
+        place = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}'
+        self.parts.append(f"<text {place}>{escape(line)}</text>")
+
+    def arrow(
+        self, *points: tuple[int, int], label: str = "", at: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Draw an arrow through points, with a label at a point."""
+        path = " ".join(f"{x},{y}" for x, y in points)
+        style = f'fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
+        self.parts.append(f'<polyline points="{path}" {style}/>')
+        if label:
+            self.text(*at, label)
+
+    def svg(self) -> str:
+        """Return the drawing as an SVG file."""
+        size = (
+            f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
+        )
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="{FONT}" '
+            f'font-size="13" fill="{INK}">',
+            f"<title>{escape(self.title)}</title>",
+            f"<defs>{MARKER}</defs>",
+            f'<rect width="100%" height="100%" rx="8" fill="{PAPER}" stroke="#cbd2d9"/>',
+            *self.parts,
+            "</svg>",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def pipeline() -> Drawing:
+    """Return the commands from a model to a better model, with their files."""
+    drawing = Drawing(860, 250, "Commands of msrl and the files between them")
+    drawing.box(20, 30, 150, 50, "Hugging Face folder", "or hub name", fill=BLUE)
+    drawing.box(20, 165, 150, 50, "rows", "JSON, CSV, Parquet", fill=BLUE)
+    drawing.box(215, 30, 150, 50, "msrl convert-ckpt", "hf2mcore, optional", fill=GREEN)
+    drawing.box(215, 165, 150, 50, "msrl preprocess", fill=GREEN)
+    drawing.box(410, 98, 130, 50, "msrl train-sft", fill=GREEN)
+    drawing.box(585, 98, 130, 50, "msrl train-grpo", fill=GREEN)
+    drawing.box(585, 180, 130, 50, "reward", "verifier, server, model", fill=ORANGE)
+    drawing.box(585, 20, 130, 50, "msrl convert-ckpt", "mcore2hf", fill=GREEN)
+    drawing.box(745, 98, 100, 50, "run folder", "metrics, report", fill=VIOLET)
+    drawing.box(745, 20, 100, 50, "msrl generate", "msrl chat", fill=GREEN)
+    drawing.arrow((170, 55), (215, 55))
+    drawing.arrow((170, 190), (215, 190))
+    drawing.arrow((365, 55), (475, 55), (475, 98), label="checkpoint", at=(420, 47))
+    drawing.arrow((365, 190), (475, 190), (475, 148), label="token ids", at=(420, 182))
+    drawing.arrow((540, 123), (585, 123))
+    drawing.arrow((650, 180), (650, 148))
+    drawing.arrow((650, 98), (650, 70))
+    drawing.arrow((715, 123), (745, 123))
+    drawing.arrow((715, 45), (745, 45))
+    return drawing
+
+
+def formats() -> Drawing:
+    """Return the checkpoint formats and the commands between them."""
+    drawing = Drawing(860, 250, "Checkpoint formats and the conversions between them")
+    files = ("Hugging Face folder", "config.json, tokenizer", "model-*.safetensors")
+    drawing.box(20, 85, 190, 76, *files, fill=BLUE)
+    files = ("Megatron, one file per rank", "mp_rank_TT_PPP_EEE/", "model_optim_rng.pt (MindSpeed)")
+    drawing.box(335, 20, 230, 76, *files, fill=GREEN)
+    files = ("Megatron, distributed", "__0_0.distcp, .metadata", "loads with any layout")
+    drawing.box(335, 150, 230, 76, *files, fill=GREEN)
+    drawing.box(
+        680, 85, 160, 76, "training", "train-sft, train-grpo", "reads all formats", fill=VIOLET
+    )
+    drawing.arrow((210, 105), (335, 60), label="hf2mcore", at=(262, 68))
+    drawing.arrow((210, 145), (335, 190), label="hf2mcore --format dist", at=(235, 200))
+    drawing.arrow((335, 85), (210, 125), label="mcore2hf", at=(300, 118))
+    drawing.arrow((450, 96), (450, 150), label="reshard", at=(480, 128))
+    drawing.arrow((420, 150), (420, 96))
+    drawing.arrow((565, 60), (680, 105))
+    drawing.arrow((565, 190), (680, 145))
+    return drawing
+
+
+def layouts() -> Drawing:
+    """Return how eight devices are divided by TP 2, PP 2 and DP 2."""
+    drawing = Drawing(860, 290, "Eight devices with TP 2, PP 2 and DP 2")
+    for replica in range(2):
+        left = 110 + 380 * replica
+        drawing.text(
+            left + 170, 30, f"replica {replica} (DP {replica}): its own micro-batches", is_bold=True
+        )
+        for stage in range(2):
+            top = 60 + 110 * stage
+            fill = (BLUE, GREEN)[stage]
+            for shard in range(2):
+                rank = 4 * stage + 2 * replica + shard
+                layers = ("layers 1 to 16", "layers 17 to 32")[stage]
+                lines = (f"device {rank}", layers, f"shard {shard} of every matrix")
+                drawing.box(left + 175 * shard, top, 165, 70, *lines, fill=fill)
+        drawing.arrow(
+            (left + 170, 132), (left + 170, 168), label="activations", at=(left + 215, 155)
+        )
+    drawing.text(16, 99, "PP stage 0", anchor="start", is_bold=True)
+    drawing.text(16, 209, "PP stage 1", anchor="start", is_bold=True)
+    drawing.text(
+        430,
+        262,
+        "TP: the devices of a row of a replica compute the same tokens with parts of each matrix.",
+    )
+    drawing.text(
+        430,
+        280,
+        "DP: gradients are summed over replicas, which share the optimizer's state.",
+    )
+    return drawing
+
+
+def rl_loop() -> Drawing:
+    """Return one step of train-grpo."""
+    drawing = Drawing(860, 300, "One step of train-grpo")
+    drawing.box(20, 40, 150, 60, "prompts", "prompts_per_step", fill=BLUE)
+    drawing.box(230, 40, 170, 60, "1 generate (vLLM)", "samples_per_prompt each", fill=GREEN)
+    drawing.box(460, 40, 170, 60, "2 score", "reward sources, weighted", fill=ORANGE)
+    drawing.box(680, 40, 160, 60, "3 advantages", "within each group", fill=VIOLET)
+    drawing.box(
+        680, 190, 160, 70, "4 log-probabilities", "policy, reference", "of the trainer", fill=GREEN
+    )
+    drawing.box(
+        400,
+        190,
+        220,
+        70,
+        "5 update (Megatron)",
+        "samples_per_update, in",
+        "micro-batches, over DP",
+        fill=GREEN,
+    )
+    drawing.box(150, 190, 190, 70, "6 transfer the weights", "to the engines, verified", fill=GRAY)
+    drawing.arrow((170, 70), (230, 70))
+    drawing.arrow((400, 70), (460, 70))
+    drawing.arrow((630, 70), (680, 70))
+    drawing.arrow((760, 100), (760, 190))
+    drawing.arrow((680, 225), (620, 225))
+    drawing.arrow((400, 225), (340, 225))
+    drawing.arrow(
+        (245, 190), (245, 145), (315, 145), (315, 100), label="new policy version", at=(400, 142)
+    )
+    return drawing
+
+
+DRAWINGS: dict[str, Callable[[], Drawing]] = {
+    "pipeline.svg": pipeline,
+    "formats.svg": formats,
+    "layouts.svg": layouts,
+    "rl-loop.svg": rl_loop,
+}
+
+
+def drawings() -> dict[str, str]:
+    """Return all drawings by file name."""
+    return {name: draw().svg() for name, draw in DRAWINGS.items()}

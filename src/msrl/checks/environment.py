@@ -1,0 +1,102 @@
+"""Checks of the `environment` section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msrl import registry
+from msrl.checks.plugins import check_options, check_plugin_name
+from msrl.config.loader import Resolved
+from msrl.config.sections.environment import EnvironmentConfig, SingleEnvironment
+from msrl.registry.declarations import declaration
+from msrl.rewards.failures import ENVIRONMENT
+from msrl.rewards.sources import Source
+
+
+def check_environment(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of the environment that is invalid or has no effect."""
+    section = resolved.config.environment
+    if not section.is_on:
+        for name in type(section).model_fields:
+            if resolved.is_set(f"environment.{name}"):
+                yield resolved.mistake(
+                    f"environment.{name}", "has no effect without environment.name. Set that key."
+                )
+        return
+    yield from _sources(resolved, section)
+    yield from _tool_format(resolved, section)
+    yield from _rewards(resolved, section)
+
+
+def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    """Check the environments and their options."""
+    if not section.mixture:
+        yield from _source(resolved, "environment", section)
+        return
+    for name in SingleEnvironment.model_fields:
+        if resolved.is_set(f"environment.{name}"):
+            yield resolved.mistake(
+                f"environment.{name}", "conflicts with environment.mixture. Set it there."
+            )
+    for name, entry in section.mixture.items():
+        yield from _source(resolved, f"environment.mixture.{name}", entry)
+    if not any(entry.weight for entry in section.mixture.values()):
+        yield resolved.mistake("environment.mixture", "all weights are 0. Set one.")
+
+
+def _source(resolved: Resolved, key: str, entry: SingleEnvironment) -> Iterator[str]:
+    """Check one environment."""
+    if (entry.name is None) == (entry.path is None):
+        yield resolved.mistake(key, "set either name or path")
+    elif entry.name is not None:
+        plugin = (registry.ENVIRONMENTS, entry.name, "environment")
+        mistakes = list(check_plugin_name(resolved, f"{key}.name", *plugin[:2]))
+        yield from mistakes or check_options(resolved, f"{key}.options", plugin)
+    elif entry.path is not None:
+        file, colon, name = entry.path.rpartition(":")
+        if not colon or not name.isidentifier():
+            yield resolved.mistake(f"{key}.path", "must be path/file.py:Class")
+        elif not Path(file).is_file():
+            yield resolved.mistake(f"{key}.path", f"file not found: {file}")
+
+
+def _tool_format(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    if section.tool_format is not None:
+        yield from check_plugin_name(
+            resolved, "environment.tool_format", registry.TOOL_FORMATS, section.tool_format
+        )
+
+
+def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
+    """Check reward settings that are not defined for rewards of turns."""
+    config = resolved.config
+    if config.reward.format_penalty and not section.is_single_turn:
+        yield resolved.mistake(
+            "reward.format_penalty",
+            "compares one response with a format, but an episode has several answers. Remove it.",
+        )
+    for number, source in enumerate(config.reward.sources):
+        if Source.of(source).label == ENVIRONMENT:
+            yield resolved.mistake(
+                f"reward.sources.{number}",
+                f"has the name {ENVIRONMENT}, that of the environment's rewards. Set another one.",
+            )
+    estimator = config.algo.advantage.estimator
+    plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")
+    if not plugin.constant("NEEDS_TURNS"):
+        return
+    norm = config.reward.norm
+    keys = {
+        "reward.norm.center": norm.center != "none",
+        "reward.norm.scale": norm.scale != "none",
+        "reward.clip": config.reward.clip is not None,
+    }
+    keys["algo.advantage.whiten_rewards"] = config.algo.advantage.whiten_rewards
+    for key, is_set in keys.items():
+        if is_set:
+            yield resolved.mistake(
+                key,
+                f"changes the total of an episode, but algo.advantage.estimator={estimator} reads "
+                "rewards of turns. Remove it.",
+            )

@@ -1,0 +1,104 @@
+"""Checks of eval: checkpoints, prompts, sampling and reward sources."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from msrl.checks.evaluation import check_eval_sampling, check_eval_source
+from msrl.checks.inputs import path_hint
+from msrl.checks.sampling import check_temperature
+from msrl.config.loader import Resolved
+from msrl.errors import hub_hint
+from msrl.models.paths import (
+    TRACKER,
+    is_adapter_folder,
+    is_hf,
+    is_iteration,
+    is_mcore,
+    run_checkpoints,
+    runs_on_ranks,
+)
+from msrl.plan.run_plan import RunPlan
+from msrl.rewards import sources
+
+
+def check_evaluate(resolved: Resolved) -> Iterator[str]:
+    """Check the checkpoints and the settings of sampling."""
+    models = resolved.config.evaluate.models
+    if not models:
+        yield "evaluate.models: missing. Name checkpoints: msrl eval MODEL..."
+    for number, path in enumerate(models):
+        yield from _model(resolved, f"evaluate.models.{number}", path)
+    output = Path(resolved.config.evaluate.output)
+    if output.exists() and not output.is_dir():
+        yield resolved.mistake("evaluate.output", "is not a folder. Choose another name.")
+    yield from check_temperature(resolved, "eval.sampling.temperature")
+    yield from check_eval_sampling(resolved)
+    yield from check_eval_source(resolved)
+
+
+def _model(resolved: Resolved, key: str, path: str) -> Iterator[str]:
+    if not Path(path).is_dir():
+        yield resolved.mistake(key, f"folder not found{hub_hint(path) or path_hint(path)}")
+        return
+    tests = (is_hf, is_mcore, is_adapter_folder, is_iteration)
+    if not any(test(path) for test in tests) and run_checkpoints(path) is None:
+        yield resolved.mistake(
+            key,
+            f"contains neither config.json (Hugging Face) nor {TRACKER} (mcore), and is not the "
+            "folder of a run with checkpoints",
+        )
+
+
+def _run_hint(resolved: Resolved) -> str:
+    """Return a hint at the configuration of a run among the models, or nothing."""
+    for path in resolved.config.evaluate.models:
+        file = Path(path) / "config.yaml"
+        if run_checkpoints(path) is not None and file.is_file():
+            return f" -c {file} loads the settings of the run."
+    return ""
+
+
+def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check that data.eval has preprocessed prompts."""
+    prefix = resolved.config.data.eval
+    if prefix is None:
+        yield (
+            "data.eval: missing. Use --data PREFIX, held-out prompts of `msrl preprocess`."
+            f"{_run_hint(resolved)}"
+        )
+        return
+    if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
+        yield resolved.mistake(
+            "data.eval",
+            f"no preprocessed data with this prefix ({prefix}_*.idx). "
+            "Create it with `msrl preprocess`.",
+        )
+        return
+    manifest = plan.datasets[prefix].manifest  # an error is reported when the data is opened
+    if manifest is not None and manifest.kind != "prompts":
+        yield resolved.mistake(
+            "data.eval",
+            f"contains {manifest.kind} data instead of prompts data. Preprocess it with a handler "
+            "for prompts such as r1, or --kind prompts.",
+        )
+
+
+def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check the reward sources. Reward models on training ranks cannot score here."""
+    sections = resolved.config.reward.sources
+    entries = [sources.Source.of(section) for section in sections]
+    for number, key, message in sources.mistakes(entries, plan.hf_config):
+        if number is None:
+            yield f"reward.sources: {message}.{_run_hint(resolved)}"
+        else:
+            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
+    for number, section in enumerate(sections):
+        if runs_on_ranks(section.model, section.engine):
+            yield resolved.mistake(
+                f"reward.sources.{number}.model",
+                "runs on training ranks, which eval does not start. Remove this source, or serve "
+                "the model and use url.",
+            )

@@ -1,0 +1,99 @@
+"""Configuration of environments: episodes of several turns in train-grpo."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from msrl import registry
+from msrl.config.sections.base import Count, Float, NonNegative, Seconds, Section, Text
+
+
+class SingleEnvironment(Section):
+    """One of several environments."""
+
+    name: Text | None = Field(
+        default=None,
+        description="Name of a built-in environment.",
+        examples=[*registry.names(registry.ENVIRONMENTS)],
+    )
+    path: Text | None = Field(
+        default=None, description="Own environment as path/file.py:Class, instead of a name."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Options of the environment, by name."
+    )
+    timeout_s: Seconds = Field(
+        default=30.0,
+        description="Maximum time of one call of the environment in seconds. Its process is "
+        "killed then, which ends the episode.",
+    )
+
+
+class MixtureEntry(SingleEnvironment):
+    """One of several environments, with its share of the rows."""
+
+    weight: NonNegative = Field(
+        default=1.0,
+        description="Relative share of the rows that do not name an environment in their column "
+        "extra.environment.",
+    )
+
+
+class EnvironmentConfig(SingleEnvironment):
+    """Environment of the episodes of train-grpo.
+
+    Without a name, a path and a mixture, a response is one turn.
+    """
+
+    mixture: dict[Text, MixtureEntry] = Field(
+        default_factory=dict[str, MixtureEntry],
+        description="Several environments by a name of your choice, instead of name and path. The "
+        "column extra.environment of a row selects one, else the weights do.",
+    )
+    tool_format: Text | None = Field(
+        default=None,
+        description="Format of tool calls in answers. Default: that of the chat template.",
+        examples=[*registry.names(registry.TOOL_FORMATS)],
+    )
+    max_turns: Count = Field(
+        default=8, description="Maximum number of answers of the policy in an episode."
+    )
+    max_turn_tokens: Count | None = Field(
+        default=None,
+        description="Maximum length of one answer in tokens. Default: what remains of "
+        "rollout.max_response_tokens, which limits answers and messages of an episode together.",
+    )
+    max_episode_s: Seconds | None = Field(
+        default=None,
+        description="Number of seconds after which an episode begins no further turn. "
+        "Default: no limit.",
+    )
+    max_running: Count = Field(
+        default=64, description="Maximum number of calls that run at the same time per engine."
+    )
+    max_message_chars: Count = Field(
+        default=16384,
+        description="Maximum length of a message of the environment in characters. Longer ones "
+        "are truncated and counted.",
+    )
+    history: Literal["append", "template"] = Field(
+        default="append",
+        description="Prompt of a later turn: all earlier tokens and the new messages (append), or "
+        "the conversation as the chat template renders it (template), which may drop thoughts. A "
+        "new training sequence begins where the template changes earlier tokens.",
+    )
+    reward_weight: Float = Field(
+        default=1.0, description="Weight of the environment's rewards in the reward."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if responses are episodes with an environment."""
+        return self.name is not None or self.path is not None or bool(self.mixture)
+
+    @property
+    def is_single_turn(self) -> bool:
+        """True if an episode is one response, whose reward comes from the reward sources."""
+        return self.name == "single_turn"

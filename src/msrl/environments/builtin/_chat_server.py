@@ -1,0 +1,209 @@
+"""OpenAI-compatible server of one episode, on the loopback address with a key of the episode.
+
+`POST /v1/chat/completions` waits for the answer of the policy, also as a stream of one part.
+`POST /v1/reward` takes {"reward": number, "success": true or false}. `GET /v1/models` lists the
+policy. Format: https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "policy"
+_MAX_BODY_BYTES = 64 << 20
+
+
+class ChatRequest:
+    """Request for an answer. The thread of its connection waits until it is answered."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+        self._reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Answer with a message of the role assistant."""
+        self._reply.put(message)
+
+    def wait(self) -> Mapping[str, Any]:
+        """Return the message when it is there."""
+        return self._reply.get()
+
+
+class ChatServer:
+    """Server of one episode. Requests arrive in `requests`, in their order."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.requests: queue.SimpleQueue[ChatRequest | None] = queue.SimpleQueue()
+        self.reward: float | None = None
+        self.success: bool | None = None
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http.daemon_threads = True
+        self._http.episode = self  # pyright: ignore[reportAttributeAccessIssue]
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients of OpenAI's API."""
+        return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+
+    def end(self) -> None:
+        """Tell the reader of `requests` that no further one comes."""
+        self.requests.put(None)
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class _BadRequestError(Exception):
+    """A request that the server does not answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Connection of a client."""
+
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def _episode(self) -> ChatServer:
+        return self.server.episode  # pyright: ignore[reportAttributeAccessIssue]
+
+    def do_GET(self) -> None:
+        if not self._has_key():
+            return self._error(401, "invalid API key")
+        if self.path != "/v1/models":
+            return self._error(404, f"unknown path {self.path}")
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "msrl"}
+        return self._send({"object": "list", "data": [entry]})
+
+    def do_POST(self) -> None:
+        try:
+            body = self._body()
+            if not self._has_key():
+                return self._error(401, "invalid API key")
+            if self.path == "/v1/chat/completions":
+                return self._complete(body)
+            if self.path == "/v1/reward":
+                return self._take_reward(body)
+            return self._error(404, f"unknown path {self.path}")
+        except _BadRequestError as error:
+            return self._error(400, str(error))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write no line per request."""
+
+    def _has_key(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(), self._episode.key.encode())
+
+    def _body(self) -> dict[str, Any]:
+        try:
+            length = int(self.headers.get("Content-Length", ""))
+        except ValueError:
+            raise _BadRequestError("the request needs a Content-Length") from None
+        if not 0 <= length <= _MAX_BODY_BYTES:
+            raise _BadRequestError(f"the request is longer than {_MAX_BODY_BYTES} bytes")
+        try:
+            body = json.loads(self.rfile.read(length))
+        except (ValueError, RecursionError) as error:
+            raise _BadRequestError(f"the request is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise _BadRequestError("the request must be a JSON object")
+        return body
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        """Answer a request for a chat completion."""
+        check_messages(body)
+        if body.get("n") not in (None, 1):
+            raise _BadRequestError("n: only one answer per request")
+        request = ChatRequest(body)
+        self._episode.requests.put(request)
+        message = request.wait()
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        if body.get("stream"):
+            return self._stream(message, reason)
+        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        return self._send({**_head("chat.completion"), "choices": [choice]})
+
+    def _stream(self, message: Mapping[str, Any], reason: str) -> None:
+        """Send a message as one part of a stream, and the end."""
+        calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls") or ())]
+        delta = {**message, "tool_calls": calls} if calls else message
+        head = _head("chat.completion.chunk")
+        parts = [
+            {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
+        ]
+        lines = "".join(f"data: {json.dumps(part)}\n\n" for part in parts)
+        self._write(200, "text/event-stream", f"{lines}data: [DONE]\n\n".encode())
+
+    def _take_reward(self, body: dict[str, Any]) -> None:
+        reward, success = body.get("reward"), body.get("success")
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise _BadRequestError("reward: must be a number")
+        self._episode.reward = float(reward)
+        self._episode.success = success if isinstance(success, bool) else None
+        self._send({"ok": True})
+
+    def _error(self, status: int, text: str) -> None:
+        self.close_connection = True
+        error = {"message": text, "type": "invalid_request_error", "code": status}
+        self._write(status, "application/json", json.dumps({"error": error}).encode())
+
+    def _send(self, value: object) -> None:
+        self._write(200, "application/json", json.dumps(value).encode())
+
+    def _write(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def check_messages(body: Mapping[str, Any]) -> None:
+    """Check that a request has messages with text.
+
+    Raises:
+        _BadRequestError: It has not.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _BadRequestError("messages: must be a list of messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _BadRequestError("messages: each needs a role and content")
+        text_content(message)
+
+
+def text_content(message: Mapping[str, Any]) -> str:
+    """Return the content of a message as text.
+
+    Raises:
+        _BadRequestError: It has other content than text.
+    """
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise _BadRequestError("messages: content must be text or a list of text parts")
+    return "".join(map(str, texts))
+
+
+def _head(kind: str) -> dict[str, Any]:
+    identity = f"chatcmpl-{secrets.token_hex(12)}"
+    return {"id": identity, "object": kind, "created": int(time.time()), "model": MODEL}

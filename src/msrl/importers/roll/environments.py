@@ -1,0 +1,301 @@
+"""Environments of agentic ROLL files: `custom_envs` by tag, and the groups of `train_env_manager`.
+
+A tag has an `env_type` and its `env_config`. A step has rollout_batch_size trajectories in groups
+of group_size, and num_groups_partition shares the groups among the tags. Source: ROLL 8eb27cc2,
+roll/pipeline/agentic/agentic_config.py, env_manager/ and env/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from msrl.config.sources import plain, wrap
+from msrl.importers.sections import Keys
+from msrl.importers.status import KeyStatus
+from msrl.importers.translation import SourceKey, Translation
+
+_TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+_OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
+
+
+def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
+    """Translate the environments of the tags that the training uses."""
+    manager = _section(translation, top, "train_env_manager", "env_manager")
+    tags, weights = _tags(manager)
+    custom = top.get("custom_envs")
+    nodes = custom.node.value if custom is not None else {}
+    envs = [_CustomEnv(translation, tag, nodes) for tag in tags if _has(top, nodes, tag)]
+    parts = [env.translate() for env in envs]
+    if parts and custom is not None:
+        _put_parts(translation, custom, dict(zip(tags, parts, strict=False)), weights)
+        _put_limits(translation, custom, top, envs, manager, infer)
+    for key, text in _MANAGER.items():
+        manager.record(key, KeyStatus.APPLIED, text)
+    for key in ("max_actions_per_traj", "max_tokens_per_step", "env_manager_cls"):
+        top.record(key, KeyStatus.APPLIED, "read by custom_envs")
+    manager.apply_remaining()
+    _put_turn_estimator(translation, top)
+
+
+_MANAGER = {
+    "group_size": "rollout.samples_per_prompt",
+    "tags": "environment.name, or environment.mixture",
+    "num_groups_partition": "environment.mixture.TAG.weight",
+    "n_groups": "environment.mixture.TAG.weight",
+    "generating_args": "environment.max_turn_tokens: max_new_tokens",
+    "num_env_groups": "a step has rollout_batch_size trajectories; rows of the data are groups",
+}
+
+
+def _section(translation: Translation, top: Keys, key: str, section: str) -> Keys:
+    entry = top.get(key)
+    if entry is not None:
+        translation.record(entry, KeyStatus.APPLIED, "key by key")
+    node = entry.node if entry is not None else None
+    return Keys(translation, section, translation.entries(node, section, key))
+
+
+def _tags(manager: Keys) -> tuple[list[str], list[float]]:
+    """Return the tags of the training, and the number of groups of each."""
+    tags = [str(tag) for tag in _list(manager.value("tags"))] or ["SimpleSokoban"]
+    entry = manager.get("num_groups_partition", "n_groups")
+    if entry is None:
+        return tags, [1.0] * len(tags)
+    counts = _list(entry.value)
+    if len(counts) != len(tags) or not all(isinstance(count, int) for count in counts):
+        manager.add_error(entry.key, "must have a number of groups for every tag")
+        return tags, [1.0] * len(tags)
+    return tags, [float(count) for count in counts]
+
+
+def _list(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _has(top: Keys, nodes: Any, tag: str) -> bool:
+    if isinstance(nodes, dict) and tag in nodes:
+        return True
+    top.translation.errors.append(
+        f"{top.translation.name}: custom_envs.{tag}: missing. Define the environment of this tag."
+    )
+    return False
+
+
+class _CustomEnv:
+    """One environment of `custom_envs`."""
+
+    def __init__(self, translation: Translation, tag: str, nodes: Any) -> None:
+        path = f"custom_envs.{tag}"
+        self._translation = translation
+        self.keys = Keys(
+            translation, "custom_env", translation.entries(nodes[tag], "custom_env", path)
+        )
+        config = self.keys.get("env_config")
+        node = config.node if config is not None else None
+        self._config = Keys(
+            translation, "env_config", translation.entries(node, "env_config", f"{path}.env_config")
+        )
+
+    def translate(self) -> dict[str, Any]:
+        """Return the environment as a part of the section `environment`."""
+        kind = str(self.keys.value("env_type"))
+        entry = self.keys.get("env_type")
+        if entry is None or kind not in _KINDS:
+            self.keys.add_error(
+                "env_type",
+                f"not supported: msrl has {', '.join(_KINDS)} of these. Use environment.path for "
+                "an environment of your own.",
+            )
+            return {}
+        self._translation.report_difference(entry, _OTHER_MAPS)
+        self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {kind}")
+        self.keys.record("env_config", KeyStatus.APPLIED, "environment.options, key by key")
+        self._put_manager()
+        options = _KINDS[kind](self._config)
+        self._record_config(options)
+        return {"name": kind, "options": options}
+
+    def _put_manager(self) -> None:
+        """Check the class that builds prompts."""
+        name = str(self.keys.value("env_manager_cls") or "").rpartition(".")[2]
+        entry = self.keys.get("env_manager_cls")
+        if entry is None or name == "TrajEnvManager":
+            self.keys.record("env_manager_cls", KeyStatus.SAME, "an episode is one sequence")
+        elif name == "StepEnvManager":
+            self._translation.difference(
+                entry, "every turn is a sequence with the last history_length turns only"
+            )
+        else:
+            self._translation.add_error(entry, f"not supported: {name}")
+        for key in ("agent_system_template", "agent_template"):
+            entry = self.keys.get(key)
+            if entry is not None:
+                self._translation.difference(entry, "text around the observations of a turn")
+        for key in ("max_steps", "max_tokens_per_step"):
+            text = "environment.max_turns" if key == "max_steps" else "environment.max_turn_tokens"
+            self.keys.record(key, KeyStatus.APPLIED, text)
+        self.keys.apply_remaining()
+
+    def _record_config(self, options: Mapping[str, Any]) -> None:
+        for entry in self._config:
+            pattern = entry.key == "action_pattern"
+            if pattern and entry.value != "<answer>(.*?)</answer>":
+                self._translation.difference(entry, "msrl reads the last <answer> of an answer")
+            elif pattern:
+                self._translation.record(entry, KeyStatus.SAME, "msrl reads <answer> tags")
+            elif entry.key in _OPTIONS and _OPTIONS[entry.key] in options:
+                text = f"environment.options.{_OPTIONS[entry.key]}"
+                self._translation.record(entry, KeyStatus.APPLIED, text)
+            else:
+                self._translation.difference(entry, "msrl's environment has no such option")
+
+
+_OPTIONS = {  # options of msrl's environments by the keys of env_config
+    "size": "size",
+    "dim_room": "size",
+    "p": "hole_share",
+    "is_slippery": "slippery",
+    "max_steps": "max_steps",
+    "format_penalty": "invalid_reward",
+    "env_instruction": "instructions",
+    "num_boxes": "num_boxes",
+}
+
+
+def _frozen_lake(config: Keys) -> dict[str, Any]:
+    """Return the options of frozen_lake, with the defaults of the original."""
+    frozen = _number(config, "p", 0.8)
+    options = {
+        "size": _number(config, "size", 4),
+        "hole_share": round(1 - frozen, 6),
+        "slippery": config.get("is_slippery") is None or config.value("is_slippery") is True,
+        "max_steps": _number(config, "max_steps", 20),
+        "invalid_reward": float(_number(config, "format_penalty", 0.0)),
+    }
+    return _with_instructions(options, config)
+
+
+def _sokoban(config: Keys) -> dict[str, Any]:
+    """Return the options of sokoban, with the defaults and rewards of the original."""
+    room = config.value("dim_room")
+    sizes = set(_list(room)) or {10}
+    if len(sizes) != 1:
+        config.add_error("dim_room", "not supported: msrl's rooms are square")
+    options = {
+        "size": sizes.pop(),
+        "num_boxes": _number(config, "num_boxes", 4),
+        "max_steps": _number(config, "max_steps", 20),
+        "invalid_reward": float(_number(config, "format_penalty", 0.0)),
+        "step_reward": -0.1,
+        "box_reward": 1.0,
+        "success_reward": 10.0,
+    }
+    return _with_instructions(options, config)
+
+
+_KINDS: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "frozen_lake": _frozen_lake,
+    "sokoban": _sokoban,
+}
+
+
+def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:
+    text = config.value("env_instruction")
+    return {**options, "instructions": text} if isinstance(text, str) else options
+
+
+def _number(config: Keys, key: str, default: float) -> Any:
+    """Return the value of a key; its type is checked with the options of the environment."""
+    return default if config.get(key) is None else config.value(key)
+
+
+def _put_parts(
+    translation: Translation,
+    custom: SourceKey,
+    parts: Mapping[str, dict[str, Any]],
+    weights: Sequence[float],
+) -> None:
+    """Set the only environment, or the mixture of several."""
+    if len(parts) == 1:
+        (part,) = parts.values()
+        for key, value in part.items():
+            translation.set(f"environment.{key}", wrap(value, custom.origin))
+        return translation.record(custom, KeyStatus.APPLIED, "environment.name and options")
+    pairs = zip(parts.items(), weights, strict=False)
+    mixture = {tag: {**part, "weight": weight} for (tag, part), weight in pairs}
+    return translation.assign(custom, ["environment.mixture"], mixture)
+
+
+def _put_limits(
+    translation: Translation,
+    custom: SourceKey,
+    top: Keys,
+    envs: Sequence[_CustomEnv],
+    manager: Keys,
+    infer: Keys,
+) -> None:
+    """Set the largest numbers of turns and of tokens per turn."""
+    turns = [env.keys.number("max_steps") for env in envs]
+    turns = [count for count in [*turns, top.number("max_actions_per_traj")] if count]
+    if turns:
+        translation.set("environment.max_turns", wrap(max(turns), custom.origin))
+    tokens = [count for env in envs if (count := env.keys.number("max_tokens_per_step"))]
+    limit = _answer_tokens(manager, infer)
+    if tokens or limit:
+        value = min([max(tokens or [limit or 0]), *([limit] if limit else [])])
+        translation.set("environment.max_turn_tokens", wrap(value, custom.origin))
+
+
+def _answer_tokens(manager: Keys, infer: Keys) -> int | None:
+    """Return max_new_tokens, the length of an answer: of actor_infer, else of the manager."""
+    if infer.get("max_new_tokens") is not None:
+        return infer.number("max_new_tokens")
+    entry = manager.get("generating_args")
+    settings = plain(entry.node) if entry is not None else None
+    value = settings.get("max_new_tokens") if isinstance(settings, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _put_turn_estimator(translation: Translation, top: Keys) -> None:
+    """Translate the weights and the discount of estimators that work by turn."""
+    estimator = str(top.value("adv_estimator"))
+    options: dict[str, Any] = {}
+    if estimator in ("gigpo", "step_reinforce"):
+        gamma = top.value("step_reward_gamma")
+        options["step_gamma"] = 0.95 if gamma is None else gamma
+        top.record("step_reward_gamma", KeyStatus.APPLIED, "algo.advantage.options.step_gamma")
+    if estimator == "gigpo":
+        options["omega"] = _omega(translation, top)
+        options["normalise"] = _method(top) in ("mean_std", "asym_clip")
+    if options:
+        origin = top.origin("adv_estimator")
+        translation.set(_OPTIONS_KEY, wrap(options, origin))
+    for key in ("step_reward_gamma", "step_reward_weight", "episode_reward_weight"):
+        top.record(key, KeyStatus.DEAD, "read by gigpo and step_reinforce only")
+
+
+def _omega(translation: Translation, top: Keys) -> float:
+    """Return the weight of turns relative to that of episodes."""
+    weights = [top.value(key) for key in ("step_reward_weight", "episode_reward_weight")]
+    step, episode = (float(w) if isinstance(w, int | float) else 1.0 for w in weights)
+    entry = top.get("episode_reward_weight")
+    if entry is not None and episode != 1.0:
+        translation.difference(entry, "the scale of all advantages; msrl weighs episodes by 1")
+    top.record("episode_reward_weight", KeyStatus.SAME, "msrl weighs episodes by 1")
+    top.record("step_reward_weight", KeyStatus.APPLIED, "algo.advantage.options.omega")
+    return step / episode if episode else step
+
+
+def _method(top: Keys) -> str:
+    entry = top.get("reward_normalization")
+    settings = plain(entry.node) if entry is not None else None
+    return str(settings.get("method", "identity")) if isinstance(settings, dict) else "identity"
+
+
+_OPTIONS_KEY = "algo.options"
+
+
+def reads_turns(top: Keys) -> bool:
+    """Return True if the estimator normalizes rewards of turns itself."""
+    return str(top.value("adv_estimator")) in _TURN_ESTIMATORS

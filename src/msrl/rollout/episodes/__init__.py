@@ -1,0 +1,1 @@
+"""Episodes: several turns of the policy with an environment, token by token."""

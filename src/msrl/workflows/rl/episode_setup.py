@@ -1,0 +1,83 @@
+"""Setup of episodes before Ray starts: chat template, tool format and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msrl.config.sections.environment import EnvironmentConfig
+from msrl.environments.base import EpisodeFault, Opening
+from msrl.environments.pool import ENVIRONMENT_COLUMN
+from msrl.environments.tools import detect_format
+from msrl.errors import MsrlError, nearest
+from msrl.plan.run_plan import RunPlan
+from msrl.rewards.failures import error_line
+from msrl.rollout.episodes.runner import environment_row
+from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.episodes.template import EpisodeTemplate, open_template
+from msrl.types import Prompt
+
+_DEFAULT_FORMAT = "hermes"
+
+
+def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
+    """Return the settings of episodes; None if a response is one turn.
+
+    The environment is opened once with a row of the data, which also shows whether it has tools.
+
+    Raises:
+        MsrlError: The environment cannot be opened, or the chat template cannot show its messages.
+    """
+    section = plan.config.environment
+    if not section.is_on:
+        return None
+    prefix = next(iter(plan.data.blend), plan.data.train)  # a blend has one template
+    manifest = None if prefix is None else plan.datasets[prefix].manifest
+    chat_template = "" if manifest is None else manifest.chat_template
+    template = open_template(plan.tokenizer_dir, chat_template)
+    settings = EpisodeSettings(
+        section,
+        plan.tokenizer_dir,
+        chat_template,
+        _tool_format(section, template),
+        plan.rollout.max_prompt_tokens,
+    )
+    if not section.is_single_turn:
+        opening = _open(settings, prompt, plan.sampling.seed)
+        template.check(needs_tools=bool(opening.tools))
+        if opening.messages:
+            template.conversation(opening.messages, opening.tools)
+    return settings
+
+
+def check_environment_names(section: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise MsrlError if a row selects an environment that `environment.mixture` does not have."""
+    for prompt in prompts if section.mixture else ():
+        name = prompt.extra.get(ENVIRONMENT_COLUMN)
+        if name and name not in section.mixture:
+            raise MsrlError(
+                f"environment.mixture: row {prompt.index} of the data selects the environment "
+                f"{name!r}; {nearest(name, section.mixture)}. Add it, or correct the column "
+                f"extra.{ENVIRONMENT_COLUMN}."
+            )
+
+
+def _tool_format(section: EnvironmentConfig, template: EpisodeTemplate) -> str:
+    if section.tool_format is not None:
+        return section.tool_format
+    return detect_format(template.source) or _DEFAULT_FORMAT
+
+
+def _open(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Opening:
+    """Return the opening of an episode, whose environment is closed again."""
+    section = settings.environment
+    with settings.pool() as pool:
+        pool.start()
+        row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
+        reply = pool.open("check", row).result()
+    if isinstance(reply, EpisodeFault):
+        name = section.name or section.path or ", ".join(section.mixture)
+        raise MsrlError(
+            f"environment={name}: cannot be reset with row {prompt.index} of the data "
+            f"({reply.reason}): {error_line(reply.detail)}. Correct the environment or the data."
+        )
+    return reply

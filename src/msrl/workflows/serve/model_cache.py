@@ -1,0 +1,88 @@
+"""Cache of mcore checkpoints that were converted for `serve`.
+
+    <cache>/<digest>/     Hugging Face folder with msrl_manifest.json
+
+The digest covers the sizes and checksums of the checkpoint's files and the contents of its config
+and tokenizer files. A folder appears atomically, and its checksums are verified before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msrl.errors import MsrlError
+from msrl.tracking.progress import amount_text, progress
+
+if TYPE_CHECKING:
+    from msrl.checkpoint.source import WeightSource
+
+_VERSION = 1  # of the digest and of the converted folders
+
+
+def cache_folder(setting: str | None) -> Path:
+    """Return the folder of the cache: the setting, or `msrl/serve` in the user's cache."""
+    if setting is not None:
+        return Path(setting).absolute()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "msrl", "serve")
+
+
+def checkpoint_digest(load: Path, iteration: int | str | None = None) -> str:
+    """Return a digest of an iteration (default: the latest) of an mcore checkpoint.
+
+    Checksums of the manifest are used as they are; files without a checksum are read.
+    """
+    from msrl.checkpoint.hf.folder import sidecar_files
+    from msrl.checkpoint.integrity import mcore_checks
+    from msrl.checkpoint.mcore.files import SIDECAR
+    from msrl.checksums import file_crc32
+
+    digest = hashlib.blake2b(f"{_VERSION}\n".encode(), digest_size=16)
+    for check in sorted(mcore_checks(load, iteration, depth="sizes"), key=lambda check: check.name):
+        record = check.record or {"bytes": check.num_bytes, "crc32": file_crc32(check.path)}
+        digest.update(f"{check.name} {json.dumps(dict(record), sort_keys=True)}\n".encode())
+    for file in sidecar_files(load / SIDECAR):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def is_usable(folder: Path) -> bool:
+    """Return True if a converted folder exists and is undamaged."""
+    from msrl.checkpoint.integrity import hf_checks
+    from msrl.workflows.training.integrity import verify_files
+
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        verify_files(hf_checks(folder))
+    except MsrlError as error:
+        print(f"{folder}: the cached conversion is damaged ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+def convert(source: WeightSource, load: Path, folder: Path) -> None:
+    """Write the weights of `source`, opened from `load`, as a Hugging Face folder.
+
+    Raises:
+        MsrlError: The folder cannot be written, or the disk is full.
+    """
+    from msrl.checkpoint.convert import hf_specs, write_hf
+
+    if folder.exists():  # a damaged one
+        shutil.rmtree(folder)
+    num_bytes = sum(spec.num_bytes for spec in hf_specs(source, None).values())
+    with progress(f"converting {load}", total=num_bytes, unit="B") as bar:
+        write_hf(source, folder, None, bar.advance)
+    print(
+        f"Converted {load} to {folder} ({amount_text(num_bytes, 'B')}), where the next start finds "
+        "it",
+        file=sys.stderr,
+    )

@@ -1,0 +1,164 @@
+"""Life of the server's process: start, readiness, output and end of all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+from msrl import temporary
+from msrl.errors import MsrlError, RunFailedError
+from msrl.limits import printable
+
+_POLL_S = 0.2
+_HEALTH_S = 5.0
+_END_S = 30.0  # until the server's processes are killed
+_TAIL_LINES = 15
+# Errors of vLLM about its settings (ValueError, also of pydantic, and of argparse).
+_REFUSAL = re.compile(r"^(?:ValueError|pydantic\S*ValidationError|\S+\.py: error|\S+: error): (.+)")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) ?")
+
+
+def run_server(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    url: str,
+    on_ready: Callable[[], None],
+    *,
+    is_verbose: bool = False,
+) -> None:
+    """Run the server until a signal raises KeyboardInterrupt here.
+
+    Args:
+        command: Words of its command.
+        environment: Its environment.
+        folder: Temporary folder of this process, which gets the server's temporary files.
+        url: Address of the server.
+        on_ready: Function to call once the server answers.
+        is_verbose: Print what the server prints while it loads.
+
+    Raises:
+        MsrlError: vLLM refuses the settings.
+        RunFailedError: The server ended by itself.
+    """
+    before = temporary.segments()
+    with _running(command, {**environment, **temporary.environment(folder)}) as process:
+        output = _Output(process, is_shown=is_verbose)
+        try:
+            if _is_ready(process, url):
+                temporary.list_segments(folder, _processes(process), before)
+                output.show(True)
+                on_ready()
+            process.wait()
+        finally:
+            temporary.list_segments(folder, _processes(process), before)
+            output.show(is_verbose)  # libraries print warnings at their end
+        raise _failure(process, output)
+
+
+def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
+    """Wait until the server answers, and return False if its process ends before."""
+    while process.poll() is None:
+        if _is_healthy(url):
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_S) as answer:
+            return answer.status == 200
+    except (OSError, http.client.HTTPException):  # not listening yet, or still loading
+        return False
+
+
+class _Output:
+    """Lines of the server, which are kept for messages and shown on standard error."""
+
+    def __init__(self, process: subprocess.Popen[str], *, is_shown: bool) -> None:
+        self.lines = deque[str](maxlen=200)
+        self._is_shown = is_shown
+        self._thread = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._thread.start()
+
+    def show(self, is_shown: bool) -> None:
+        """Show or hide the lines from now on."""
+        self._is_shown = is_shown
+
+    def finish(self) -> None:
+        """Read the last lines of a process that has ended."""
+        self._thread.join(timeout=2.0)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text = line.rstrip("\n")
+            self.lines.append(text)
+            if self._is_shown:
+                print(printable(text), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> Generator[subprocess.Popen[str], None, None]:
+    """Start the server, and end all its processes after the block."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        try:
+            process.terminate()
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            print(f"The server did not end within {_END_S:g} s and is killed", file=sys.stderr)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _processes(process: subprocess.Popen[str]) -> list[int]:
+    """Return the pids of the server and of its child processes."""
+    import psutil
+
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process.pid, *(child.pid for child in children)]
+
+
+def _failure(process: subprocess.Popen[str], output: _Output) -> MsrlError | RunFailedError:
+    """Return the error about a server that ended by itself."""
+    output.finish()
+    lines = [_PREFIX.sub("", line) for line in output.lines]
+    refusals = [match[1] for line in lines if (match := _REFUSAL.match(line.strip()))]
+    if refusals:
+        return MsrlError(f"serve: vLLM refuses these settings: {refusals[-1]}")
+    tail = "\n".join(lines[-_TAIL_LINES:])
+    return RunFailedError(
+        f"The server ended by itself with exit code {process.returncode}. Its last lines "
+        f"(--verbose prints all):\n{tail}"
+    )

@@ -1,0 +1,108 @@
+"""Writing of a view: pages and data of one or several runs, and their updates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from msrl.errors import MsrlError
+from msrl.files import why_not_writable, write_text
+from msrl.workflows.view.chunks import Chunks, FolderChunks, InlineChunks
+from msrl.workflows.view.page import page
+from msrl.workflows.view.run_data import RunData
+
+INDEX = "index.html"
+_MARK = ".msrl-view"  # marks a folder that a later view may replace
+SINGLE_FILE_BYTES = 64 << 20
+
+
+class View:
+    """View of runs in a folder. `update` writes what has changed."""
+
+    def __init__(self, folders: Sequence[Path], output: Path, *, is_live: bool = False) -> None:
+        """Prepare the output folder.
+
+        Raises:
+            MsrlError: A folder is not that of a run, or the output folder has other contents.
+        """
+        self.output = output
+        self._runs = _open_runs(folders)
+        self._is_live = is_live
+        self._version = 0
+        _prepare(output)
+
+    @property
+    def title(self) -> str:
+        """Title of the page."""
+        return ", ".join(run.name for run in self._runs)
+
+    def update(self) -> None:
+        """Write the data files that have changed, then the page."""
+        chunks = FolderChunks(self.output)
+        _write_runs(self._runs, chunks)
+        self._version += 1
+        chunks.add("version", self._version)
+        write_text(self.output / INDEX, page(self.title, is_live=self._is_live))
+
+
+def write_folder(folders: Sequence[Path], output: Path) -> Path:
+    """Write a view as a folder and return the path of its page."""
+    View(folders, output).update()
+    return output / INDEX
+
+
+def write_single_file(folders: Sequence[Path], output: Path) -> Path:
+    """Write a view as one HTML file and return its path.
+
+    Raises:
+        MsrlError: The runs have too much data for a single file.
+    """
+    runs = _open_runs(folders)
+    chunks = InlineChunks()
+    _write_runs(runs, chunks)
+    text = page(", ".join(run.name for run in runs), chunks.values)
+    if len(text) > SINGLE_FILE_BYTES:
+        raise MsrlError(
+            f"{output}: the runs need {len(text) / 1e6:.0f} MB in a single file, and at most "
+            f"{SINGLE_FILE_BYTES / 1e6:.0f} MB open well. Leave out --single-file."
+        )
+    reason = why_not_writable(output.parent)
+    if reason is not None:
+        raise MsrlError(f"--output={output}: cannot be written ({reason}). Choose another file.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, text)
+    return output
+
+
+def _open_runs(folders: Sequence[Path]) -> list[RunData]:
+    names = distinct_names(folders)
+    return [RunData(folder, i, names[i]) for i, folder in enumerate(folders)]
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths: one, or as many as tell all folders apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for count in range(1, max(map(len, paths))):
+        names = ["/".join(path[-count:]) for path in paths]
+        if len({*names}) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _write_runs(runs: Sequence[RunData], chunks: Chunks) -> None:
+    chunks.add("runs", [run.write(chunks) for run in runs])
+
+
+def _prepare(output: Path) -> None:
+    """Create the folder, or remove the earlier view in it."""
+    reason = why_not_writable(output)
+    if reason is not None:
+        raise MsrlError(f"--output={output}: cannot be written ({reason}). Choose another folder.")
+    if output.is_dir() and any(output.iterdir()) and not (output / _MARK).is_file():
+        raise MsrlError(
+            f"--output={output}: the folder is not empty and contains no view. Choose a new folder."
+        )
+    shutil.rmtree(output / "data", ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(output / _MARK, "Folder of msrl view, which replaces its contents.\n")

@@ -1,0 +1,135 @@
+"""Lineage of a run: its checkpoints, the model and data they come from, and their digests.
+
+The digests are those that manifests record. They are combined and compared, and not computed again:
+`msrl convert-ckpt inspect` and the checks of a training verify the files themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from msrl.checkpoint.hf.manifest import HF_MANIFEST
+from msrl.checkpoint.mcore.files import MANIFEST
+from msrl.tracking.run import CONFIG
+
+_MAX_DEPTH = 8
+Node = dict[str, Any]
+
+
+def lineage(run_dir: Path, config: Mapping[str, Any]) -> list[Node]:
+    """Return the checkpoints, models and data of a run, the newest first.
+
+    A node has the keys depth, kind, path, digest and note. A model that another run trained is
+    followed by the lineage of that run.
+    """
+    return list(_run_nodes(run_dir, config, 0))
+
+
+def _run_nodes(run_dir: Path, config: Mapping[str, Any], depth: int) -> Iterator[Node]:
+    if depth > _MAX_DEPTH:
+        return
+    base = _working_folder(run_dir, config)
+    saved = _value(config, "checkpoint", "save")
+    checkpoints = base / saved if saved else run_dir / "checkpoints"
+    yield from _model_nodes(checkpoints, depth, "checkpoint")
+    for name in ("train", "eval"):
+        prefix = _value(config, "data", name)
+        if prefix:
+            yield from _data_nodes(base / prefix, depth + 1, name)
+    for section, key in (("model", "path"), ("checkpoint", "load")):
+        path = _value(config, section, key)
+        if path:
+            yield from _ancestor_nodes(base / path, depth + 1)
+
+
+def _ancestor_nodes(folder: Path, depth: int) -> Iterator[Node]:
+    """Yield the nodes of an initial model, and those of the run that trained it."""
+    run_dir = folder.parent
+    config = _yaml(run_dir / CONFIG)
+    if config and folder.name in ("checkpoints", "hf"):
+        yield _node(depth, "run", run_dir, "", "trained the initial model")
+        yield from _run_nodes(run_dir, config, depth + 1)
+    else:
+        yield from _model_nodes(folder, depth, "initial model")
+
+
+def _model_nodes(folder: Path, depth: int, title: str) -> Iterator[Node]:
+    manifest = _json(folder / MANIFEST)
+    if "iterations" in manifest:
+        for step, record in sorted(manifest["iterations"].items(), key=lambda item: -int(item[0])):
+            digest, note = _digest(record.get("files", {})), _layout(record)
+            yield _node(depth, title, folder / f"iter_{int(step):07d}", digest, note)
+            source = record.get("source")
+            if isinstance(source, str) and depth < _MAX_DEPTH:
+                yield from _model_nodes(Path(source), depth + 1, "converted from")
+    elif folder.is_dir():
+        record = _json(folder / HF_MANIFEST)
+        note = "Hugging Face folder" if (folder / "config.json").is_file() else ""
+        yield _node(depth, title, folder, _digest(record.get("files", {})), note)
+    else:
+        yield _node(depth, title, folder, "", "not on this machine")
+
+
+def _data_nodes(prefix: Path, depth: int, name: str) -> Iterator[Node]:
+    manifest = _json(prefix.with_name(prefix.name + "_manifest.json"))
+    rows = manifest.get("num_rows")
+    note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
+    yield _node(depth, f"data.{name}", prefix, _digest(manifest.get("files", {})), note)
+    if manifest.get("tokenizer_hash"):
+        yield _node(depth + 1, "tokenizer", None, manifest["tokenizer_hash"][:16], "its vocabulary")
+
+
+def _node(depth: int, kind: str, path: Path | None, digest: str, note: str) -> Node:
+    name = "" if path is None else str(path)
+    return {"depth": depth, "kind": kind, "path": name, "digest": digest, "note": note}
+
+
+def _digest(files: Mapping[str, Any]) -> str:
+    """Return one digest of the recorded checksums of all files, or an empty string."""
+    if not files:
+        return ""
+    text = json.dumps(files, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _layout(record: Mapping[str, Any]) -> str:
+    layout = record.get("layout", {})
+    sizes = [f"{name}={layout[name]}" for name in ("tp", "pp", "ep") if layout.get(name)]
+    return ", ".join([*sizes, str(record.get("dtype", ""))])
+
+
+def _working_folder(run_dir: Path, config: Mapping[str, Any]) -> Path:
+    """Return the folder that relative paths of the configuration start from."""
+    parent = Path(_value(config, "run", "dir") or "runs")
+    if parent.is_absolute():
+        return Path.cwd()
+    absolute = run_dir.absolute()
+    depth = len(parent.parts) + 1
+    return absolute.parents[depth - 1] if depth <= len(absolute.parents) else Path.cwd()
+
+
+def _value(config: Mapping[str, Any], section: str, key: str) -> str | None:
+    value = (config.get(section) or {}).get(key)
+    return value if isinstance(value, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}

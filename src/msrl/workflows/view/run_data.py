@@ -1,0 +1,271 @@
+"""Data of one run for the view: metrics, configuration, attempts, lineage and tables of samples."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import yaml
+
+from msrl.errors import MsrlError
+from msrl.tracking.log_file import FILE_NAME as LOG_FILE
+from msrl.tracking.log_file import SAVED
+from msrl.tracking.metrics import FILE_NAME as METRICS
+from msrl.tracking.metrics import read_metrics
+from msrl.tracking.run import ATTEMPTS, CONFIG
+from msrl.types import StepReport
+from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
+from msrl.workflows.view.lineage import lineage
+from msrl.workflows.view.pieces import TokenPieces, open_pieces
+from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_files
+from msrl.workflows.view.verdicts import Verdicts, read_config
+
+_SAVED = re.compile(SAVED.partition(" to ")[0].format(step=r"(\d+)") + " to ")
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
+_PREVIEW = 100  # characters of a text in a table
+_BYTES_PER_NUMBER = 8
+# Sections of other commands, which are the same in every run folder.
+_OTHER_SECTIONS = ("convert", "preprocess", "generate", "chat")
+
+
+@dataclass
+class RunData:
+    """Data of a run folder. Files of samples that have not changed are converted only once."""
+
+    folder: Path
+    number: int
+    name: str
+    _tables: dict[str, _ConvertedFile] = field(default_factory=dict[str, "_ConvertedFile"])
+    _token_ids: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        """Raise MsrlError unless the folder is that of a run."""
+        if not (self.folder / CONFIG).is_file():
+            raise MsrlError(
+                f"{self.folder}: contains no {CONFIG}. Name the folder of a run, as in runs/grpo."
+            )
+
+    def write(self, chunks: Chunks) -> dict[str, Any]:
+        """Write all data of the run except its overview, which is returned."""
+        verdicts = Verdicts(read_config(self.folder))
+        config = self._config()
+        tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in _KINDS}
+        pieces = self._write_pieces(config, chunks)
+        reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
+        attempts = _json_lines(self.folder / ATTEMPTS)
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "config": flat({k: v for k, v in config.items() if k not in _OTHER_SECTIONS}),
+            "attempts": attempts,
+            "lineage": lineage(self.folder, config),
+            "metrics": metric_columns(reports),
+            "markers": _markers(self.folder, attempts),
+            "tables": tables,
+            "hasPieces": pieces,
+        }
+
+    def _config(self) -> dict[str, Any]:
+        path = self.folder / CONFIG
+        try:
+            config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise MsrlError(f"{path}: is not valid YAML ({error}). Restore it.") from error
+        return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+
+    def _write_tables(
+        self, kind: Kind, verdicts: Verdicts, config: Mapping[str, Any], chunks: Chunks
+    ) -> list[dict[str, Any]]:
+        section = config.get("eval" if kind == "eval" else "rollout") or {}
+        size = section.get("samples_per_prompt")
+        entries: list[dict[str, Any]] = []
+        for path in sample_files(self.folder, kind):
+            stat = path.stat()
+            state = (stat.st_mtime_ns, stat.st_size)
+            table = self._tables.get(str(path))
+            if table is None or table.state != state:
+                samples = read_samples(path, size if isinstance(size, int) else None)
+                name = f"{self.number}/{kind}-{path.stem.removeprefix('step_')}"
+                self._token_ids.update(*(sample.token_ids.tolist() for sample in samples))
+                table = _ConvertedFile(state, _write_table(name, samples, verdicts, chunks))
+                self._tables[str(path)] = table
+            entries.append(table.entry)
+        return entries
+
+    def _write_pieces(self, config: Mapping[str, Any], chunks: Chunks) -> bool:
+        pieces = open_pieces(_tokenizer_folders(self.folder, config)) if self._token_ids else None
+        chunks.add(f"{self.number}/pieces", _pieces(pieces, self._token_ids))
+        return pieces is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _ConvertedFile:
+    """Entry of a converted file; `state` tells whether the file has changed since."""
+
+    state: tuple[int, int]
+    entry: dict[str, Any]
+
+
+_KINDS: tuple[Kind, ...] = ("rollout", "eval")
+
+
+def metric_columns(reports: Sequence[StepReport]) -> dict[str, Any]:
+    """Return the steps, and the values of every metric and stage by name; null where missing."""
+    metrics = dict.fromkeys(name for report in reports for name in report.metrics)
+    stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
+    missing = math.nan
+    return {
+        "steps": [report.step for report in reports],
+        "values": {
+            name: [number(r.metrics.get(name, missing)) for r in reports] for name in metrics
+        },
+        "seconds": {
+            name: [number(r.seconds.get(name, missing)) for r in reports] for name in stages
+        },
+        "notes": [[report.step, *report.notes] for report in reports if report.notes],
+    }
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of a configuration as text by dotted key."""
+    values: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            values |= flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, default=str)
+    return values
+
+
+def _markers(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the steps of checkpoints and restarts."""
+    path = folder / LOG_FILE
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    saved = sorted({int(match[1]) for match in _SAVED.finditer(text)})
+    return {"checkpoints": saved, "restarts": list(_restarts(folder, attempts))}
+
+
+def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+    """Yield the last step that was logged before each attempt after the first."""
+    times = [(line.get("time"), line.get("step")) for line in _json_lines(folder / METRICS)]
+    for attempt in attempts[1:]:
+        start = datetime.fromisoformat(attempt["started"])
+        before = [step for time, step in times if time and datetime.fromisoformat(time) < start]
+        if before:
+            yield max(before)
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON objects; none if the file is missing."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise MsrlError(f"{path}: contains a damaged line ({error}). Delete the line.") from error
+
+
+def _tokenizer_folders(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folders that may hold the tokenizer of a run."""
+    yield folder / "checkpoints" / "hf"
+    model = config.get("model") or {}
+    saved = (config.get("checkpoint") or {}).get("save")
+    bases = (Path.cwd(), *folder.absolute().parents[:4])
+    for path in (saved, model.get("tokenizer"), model.get("path")):
+        if isinstance(path, str):
+            for base in bases:
+                yield base / path / "hf"
+                yield base / path
+
+
+def _pieces(pieces: TokenPieces | None, token_ids: set[int]) -> dict[str, Any]:
+    if pieces is None:
+        return {}
+    return {str(token): piece for token, piece in pieces.pieces(sorted(token_ids)).items()}
+
+
+def _write_table(
+    name: str, samples: Sequence[ViewSample], verdicts: Verdicts, chunks: Chunks
+) -> dict[str, Any]:
+    """Write the summary and the details of the samples of a step; return the entry of the step."""
+    judged = [verdicts.verdict(sample) for sample in samples]
+    rows = [_details(sample, verdicts) for sample in samples]
+    starts = add_in_parts(chunks, name, rows, lambda index: _size(samples[index]))
+    chunks.add(f"{name}-table", _summary(samples, judged))
+    return {
+        "name": name,
+        "step": samples[0].step if samples else 0,
+        "count": len(samples),
+        "starts": starts,
+        "times": dict(samples[0].times) if samples else {},
+    }
+
+
+def _size(sample: ViewSample) -> int:
+    text = sum(len(content) for _, content in sample.turns)
+    arrays = (len(sample.values) + 2) * len(sample.token_ids)
+    return text + arrays * _BYTES_PER_NUMBER
+
+
+def _summary(samples: Sequence[ViewSample], verdicts: Sequence[bool | None]) -> dict[str, Any]:
+    """Return the columns of the table of samples."""
+    prompts = {sample.group: sample for sample in samples}
+    codes = {True: 1, False: 0, None: -1}
+    return {
+        "group": [sample.group for sample in samples],
+        "sample": [sample.sample for sample in samples],
+        "prompt": [sample.prompt_index for sample in samples],
+        "reward": [number(sample.reward) for sample in samples],
+        "length": [sample.num_response_tokens for sample in samples],
+        "finish": [sample.finish_reason for sample in samples],
+        "tag": [sample.tag for sample in samples],
+        "trained": [int(sample.is_trained) for sample in samples],
+        "verdict": [codes[verdict] for verdict in verdicts],
+        "staleness": [sample.staleness for sample in samples],
+        "preview": [_preview(sample.response) for sample in samples],
+        "prompts": {str(g): _preview(sample.prompt) for g, sample in prompts.items()},
+        "scores": _scores(samples),
+    }
+
+
+def _scores(samples: Sequence[ViewSample]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for sample in samples for name in sample.scores)
+    missing = math.nan
+    return {
+        name: [number(sample.scores.get(name, missing)) for sample in samples] for name in names
+    }
+
+
+def _preview(text: str) -> str:
+    """Return the beginning and end of a text on one line."""
+    line = " ".join(_SPECIAL_TOKEN.sub(" ", text).split())
+    if len(line) <= _PREVIEW:
+        return line
+    return f"{line[: _PREVIEW // 3]} … {line[-2 * _PREVIEW // 3 :]}"
+
+
+def _details(sample: ViewSample, verdicts: Verdicts) -> dict[str, Any]:
+    """Return everything that the page of a sample shows."""
+    sampled = sample.is_sampled
+    first = int(np.argmax(sampled)) if sampled.any() else len(sampled)
+    return {
+        "turns": [list(turn) for turn in sample.turns],
+        "answer": sample.answer,
+        "scores": {name: number(score) for name, score in sample.scores.items()},
+        "reasons": dict(verdicts.reasons(sample)),
+        "ids": sample.token_ids.tolist(),
+        "first": first,
+        "sampled": 1 if sampled[first:].all() else sampled[first:].astype(int).tolist(),
+        "mask": compact(sample.loss_mask[first:]),
+        "advantages": compact(sample.advantages[first:]),
+        "versions": [list(run) for run in sample.versions],
+        "values": {name: compact(values[first:]) for name, values in sample.values.items()},
+    }

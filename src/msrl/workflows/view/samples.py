@@ -1,0 +1,167 @@
+"""Samples of a run for the view, from the files of both rollout formats and of evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from msrl.errors import MsrlError
+from msrl.tracking.rollouts import RolloutRecord, read_records
+from msrl.types import Bools, Floats, Ints
+
+Kind = Literal["rollout", "eval"]
+Turns = Sequence[tuple[str, str]]
+
+_COLUMNS = {
+    "behavior": "behavior_logprobs",
+    "trainer": "trainer_logprobs",
+    "reference": "reference_logprobs",
+    "entropy": "entropies",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSample:
+    """One response. Arrays have one value per token of prompt and response, T in all.
+
+    Attributes:
+        group: Number of the prompt's group in the file.
+        sample: Number of the sample in its group.
+        turns: Text of the turns as (role, text); the first one is the prompt.
+        verdict: True for a right answer, None if it is not recorded.
+        values: Arrays [T] by name (behavior, trainer, reference, entropy), those that are recorded.
+    """
+
+    step: int
+    group: int
+    sample: int
+    prompt_index: int
+    turns: Turns
+    answer: str
+    reward: float
+    scores: Mapping[str, float]
+    finish_reason: str
+    is_trained: bool
+    tag: str
+    verdict: bool | None
+    versions: Sequence[tuple[int, int]]
+    staleness: int
+    token_ids: Ints  # [T]
+    is_sampled: Bools  # [T]
+    advantages: Floats  # [T]
+    loss_mask: Bools  # [T]
+    values: Mapping[str, Floats] = field(default_factory=dict[str, "Floats"])
+    times: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def prompt(self) -> str:
+        return self.turns[0][1] if self.turns else ""
+
+    @property
+    def response(self) -> str:
+        """Text of the last turn, which verifiers score."""
+        return self.turns[-1][1] if len(self.turns) > 1 else ""
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(np.count_nonzero(self.is_sampled))
+
+
+def sample_files(run_dir: Path, kind: Kind) -> list[Path]:
+    """Return the files of all steps in order. A step has one file."""
+    folder = run_dir / ("rollouts" if kind == "rollout" else "eval")
+    files = [*folder.glob("step_*.jsonl"), *folder.glob("step_*.parquet")]
+    return sorted(files, key=lambda path: path.name)
+
+
+def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
+    """Return the samples of a file.
+
+    `group_size` is the number of samples per prompt, which JSONL files do not record.
+
+    Raises:
+        MsrlError: The file is damaged.
+    """
+    try:
+        if path.suffix == ".parquet":
+            return [_from_record(record) for record in read_records(path)]
+        return list(_from_lines(path, group_size))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise MsrlError(f"{path}: cannot be read ({reason}). Delete or restore it.") from error
+
+
+def _from_record(record: RolloutRecord) -> ViewSample:
+    arrays = {name: getattr(record, column) for name, column in _COLUMNS.items()}
+    return ViewSample(
+        step=record.step,
+        group=record.group,
+        sample=record.sample,
+        prompt_index=record.prompt_index,
+        turns=record.messages,
+        answer=record.answer,
+        reward=record.reward,
+        scores=record.scores,
+        finish_reason=record.finish_reason,
+        is_trained=bool(record.loss_mask.any()),
+        tag=record.tag,
+        verdict=None,
+        versions=record.versions,
+        staleness=record.staleness,
+        token_ids=record.token_ids,
+        is_sampled=record.is_sampled,
+        advantages=record.advantages,
+        loss_mask=record.loss_mask,
+        values={name: values for name, values in arrays.items() if values is not None},
+        times=record.times,
+    )
+
+
+def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
+    step = int(path.stem.removeprefix("step_"))
+    group, sample, previous = -1, 0, None
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
+            if not is_next:
+                group, sample, previous = group + 1, 0, row["prompt_index"]
+            yield _from_row(row, step, group, sample)
+            sample += 1
+
+
+def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> ViewSample:
+    num_prompt, num_response = len(row["prompt_ids"]), len(row["response_ids"])
+    is_sampled = np.arange(num_prompt + num_response) >= num_prompt
+    is_trained = bool(row.get("is_learnt", False))
+    behavior = np.zeros(num_prompt + num_response, np.float32)
+    behavior[num_prompt:] = row["logprobs"]
+    version = int(row.get("policy_version", step))
+    recorded = row.get("versions") or [[version, num_response]]
+    versions = tuple((int(number), int(count)) for number, count in recorded)
+    return ViewSample(
+        step=step,
+        group=group,
+        sample=sample,
+        prompt_index=int(row["prompt_index"]),
+        turns=(("prompt", row["prompt"]), ("assistant", row["response"])),
+        answer=row["answer"],
+        reward=float(row["reward"]),
+        scores={name: float(score) for name, score in row["scores"].items()},
+        finish_reason=row["finish_reason"],
+        is_trained=is_trained,
+        tag=row.get("tag", ""),
+        verdict=row.get("is_right"),
+        versions=versions,
+        staleness=0 if "is_right" in row else max(step - 1 - number for number, _ in versions),
+        token_ids=np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64),
+        is_sampled=is_sampled,
+        advantages=np.where(is_sampled, np.float32(row.get("advantage", 0.0)), np.float32(0)),
+        loss_mask=is_sampled & is_trained,
+        values={"behavior": behavior},
+    )

@@ -1,0 +1,282 @@
+/** Sample: the turns, scores and reasons of a response, and the values of each token. */
+
+import { address, go, remember, route, setting, state } from "./state.js";
+import { card, el, facts, field, fill, segments, select, table } from "./dom.js";
+import { count, digits, verdictText, visible } from "./text.js";
+import { chunk, details, stepTable, tableEntry } from "./data.js";
+
+const MAX_TOKENS = 20000; // elements on the page; the rest is shown on request
+const LEVELS = 8; // token colors per direction in style.css
+
+/**
+ * Values by which tokens are colored. `value(sample, i)` is the value of the token i after the
+ * first sampled one, and `top` the value with the strongest color (null: the largest value).
+ */
+const COLORINGS = {
+  advantage: { label: "Advantage", value: (s, i) => at(s.advantages, i), isSigned: true, top: null },
+  ratio: { label: "Log-ratio of policy and behavior", value: logRatio, isSigned: true, top: null, needs: "trainer" },
+  kl: { label: "KL to the reference", value: divergence, isSigned: false, top: null, needs: "reference" },
+  entropy: { label: "Entropy", value: (s, i) => at(s.values.entropy, i), isSigned: false, top: null, needs: "entropy" },
+  surprise: { label: "Surprise (-log-probability)", value: surprise, isSigned: false, top: 5 },
+  mask: { label: "Loss mask", value: (s, i) => at(s.mask, i), isSigned: false, top: 1 },
+  version: { label: "Policy version", value: versionAt, isSigned: false, isNominal: true, top: null },
+};
+
+function at(values, i) {
+  if (values === undefined || values === null) return null;
+  return Array.isArray(values) ? values[i] : values;
+}
+
+function logRatio(sample, i) {
+  const [policy, behavior] = [at(sample.values.trainer, i), at(sample.values.behavior, i)];
+  return policy === null || behavior === null ? null : policy - behavior;
+}
+
+/** Return the estimate k3 of the KL divergence of a token: r - log r - 1 with r = p_ref / p. */
+function divergence(sample, i) {
+  const reference = at(sample.values.reference, i);
+  const policy = at(sample.values.trainer ?? sample.values.behavior, i);
+  if (reference === null || policy === null) return null;
+  return Math.exp(reference - policy) - (reference - policy) - 1;
+}
+
+function surprise(sample, i) {
+  const logprob = at(sample.values.behavior, i);
+  return logprob === null ? null : -logprob;
+}
+
+function versionAt(sample, i) {
+  let sampled = 0;
+  for (let j = 0; j < i; j += 1) sampled += at(sample.sampled, j) ? 1 : 0;
+  for (const [version, tokens] of sample.versions) {
+    if (sampled < tokens) return version;
+    sampled -= tokens;
+  }
+  return sample.versions.length ? sample.versions[sample.versions.length - 1][0] : null;
+}
+
+export async function samplePage(main, words) {
+  const [run, kind, step, row] = [Number(words[1]), words[2], Number(words[3]), Number(words[4])];
+  const entry = tableEntry(run, kind, step);
+  if (!entry) throw new Error(`The run has no ${kind} of step ${step}.`);
+  const [sample, columns] = await Promise.all([details(run, kind, step, row), stepTable(entry)]);
+  const view = route().query.get("view") ?? setting("sample.view", "text");
+  const body = el("div", {});
+  const show = (key) => {
+    remember("sample.view", key);
+    if (key === "tokens") drawTokens(body, sample, run);
+    else fill(body, turnViews(sample.turns));
+  };
+  fill(main,
+    crumbs(run, kind, step, columns, row, entry.count),
+    el("h1", {}, `Sample ${columns.sample[row]} of prompt ${columns.prompt[row]}`),
+    el("div", { class: "columns" }, scores(sample, columns, row), about(sample, columns, row)),
+    segments("View of the response", [["text", "Text"], ["tokens", "Tokens"]], view, show),
+    body);
+  show(view);
+}
+
+function crumbs(run, kind, step, columns, row, total) {
+  const query = { run, kind: kind === "eval" ? "eval" : "" };
+  const link = (text, label, target) => (target < 0 || target >= total
+    ? null : el("a", { href: address(["sample", run, kind, step, target]), "aria-label": label }, text));
+  return el("nav", { class: "crumbs", "aria-label": "Position" },
+    el("a", { href: address(["rollouts"], query) }, "Rollouts"), " / ",
+    el("a", { href: address(["rollouts"], { ...query, from: step, to: step }) }, `step ${step}`), " / ",
+    el("a", { href: address(["group", run, kind, step, columns.group[row]]) }, `group of prompt ${columns.prompt[row]}`),
+    el("span", { class: "end" }, link("\u2190 previous", "Previous sample", row - 1), link("next \u2192", "Next sample", row + 1)));
+}
+
+function scores(sample, columns, row) {
+  const verdict = columns.verdict[row];
+  const rows = Object.entries(sample.scores).map(([name, score]) =>
+    [visible(name), digits(score), visible(sample.reasons[name] ?? "")]);
+  return card("Why this reward",
+    el("p", { class: "verdict" }, el("strong", { class: `verdict-${verdict}` }, verdictText(verdict)),
+      ` · reward ${digits(columns.reward[row])}`),
+    rows.length ? table(["Source", "Score", "Reason"], rows, "reasons") : null,
+    sample.answer ? el("p", {}, "Ground truth: ", el("code", {}, visible(sample.answer))) : null);
+}
+
+function about(sample, columns, row) {
+  const advantages = Array.isArray(sample.advantages)
+    ? `${digits(Math.min(...sample.advantages))} to ${digits(Math.max(...sample.advantages))}`
+    : digits(sample.advantages);
+  return card("About this sample", facts([
+    ["tokens", count(columns.length[row], "token")], ["finish", columns.finish[row]],
+    ["advantage", advantages], ["trained", columns.trained[row] ? "yes" : "no"],
+    ["versions", sample.versions.map(([version, tokens]) => `${version} (${tokens})`).join(", ")],
+    ["staleness", columns.staleness[row]], ["tag", visible(columns.tag[row])]]));
+}
+
+/** Return the turns of a conversation; those of tools are folded. */
+export function turnViews(turns) {
+  return turns.map(([role, text]) => {
+    const isFolded = role === "tool" || role === "prompt" || role === "system";
+    return el("details", { class: `turn ${role === "tool" ? "tool" : ""}`, open: !isFolded || turns.length < 3 },
+      el("summary", {}, el("span", { class: "role" }, visible(role)),
+        el("span", { class: "quiet" }, ` ${count([...text].length, "character")}`)),
+      el("div", { class: "text" }, toolCalls(text)));
+  });
+}
+
+/** Return a text as nodes, with the calls of tools folded. */
+function toolCalls(text) {
+  return text.split(/(<tool_call>[\s\S]*?<\/tool_call>)/).map((part) => (part.startsWith("<tool_call>")
+    ? el("details", { class: "call" }, el("summary", {}, "tool call"), el("pre", {}, visible(part)))
+    : visible(part)));
+}
+
+async function drawTokens(body, sample, run) {
+  fill(body, el("p", { class: "quiet" }, "Loading the tokens ..."));
+  const pieces = await chunk(`${run}/pieces`);
+  const names = Object.keys(COLORINGS).filter((name) => {
+    const needs = COLORINGS[name].needs;
+    return !needs || sample.values[needs] !== undefined;
+  });
+  const missing = Object.values(COLORINGS).filter(({ needs }) => needs && sample.values[needs] === undefined);
+  const wanted = setting("sample.color", "advantage");
+  let name = names.includes(wanted) ? wanted : "advantage";
+  const readout = el("div", { class: "token-readout", "aria-live": "polite" });
+  const area = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens: move with the arrow keys" });
+  const key = el("p", { class: "key" });
+  const draw = () => {
+    const scale = tokenScale(sample, COLORINGS[name]);
+    fill(key, scaleKey(COLORINGS[name], scale));
+    drawSpans(area, sample, pieces, COLORINGS[name], scale);
+  };
+  fill(body, el("div", { class: "toolbar" },
+    field("Color", select(names.map((item) => [item, COLORINGS[item].label]), name, (value) => {
+      name = value;
+      remember("sample.color", value);
+      draw();
+    })), key),
+  state.runs[run].hasPieces ? null : el("p", { class: "quiet" }, "No tokenizer of this run was found, so tokens are shown as ids."),
+  readout, area,
+  missing.length ? el("p", { class: "quiet small" }, `Not recorded for this sample: ${missing.map(({ label }) => label).join(", ")}. `,
+    "Set log.rollouts: parquet and log.tokens: sampled or all.") : null);
+  draw();
+  explore(area, readout, sample, pieces);
+}
+
+/** Return the value with the strongest color. */
+function tokenScale(sample, coloring) {
+  if (coloring.top !== null) return coloring.top;
+  let top = 0;
+  for (let i = 0; i < sample.ids.length - sample.first; i += 1) {
+    top = Math.max(top, Math.abs(coloring.value(sample, i) ?? 0));
+  }
+  return top || 1;
+}
+
+function scaleKey(coloring, scale) {
+  if (coloring.isNominal) return "Each version has a color.";
+  const sample = (level, text) => el("span", {}, el("i", { class: `swatch ${level}` }), text);
+  return [coloring.isSigned ? sample(`low-${LEVELS}`, digits(-scale)) : null, sample("", "0"), sample(`high-${LEVELS}`, digits(scale))];
+}
+
+function drawSpans(area, sample, pieces, coloring, scale, limit = MAX_TOKENS) {
+  const shown = Math.min(sample.ids.length, limit);
+  const texts = tokenTexts(sample.ids.slice(0, shown), pieces);
+  const spans = texts.map((text, i) => el("span", { class: `tk ${tokenClass(sample, i, coloring, scale)}`, data: { i } }, text));
+  fill(area, spans);
+  if (shown < sample.ids.length) {
+    area.append(el("button", { type: "button", on: { click: () => drawSpans(area, sample, pieces, coloring, scale, Infinity) } },
+      `Show all ${sample.ids.length.toLocaleString("en-US")} tokens`));
+  }
+}
+
+function tokenClass(sample, i, coloring, scale) {
+  const position = i - sample.first;
+  if (position < 0) return "prompt";
+  if (!at(sample.sampled, position)) return "prompt";
+  const value = coloring.value(sample, position);
+  if (value === null || value === undefined) return "";
+  if (coloring.isNominal) return `nominal-${value % 6}`;
+  const level = Math.min(LEVELS, Math.round((Math.abs(value) / scale) * LEVELS));
+  if (!level) return "";
+  return value < 0 ? `low-${level}` : `high-${level}`;
+}
+
+/** Return the texts of tokens. Bytes of a character that several tokens share go to the first. */
+function tokenTexts(ids, pieces) {
+  const texts = ids.map((id) => {
+    const piece = pieces[id];
+    return piece === undefined ? `[${id}]` : piece;
+  });
+  const decoder = new TextDecoder("utf-8", { fatal: true });
+  for (let start = 0; start < texts.length; start += 1) {
+    if (typeof texts[start] === "string") continue;
+    const bytes = [];
+    let end = start;
+    let text = null;
+    while (text === null && end < texts.length && Array.isArray(texts[end]) && bytes.length < 12) {
+      bytes.push(...texts[end]);
+      end += 1;
+      try {
+        text = decoder.decode(new Uint8Array(bytes));
+      } catch {
+        // The character continues in the next token.
+      }
+    }
+    if (text === null) {
+      texts[start] = texts[start].map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
+    } else {
+      texts[start] = text;
+      for (let i = start + 1; i < end; i += 1) texts[i] = "\u00b7";
+      start = end - 1;
+    }
+  }
+  return texts.map((text) => visible(text).replace(/\n/g, "\u21b5\n"));
+}
+
+/** Show the numbers of the token under the pointer or chosen with the arrow keys. */
+function explore(area, readout, sample, pieces) {
+  let chosen = sample.first;
+  const show = (i) => {
+    area.querySelector(".chosen")?.classList.remove("chosen");
+    const span = area.querySelector(`[data-i="${i}"]`);
+    if (!span) return;
+    chosen = i;
+    span.classList.add("chosen");
+    fill(readout, tokenFacts(sample, i, span.textContent));
+  };
+  area.addEventListener("pointerover", (event) => {
+    const i = event.target.dataset?.i;
+    if (i !== undefined) show(Number(i));
+  });
+  area.addEventListener("click", (event) => {
+    const i = event.target.dataset?.i;
+    if (i !== undefined) show(Number(i));
+  });
+  area.addEventListener("keydown", (event) => {
+    const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    show(Math.max(0, Math.min(sample.ids.length - 1, chosen + moves[event.key])));
+    area.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
+  });
+  show(Math.min(chosen, sample.ids.length - 1));
+}
+
+function tokenFacts(sample, i, text) {
+  const position = i - sample.first;
+  const isSampled = position >= 0 && Boolean(at(sample.sampled, position));
+  const values = isSampled ? [
+    ["behavior log-prob.", digits(at(sample.values.behavior, position))],
+    ["probability", digits(Math.exp(at(sample.values.behavior, position) ?? NaN))],
+    ["trainer log-prob.", optional(at(sample.values.trainer, position))],
+    ["log-ratio", optional(logRatio(sample, position))],
+    ["reference log-prob.", optional(at(sample.values.reference, position))],
+    ["KL", optional(divergence(sample, position))],
+    ["entropy", optional(at(sample.values.entropy, position))],
+    ["advantage", digits(at(sample.advantages, position))],
+    ["trained", at(sample.mask, position) ? "yes" : "no"],
+    ["version", versionAt(sample, position)],
+  ] : [["", position < 0 ? "prompt" : "not sampled by the policy"]];
+  return facts([["token", el("code", {}, text)], ["position", i], ["id", sample.ids[i]], ...values]);
+}
+
+function optional(value) {
+  return value === null || value === undefined ? "" : digits(value);
+}

@@ -1,0 +1,371 @@
+"""Pages of the documentation: commands, configurations, links, generated parts and translations."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer.main
+import yaml
+
+from msrl.cli.app import app
+from msrl.config.facts import settable_keys
+from msrl.config.loader import load
+from test_cli import msrl
+from tiny_qwen2 import make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+COMMANDS: Any = typer.main.get_command(app)
+PAGES = sorted(
+    [
+        *ROOT.glob("README*.md"),
+        *DOCS.glob("*.md"),
+        *ROOT.glob("examples/*/README.md"),
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "templates" / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+)
+SITE = sorted(page for page in DOCS.glob("*.md") if not page.name.endswith(".zh.md"))
+CHINESE = sorted([*DOCS.glob("*.zh.md"), ROOT / "README.zh.md"])
+LANGUAGES = {"bash", "sh", "yaml", "python", "json", "text", "", "{toctree}"}
+IMMEDIATE = ("--install-completion", "--show-completion", "--version")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Return the code blocks of a page in these languages."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\S*)\n(.*?)^```", text, re.S | re.M)
+    return [block for language, block in fences if language in languages]
+
+
+def prose(page: Path) -> str:
+    """Return a page without code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site make it."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {slug(line) for line in re.findall(r"^#+ (.*)", prose(page), re.M)}
+
+
+def command_lines(block: str) -> list[list[str]]:
+    """Return the words of the msrl commands of a shell block, without redirections."""
+    lines = block.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("msrl ")]
+    return [re.split(r"\0(?:>|\||&&|\|\|)\0", "\0".join(line))[0].split("\0") for line in words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_code_blocks_declare_a_known_language(page: Path):
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(\S*)$", text, re.M)
+    assert len(fences) % 2 == 0 and {*fences[::2]} <= LANGUAGES and {*fences[1::2]} <= {""}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_have_existing_names_options_and_keys(page: Path):
+    for block in blocks(page, "bash", "sh"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True, timeout=60)
+        for line in command_lines(block):
+            check_command(line[1:])
+
+
+def check_command(words: list[str]) -> None:
+    """Parse a command, and validate its `--set` assignments."""
+    if words[0] in IMMEDIATE:
+        return
+    name, command = "msrl", COMMANDS
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        command = command.commands[name]
+    sets = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
+    load([], sets)
+    command.make_context(name, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_configurations_have_valid_keys_and_values(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for number, block in enumerate(blocks(page, "yaml")):
+        for variable in re.findall(r"\$\{env:(\w+)\}", block):
+            monkeypatch.setenv(variable, "1")
+        tree = yaml.safe_load(block)
+        if "apiVersion" in tree:  # Kubernetes
+            assert {"kind", "metadata", "spec"} <= {*tree}
+            continue
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(block, encoding="utf-8")
+        load([str(file)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_and_json_blocks_can_be_parsed(page: Path):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "json"):
+        for line in block.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_existing_files_and_headings(page: Path):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose(page)):
+        file = (page.parent / target) if target else page
+        assert file.exists(), f"{page_id(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page_id(page)} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", SITE, ids=page_id)
+def test_a_page_begins_with_a_sentence_about_its_contents(page: Path):
+    title, _, body = page.read_text(encoding="utf-8").partition("\n\n")
+    first = body.partition("\n\n")[0]
+    assert title.startswith("# ") and "\n" not in title
+    assert re.match(r"[A-Za-z`].*\.", first, re.S) and len(first.split()) > 8
+
+
+def generator() -> Any:
+    """Return the module docs/generate.py."""
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_and_drawings_are_current():
+    for path, text in generator().outputs().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python docs/generate.py"
+
+
+def test_the_references_are_complete():
+    keys = {*re.findall(r"^\| `([\w.]+)` \|", (DOCS / "configuration.md").read_text(), re.M)}
+    sections = {key.rpartition(".")[0] for key in settable_keys()}
+    assert {*settable_keys()} - sections <= keys
+    commands = (DOCS / "commands.md").read_text()
+    for name, command in COMMANDS.commands.items():
+        for below in getattr(command, "commands", {"": command}):
+            assert re.search(rf"^#+ msrl {name} ?{below}$", commands, re.M), (name, below)
+
+
+def test_drawings_are_files_without_references():
+    for path in DOCS.glob("images/*.svg"):
+        tree = ElementTree.parse(path)
+        assert tree.getroot().tag.endswith("svg") and "href" not in path.read_text()
+
+
+def test_every_message_of_troubleshooting_is_in_the_code():
+    texts = {
+        node.value
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for page in ("troubleshooting.md", "troubleshooting.zh.md"):
+        fragments = re.findall(r"^### `(.*)`$", (DOCS / page).read_text(encoding="utf-8"), re.M)
+        assert len(fragments) >= 25
+        for fragment in fragments:
+            assert any(fragment in text for text in texts), f"{page}: {fragment}"
+
+
+def test_the_keys_of_the_verl_page_exist():
+    table = (DOCS / "from-verl.md").read_text(encoding="utf-8").partition("## Keys")[2]
+    targets = [row[1] for row in re.findall(r"^\| (`.*?) \| (`.*?) \|", table, re.M)]
+    keys = {name for target in targets for name in re.findall(r"`([\w.]+)`", target)}
+    known = {*settable_keys()} | {key.rpartition(".")[0] for key in settable_keys()}
+    known |= {key.rpartition(".")[0] for key in known}
+    assert len(keys) > 40 and keys <= known
+
+
+def test_each_of_the_questions_has_an_answer_with_a_link():
+    sections = re.split(r"^### ", (DOCS / "faq.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert len(sections) >= 20
+    for section in sections:
+        question, _, answer = section.partition("\n")
+        assert question.endswith("?") and "](" in answer, question
+
+
+def test_every_page_is_in_the_navigation():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    entries = [line for block in blocks(DOCS / "index.md", "{toctree}") for line in block.split()]
+    for page in SITE:
+        if page.name != "index.md":
+            name = page.stem
+            assert any(
+                name == entry or (entry.endswith("*") and name.startswith(entry[:-1]))
+                for entry in entries
+            ), name
+    assert len(SITE) >= 25 and "*.zh" in index
+
+
+# --- own data
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+ROWS = re.findall(
+    r"^## (.*?)$|^```json\n(.*?)^```\n+(?:[^`]*?)^```bash\n(.*?)^```",
+    (DOCS / "own-data.md").read_text(encoding="utf-8"),
+    re.S | re.M,
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "command"), [(row, command) for _, row, command in ROWS if row], ids=str
+)
+def test_every_row_of_own_data_is_read_by_its_command(
+    row: str, command: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (words,) = command_lines(command)
+    Path(words[words.index("--input") + 1]).write_text(row, encoding="utf-8")
+    words[words.index("--tokenizer") + 1] = str(tokenizer)
+    assert msrl(*words[1:]) == 0
+    assert [*tmp_path.glob("data/*.bin")]
+
+
+def test_the_reward_function_of_the_page_scores_answers():
+    (block,) = blocks(DOCS / "rewards.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(block, "reward.py", "exec"), names)
+    score = names["short_and_right"]
+    assert score("It is 12.", "12") > 0.9 and score("13", "12") == 0.0 == score("", "12")
+    assert score("12" + " " * 500 + "12", "12", limit=600) < 0.6
+    assert len([line for line in block.splitlines() if line.strip()]) <= 11
+
+
+# --- translations
+
+
+def digest(page: Path) -> str:
+    return hashlib.sha256(page.read_bytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=page_id)
+def test_a_chinese_page_is_not_older_than_its_english_page(page: Path):
+    original = page.with_name(page.name.replace(".zh.md", ".md"))
+    recorded = re.search(r"^<!-- translates (\S+) ([0-9a-f]{16}) -->$", page.read_text(), re.M)
+    assert recorded is not None and recorded[1] == original.name
+    assert recorded[2] == digest(original), (
+        f"{page_id(original)} has changed since it was translated. Update {page_id(page)}, then "
+        f"record the digest: python docs/translations.py"
+    )
+
+
+# --- site
+
+# Searches of users, collected from issue trackers of similar tools, and a page with the answer.
+SEARCHES = {
+    "out of memory": "docs/faq",
+    "OOM 显存": "docs/troubleshooting.zh",
+    "reward hacked": "docs/rewards",
+    "resume run": "docs/faq",
+    "reward function": "docs/rewards",
+    "batch size": "docs/concepts",
+    "KL growing": "docs/faq",
+    "entropy collapse": "docs/faq",
+    "multiple machines slurm": "docs/launching",
+    "merge LoRA adapter": "docs/faq",
+    "custom dataset": "docs/own-data",
+    "learning rate schedule": "docs/sft",
+    "export Hugging Face": "docs/faq",
+    "tensorboard wandb": "docs/output-files",
+    "checkpoint interval": "docs/faq",
+    "vLLM memory fraction": "docs/parallelism",
+    "HCCL timeout": "docs/install-ascend",
+    "tool calls": "docs/own-data",
+    "dynamic sampling": "docs/reinforcement",
+    "reward server": "docs/rewards",
+    "cluster token": "docs/security",
+    "续训": "docs/troubleshooting.zh",
+    "昇腾驱动固件": "docs/install-ascend.zh",
+    "奖励函数": "docs/own-data.zh",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the built site; warnings fail."""
+    pytest.importorskip("furo", reason="the documentation's packages are not installed")
+    pytest.importorskip("myst_parser")
+    folder = tmp_path_factory.mktemp("site")
+    options = ("--fail-on-warning", "--keep-going", "--nitpicky", "-q", "-c", "docs")
+    command = [sys.executable, "-m", "sphinx", *options, ".", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path):
+    pages = [*site.rglob("*.html")]
+    assert len(pages) >= 25
+    for page in pages:
+        sources = r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"'
+        assert not re.findall(sources, page.read_text(encoding="utf-8")), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?https?:|@import", style.read_text(encoding="utf-8")), (
+            style
+        )
+
+
+def test_the_scripts_of_the_search_are_valid(site: Path):
+    scripts = (site / "_static" / "language_data.js").read_text(encoding="utf-8")
+    assert "window.Stemmer = EnglishStemmer;" in scripts and "function splitQuery" in scripts
+    node = shutil.which("node")
+    if node is not None:
+        check = [node, "--check", str(site / "_static" / "language_data.js")]
+        subprocess.run(check, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("query", SEARCHES)
+def test_a_search_finds_the_page_with_the_answer(query: str, site: Path):
+    import snowballstemmer
+
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    page = index["docnames"].index(SEARCHES[query])
+    stem = snowballstemmer.stemmer("english").stemWord
+    for word in query_words(query.lower()):
+        pages: set[int] = set()
+        for table in ("terms", "titleterms"):
+            hits = index[table].get(stem(word), [])
+            pages |= {hits} if isinstance(hits, int) else {*hits}
+        assert page in pages or word in ("of", "out"), word
+
+
+def query_words(query: str) -> list[str]:
+    """Split a query as `splitQuery` of docs/conf.py does."""
+    words: list[str] = []
+    for run in re.findall(r"[\u4e00-\u9fff]+|[a-z0-9_]+", query):
+        is_chinese = "\u4e00" <= run[0] <= "\u9fff"
+        words += [run[i : i + 2] for i in range(0, len(run), 2)] if is_chinese else [run]
+    return words

@@ -1,0 +1,147 @@
+"""Checks of the section `environment`, and refusals of combinations that it does not support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from msrl.checks.environment import check_environment
+from msrl.checks.validate import find_errors
+from msrl.config.loader import load
+from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
+from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
+from msrl.types import Prompt
+from msrl.workflows.rl.episode_setup import check_environment_names
+from support import assert_each_mentions, mentions
+
+OWN = "path=walk.py:Walk"
+
+
+def errors(*sets: str) -> list[str]:
+    return list(check_environment(load(sets=sets)))
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (("environment.max_turns=3",), [("environment.max_turns=3", "environment.name")]),
+        (("environment.name=frozen_lak",), [("environment.name=frozen_lak", "frozen_lake")]),
+        (
+            ("environment.name=frozen_lake", "environment.options={sizes: 4}"),
+            [("environment.options.sizes", "size")],
+        ),
+        (
+            ("environment.name=frozen_lake", "environment.options={size: big}"),
+            [("environment.options.size", "integer")],
+        ),
+        (
+            ("environment.name=frozen_lake", "environment.path=walk.py:Walk"),
+            [("environment", "path")],
+        ),
+        (("environment.path=walk.py:Walk",), [("environment.path", "not found")]),
+        (("environment.path=walk.py",), [("environment.path=walk.py", "Class")]),
+        (
+            ("environment.name=frozen_lake", "environment.tool_format=herms"),
+            [("environment.tool_format=herms", "hermes")],
+        ),
+        (
+            ("environment.name=frozen_lake", "reward.format_penalty=0.5"),
+            [("reward.format_penalty=0.5", "episode")],
+        ),
+        (
+            (
+                "environment.name=frozen_lake",
+                "reward.sources=[{verifier: acc, name: environment}]",
+            ),
+            [("reward.sources.0", "name")],
+        ),
+        (
+            (
+                "environment.name=frozen_lake",
+                "algo.advantage.estimator=gigpo",
+                "reward.norm.center=group",
+                "reward.clip=1.0",
+                "algo.advantage.whiten_rewards=true",
+            ),
+            [
+                ("reward.norm.center=group", "gigpo"),
+                ("reward.clip=1.0", "gigpo"),
+                ("algo.advantage.whiten_rewards=true", "gigpo"),
+            ],
+        ),
+        (
+            (
+                "environment.mixture={lake: {name: frozen_lake}, walk: {weight: 0}}",
+                "environment.timeout_s=3",
+            ),
+            [
+                ("environment.timeout_s", "environment.mixture"),
+                ("environment.mixture.walk", "name"),
+            ],
+        ),
+        (
+            ("environment.mixture={lake: {name: frozen_lake, weight: 0}}",),
+            [("environment.mixture", "weights")],
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(
+    sets: tuple[str, ...], expected: list[tuple[str, ...]]
+) -> None:
+    assert_each_mentions(errors(*sets), *expected)
+
+
+def test_valid_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("walk.py").write_text("")
+    assert not errors()
+    assert not errors("environment.path=walk.py:Walk", "environment.max_turns=3")
+    assert not errors("environment.name=single_turn", "reward.format_penalty=0.5")
+    assert not errors("environment.name=frozen_lake", "algo.advantage.estimator=gigpo")
+    assert not errors(
+        "environment.mixture={lake: {name: frozen_lake, options: {size: 3}}, "
+        "walk: {path: walk.py:Walk, weight: 2.0}}"
+    )
+
+
+def grpo_errors(*sets: str) -> list[str]:
+    resolved = load(sets=sets)
+    return find_errors(resolved, resolve(resolved.config, "train-grpo"))
+
+
+def test_rewards_may_come_from_the_environment_alone() -> None:
+    def names_sources(*sets: str) -> bool:
+        return any("reward.sources" in line for line in grpo_errors(*sets))
+
+    assert names_sources()
+    assert names_sources("environment.name=single_turn")
+    assert not names_sources("environment.name=frozen_lake")
+
+
+def test_a_loss_with_one_advantage_per_sequence_refuses_advantages_of_turns() -> None:
+    sets = ("environment.name=frozen_lake", "algo.policy_loss=gmpo")
+    lines: Any = [
+        line
+        for line in grpo_errors(*sets, "algo.advantage.estimator=gigpo")
+        if "algo.advantage.estimator" in line
+    ]
+    assert_each_mentions(lines, ("gigpo", "gmpo", "turn"))
+
+
+def test_a_row_that_selects_an_unknown_environment_is_refused() -> None:
+    entries = {"lake": MixtureEntry(name="frozen_lake")}
+    section = EnvironmentConfig(mixture=entries)
+    ids = np.array([1])
+    known = [Prompt(0, ids, "", {"environment": "lake"}), Prompt(1, ids)]
+    check_environment_names(section, known)
+    check_environment_names(EnvironmentConfig(name="frozen_lake"), [unknown := _row("lakes")])
+    with pytest.raises(MsrlError, match=mentions("environment.mixture", "'lakes'", "lake")):
+        check_environment_names(section, [*known, unknown])
+
+
+def _row(environment: str) -> Prompt:
+    return Prompt(2, np.array([1]), "", {"environment": environment})

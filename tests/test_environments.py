@@ -1,0 +1,155 @@
+"""Built-in environments play their scripted episodes in real processes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msrl.environments.base import EnvironmentSource, Opening, StepResult
+from msrl.environments.builtin import calculator, frozen_lake, search, sokoban
+from msrl.environments.pool import EnvironmentPool
+from msrl.errors import MsrlError
+from msrl.rewards import sandbox
+from scripted_episodes import ENVIRONMENTS, Script
+from support import assert_mentions
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDS_A_SANDBOX = {"python_tool"}
+SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
+SCRIPTS = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
+]
+LIMIT_S = 120.0
+
+
+def text(reply: Opening | StepResult) -> str:
+    return "\n".join(message.content for message in reply.messages)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytest.MonkeyPatch):
+    script = ENVIRONMENTS[name]
+    if script.package:
+        pytest.importorskip(script.package)
+    if name in NEEDS_A_SANDBOX and (reason := sandbox.refusal()):
+        pytest.skip(reason)
+    monkeypatch.chdir(ROOT)
+    source = EnvironmentSource(name, options=script.options, timeout_s=60.0)
+    with EnvironmentPool({name: source}) as environments:
+        opening = environments.open("episode", dict(script.row)).result(LIMIT_S)
+        steps = [environments.step("episode", a).result(LIMIT_S) for a in script.answers]
+    check(script, opening, steps)
+
+
+def check(script: Script, opening: Any, steps: list[Any]) -> None:
+    """Compare an episode with its script."""
+    assert isinstance(opening, Opening), opening
+    assert [tool["function"]["name"] for tool in opening.tools] == list(script.tools)
+    assert all(isinstance(step, StepResult) for step in steps), steps
+    assert [step.reward for step in steps] == pytest.approx(list(script.rewards))
+    assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
+    for expected, reply in zip(script.texts, [opening, *steps], strict=False):
+        assert expected in text(reply)
+    assert steps[-1].info.get("success") == script.success
+
+
+def test_frozen_lakes_of_a_seed_are_equal_and_have_a_path():
+    for seed in range(50):
+        lakes = [frozen_lake.environment(hole_share=0.4) for _ in range(2)]
+        texts = [lake.reset({"seed": seed})[0].content for lake in lakes]
+        assert texts[0] == texts[1]
+        lake = lakes[0]
+        while not (result := lake.step(lake.best_action())).done:
+            assert result.reward == 0.0
+        assert result.info["success"] is True
+
+
+def test_a_hole_ends_a_walk():
+    lake = frozen_lake.environment(hole_share=0.4)
+    lake.reset({"seed": next(seed for seed in range(100) if first_hole(seed))})
+    assert lake.step("down").info["success"] is False
+
+
+def first_hole(seed: int) -> bool:
+    lake = frozen_lake.environment(hole_share=0.4)
+    lake.reset({"seed": seed})
+    return (1, 0) in lake.holes
+
+
+def test_a_slippery_lake_moves_to_the_sides_in_two_of_three_steps():
+    moves = []
+    for seed in range(300):
+        lake = frozen_lake.environment(size=9, hole_share=0.0, slippery=True)
+        lake.reset({"seed": seed})
+        lake.player = lake.player._replace(row=4, column=4)
+        lake.step("left")
+        moves.append(tuple(lake.player))
+    counts = [moves.count(cell) for cell in ((4, 3), (3, 4), (5, 4))]
+    assert sum(counts) == 300 and all(70 < count < 130 for count in counts)
+
+
+def test_every_room_of_sokoban_is_solved_by_its_solution():
+    for seed in range(50):
+        room = sokoban.environment(num_boxes=1 + seed % 2, max_steps=1000)
+        room.reset({"seed": seed})
+        assert not room.boxes & room.targets
+        results = [room.step(action) for action in room.solution]
+        assert results[-1].info.get("success") is True
+
+
+def test_a_box_is_not_pushed_into_a_wall_or_another_box():
+    room = sokoban.environment(num_boxes=2)
+    source = random.Random(0)
+    for seed in range(20):
+        room.reset({"seed": seed})
+        for _ in range(29):
+            room.step(source.choice(["left", "right", "up", "down"]))
+            assert len(room.boxes) == 2
+            assert not room.boxes & room.walls and room.player not in room.boxes | room.walls
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1 + 2 * 3", 7), ("-(2 ** 10)", -1024), ("7 / 2", 3.5), ("7 // 2 % 2", 1)],
+)
+def test_a_calculator_evaluates_arithmetic(expression, value):
+    assert calculator.evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "9 ** 9 ** 9", "1e308 * 10", "(-1) ** 0.5", "1 if 1 else 2", "'a' * 9",
+     "1" * 201, "", "2 +", "True + 1", "9" * 199 + "e", "(" * 150],
+)  # fmt: skip
+def test_a_calculator_refuses_everything_else(expression):
+    with pytest.raises((ValueError, ZeroDivisionError, OverflowError)):
+        calculator.evaluate(expression)
+
+
+def test_bm25_prefers_rare_words_and_short_texts():
+    long = "dog sat " + "sat " * 9 + "cat"
+    index = search.BM25(["cat sat", "dog sat", long, "bird"])
+    assert index.search("dog", 2) == ["dog sat", long]
+    assert index.search("cat sat", 1) == ["cat sat"]
+    assert index.search("fish", 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keywords"),
+    [
+        ("search", {}, ("corpus",)),
+        ("search", {"corpus": "/no/corpus.jsonl"}, ("/no/corpus.jsonl",)),
+        ("frozen_lake", {"size": 1}, ("size",)),
+        ("sokoban", {"num_boxes": 0}, ("num_boxes",)),
+        ("retry", {"verifier": "unknown"}, ("verifier", "unknown")),
+        ("mcp", {}, ("command", "url")),
+    ],
+)
+def test_options_without_meaning_are_refused_before_the_run(name, options, keywords):
+    source = EnvironmentSource(name, options=options)
+    with EnvironmentPool({name: source}) as environments, pytest.raises(MsrlError) as error:
+        environments.start()
+    assert_mentions(error.value, *keywords)

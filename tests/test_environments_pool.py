@@ -1,0 +1,259 @@
+"""Environments that hang, crash or return nonsense, in real processes: one episode ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import pytest
+
+from bad_environments import INJECTION
+from msrl.data.turns import ToolCall
+from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
+from msrl.environments.pool import EnvironmentPool, select_environment
+from msrl.environments.tool_formats import hermes
+from msrl.errors import MsrlError
+from msrl.types import Message
+from support import assert_mentions
+
+FILE = Path(__file__).with_name("bad_environments.py")
+LIMIT_S = 60.0
+
+
+def moody(timeout_s: float = 60.0, **options) -> EnvironmentSource:
+    return EnvironmentSource(path=f"{FILE}:Moody", options=options, timeout_s=timeout_s)
+
+
+def toolbox(timeout_s: float = 60.0) -> EnvironmentSource:
+    return EnvironmentSource(path=f"{FILE}:Toolbox", timeout_s=timeout_s)
+
+
+def pool(source: EnvironmentSource, **settings) -> EnvironmentPool:
+    return EnvironmentPool({"it": source}, **settings)
+
+
+def fault(future: Future) -> EpisodeFault:
+    result = future.result(LIMIT_S)
+    assert isinstance(result, EpisodeFault), result
+    return result
+
+
+def test_an_episode_keeps_its_state_between_steps():
+    with pool(moody(greeting="hi")) as environments:
+        opening = environments.open("a", {"index": 3}).result(LIMIT_S)
+        assert opening == Opening([Message("user", "hi 3")])
+        results = [environments.step("a", text).result(LIMIT_S) for text in ("x", "y", "end")]
+        assert [r.messages[0].content for r in results] == ["x 1", "y 2", "end 3"]
+        assert [(r.reward, r.done) for r in results] == [(1.0, False), (1.0, False), (1.0, True)]
+        assert environments.fault_counts == {}
+
+
+def test_every_episode_has_a_process_of_its_own():
+    with pool(moody()) as environments:
+        for name in "ab":
+            environments.open(name, {}).result(LIMIT_S)
+        pids = {environments.step(name, "x").result(LIMIT_S).info["pid"] for name in "ab"}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason", "keyword"),
+    [
+        ("segfault", "crash", "SIGSEGV"),
+        ("exit", "crash", "7"),
+        ("raise", "error", "broken"),
+        ("memory", "error", "MemoryError"),
+        ("big", "oversized", "limit"),
+        ("empty", "invalid", "message"),
+        ("assistant", "invalid", "assistant"),
+        ("nan", "invalid", "nan"),
+        ("object", "invalid", "JSON"),
+        ("none", "invalid", "StepResult"),
+    ],
+)
+def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, keyword):
+    environments, before = faulty, dict(faulty.fault_counts)
+    environments.open(mood, {}).result(LIMIT_S)
+    environments.open(f"neighbor of {mood}", {}).result(LIMIT_S)
+    result = fault(environments.step(mood, mood))
+    assert result.reason == reason
+    assert_mentions(result.detail, keyword)
+    assert fault(environments.step(mood, "again")) == result
+    assert environments.step(f"neighbor of {mood}", "x").result(LIMIT_S).reward == 1.0
+    assert environments.fault_counts[reason] == before.get(reason, 0) + 1
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    with pool(moody()) as environments:
+        yield environments
+
+
+@pytest.mark.parametrize("mood", ["hang", "ignore signals"])
+def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
+    with pool(moody(timeout_s=0.5)) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        assert fault(environments.step("a", mood)).reason == "timeout"
+        assert_ends(pid)
+        assert environments.open("b", {}).result(LIMIT_S).messages
+        assert environments.fault_counts == {"timeout": 1}
+
+
+def assert_ends(pid: int) -> None:
+    """Wait until a session has no process."""
+    for _ in range(200):
+        sessions = [session(path) for path in Path("/proc").glob("[0-9]*/stat")]
+        if pid not in sessions:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"session {pid} has processes")
+
+
+def session(path: Path) -> int:
+    try:
+        state, *fields = path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(fields[2])
+
+
+def test_a_fault_of_reset_is_the_result_of_open():
+    with pool(moody(timeout_s=0.5)) as environments:
+        assert fault(environments.open("a", {"mood": "hang"})).reason == "timeout"
+        assert fault(environments.open("b", {"mood": "raise"})).reason == "error"
+
+
+def test_closing_an_episode_ends_its_process_and_cancels_its_call():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        running = environments.step("a", "hang")
+        environments.close("a")
+        wait([running], LIMIT_S)
+        assert running.cancelled()
+        assert_ends(pid)
+        environments.close("a")
+        assert environments.open("a", {}).result(LIMIT_S).messages
+        assert environments.fault_counts == {}
+
+
+def test_stopping_the_pool_ends_all_processes():
+    environments = pool(moody())
+    environments.open("a", {}).result(LIMIT_S)
+    pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+    running = environments.step("a", "hang")
+    environments.stop()
+    environments.stop()
+    assert running.cancelled()
+    assert_ends(pid)
+
+
+def test_a_killed_fork_server_ends_its_episodes_and_is_replaced():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        running = environments.step("a", "hang")
+        os.kill(environments._loop._server.process.process.pid, signal.SIGKILL)
+        assert fault(running).reason == "crash"
+        assert environments.open("b", {}).result(LIMIT_S).messages
+
+
+def test_slow_calls_run_at_the_same_time_up_to_the_limit():
+    source = EnvironmentSource(path=f"{FILE}:Moody", timeout_s=5.0)
+    with EnvironmentPool({"it": source}, max_running=2) as environments:
+        openings = [environments.open(str(n), {}) for n in range(6)]
+        assert all(isinstance(future.result(LIMIT_S), Opening) for future in openings)
+
+
+@pytest.mark.parametrize(
+    ("source", "keyword"),
+    [
+        (EnvironmentSource(path=f"{FILE}:Missing"), "Missing"),
+        (EnvironmentSource(path=f"{FILE}:Moody", options={"unknown": 1}), "unknown"),
+        (EnvironmentSource(path="/no/such/file.py:Moody"), "file.py"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_a_user_error(source, keyword):
+    with pool(source) as environments, pytest.raises(MsrlError) as error:
+        environments.start()
+    assert_mentions(error.value, keyword)
+
+
+def test_a_row_selects_its_environment():
+    sources = {"x": moody(greeting="x"), "y": moody(greeting="y")}
+    with EnvironmentPool(sources) as environments:
+        rows = {"a": {"environment": "x"}, "b": {"environment": "y"}}
+        texts = [
+            environments.open(k, row).result(LIMIT_S).messages[0].content for k, row in rows.items()
+        ]
+        assert texts == ["x 0", "y 0"]
+        with pytest.raises(MsrlError) as error:
+            environments.open("c", {"environment": "z"})
+    assert_mentions(error.value, "z", "x, y")
+
+
+def test_rows_without_an_environment_draw_one_by_weight_and_seed():
+    sources = {"x": EnvironmentSource("x", weight=3.0), "y": EnvironmentSource("y", weight=1.0)}
+    names = [select_environment(sources, {"seed": seed}) for seed in range(2000)]
+    assert 1400 < names.count("x") < 1600
+    assert names == [select_environment(sources, {"seed": seed}) for seed in range(2000)]
+
+
+def call(mood: str) -> str:
+    return hermes.render([ToolCall("do", {"mood": mood})])
+
+
+def test_a_tool_that_raises_is_an_observation():
+    with pool(toolbox()) as environments:
+        opening = environments.open("a", {}).result(LIMIT_S)
+        assert opening.tools[0]["function"]["name"] == "do"
+        result = environments.step("a", call("raise")).result(LIMIT_S)
+        assert_mentions(result.messages[0].content, "RuntimeError")
+        assert len(result.messages[0].content) < 1200
+        assert result.info["tool_calls"][0]["error"] == "raised"
+        assert environments.step("a", "done").result(LIMIT_S).done
+
+
+@pytest.mark.parametrize(
+    ("mood", "text"), [("nul", "a\ufffdb"), ("surrogate", "a\ufffdb"), ("injection", INJECTION)]
+)
+def test_a_tool_may_return_any_text(mood, text):
+    with pool(toolbox()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        result = environments.step("a", call(mood)).result(LIMIT_S)
+        assert result.messages[0].content == text
+        assert result.messages[0].fields["content"] == text
+        assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
+
+
+@pytest.mark.slow
+def test_a_thousand_episodes_with_broken_tools_are_all_counted():
+    moods = [
+        "fine",
+        "hang",
+        "segfault",
+        "exit",
+        "big",
+        "nul",
+        "injection",
+        "raise",
+        "memory",
+        "surrogate",
+    ]
+    with pool(toolbox(timeout_s=5.0), max_running=32) as environments:
+        openings = [environments.open(str(n), {}) for n in range(1000)]
+        steps: list[Future] = []
+        for number, opening in enumerate(openings):
+            assert isinstance(opening.result(300), Opening)
+            steps.append(environments.step(str(number), call(moods[number % 10])))
+        results = [step.result(300) for step in steps]
+        for number in range(1000):
+            environments.close(str(number))
+        assert environments.fault_counts == {"timeout": 100, "crash": 200, "oversized": 100}
+    replies = [result for result in results if isinstance(result, StepResult)]
+    errors = [result.info["tool_calls"][0]["error"] for result in replies]
+    assert (len(replies), errors.count("raised")) == (600, 200)
+    assert sum(result.info.get("cleaned_messages", 0) for result in replies) == 200

@@ -1,0 +1,198 @@
+"""Prometheus endpoint, profiles, distributions and the values of tokens that a run logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.config.loader import load
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.platforms import get
+from msrl.tracking.plots import plot_distributions
+from msrl.tracking.prometheus import PrometheusTracker, exposition
+from msrl.types import StepReport, TrainingSample
+from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.token_values import TokenValues, size_note
+from msrl.workflows.rl.update import PreparedStep
+from support import assert_mentions, mentions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return reply.read().decode()
+
+
+def free_tracker() -> PrometheusTracker:
+    return PrometheusTracker(0, "grpo")
+
+
+def test_prometheus_reads_the_last_value_of_each_metric():
+    tracker = free_tracker()
+    tracker.log(StepReport(1, {"reward/mean": 0.5, "eval/pass@1": 0.25}, {"update": 2.0}, ("x",)))
+    tracker.log(StepReport(2, {"reward/mean": float("nan")}, {"update": 1.5}))
+    lines = read(tracker.port).splitlines()
+    tracker.close()
+    assert 'msrl_step{run="grpo"} 2' in lines
+    assert 'msrl_metric{run="grpo",name="eval/pass@1"} 0.25' in lines
+    assert 'msrl_metric{run="grpo",name="reward/mean"} NaN' in lines
+    assert 'msrl_stage_seconds{run="grpo",stage="update"} 1.5' in lines
+    assert 'msrl_notes_total{run="grpo"} 1' in lines
+
+
+def test_prometheus_has_one_page():
+    tracker = free_tracker()
+    with pytest.raises(urllib.error.HTTPError):
+        read(tracker.port, "/config")
+    tracker.close()
+
+
+def test_labels_of_prometheus_are_escaped():
+    text = exposition('a"b\\c\nd', 0, {}, {}, num_notes=0)
+    assert 'run="a\\"b\\\\c\\nd"' in text
+
+
+def test_a_port_in_use_is_one_message():
+    tracker = free_tracker()
+    with pytest.raises(MsrlError, match=mentions("log.prometheus", tracker.port, "another port")):
+        PrometheusTracker(tracker.port, "grpo")
+    tracker.close()
+
+
+def test_the_dashboard_reads_series_that_the_endpoint_has():
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    text = exposition("grpo", 1, {"reward/mean": 1.0}, {"update": 1.0}, num_notes=1)
+    series = set(re.findall(r"^(\w+)\{", text, re.MULTILINE))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) >= 10
+    assert set(re.findall(r"msrl_\w+", " ".join(queries))) == series
+
+
+def test_distributions_are_plotted(tmp_path: Path):
+    path = tmp_path / "distributions" / "step_000010.png"
+    plot_distributions({"reward": [0.0, 1.0, float("nan")], "length": [3.0] * 5}, path, title="x")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_profiler_of_a_platform_writes_a_trace(tmp_path: Path):
+    import torch
+
+    with get("cpu").profiler(tmp_path / "rank_00000"):
+        torch.ones(8) @ torch.ones(8)
+    trace = json.loads((tmp_path / "rank_00000.json").read_text())
+    assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def config(tmp_path: Path, *sets: str) -> Config:
+    (tmp_path / "grpo.yaml").write_text(
+        "rollout: {prompts_per_step: 32, samples_per_prompt: 2, max_prompt_tokens: 8,\n"
+        "          max_response_tokens: 8}\n"
+    )
+    return load([str(tmp_path / "grpo.yaml")], sets=list(sets)).config
+
+
+class Ranks:
+    """Training ranks that count their forward passes and return the positions of sequences."""
+
+    dp_size = 3
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def logprobs(self, sequences: Sequences, *_: Any, of_reference: bool = False) -> Any:
+        return self._arrays("reference" if of_reference else "policy", sequences)
+
+    def token_statistic(self, sequences: Sequences, *_: Any) -> Any:
+        return self._arrays("entropy", sequences)
+
+    def _arrays(self, name: str, sequences: Sequences) -> Any:
+        self.calls.append((name, len(sequences.token_ids)))
+        assert all(mask.sum() == 2 for mask in sequences.loss_masks)
+        return tuple(np.full(len(ids), ids[0], np.float32) for ids in sequences.token_ids)
+
+
+def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
+    zeros = np.zeros(2, np.float32)
+    samples = tuple(
+        TrainingSample(np.array([n, 1]), np.array([2, 3]), zeros, zeros, is_trained=n % 2 == 0)
+        for n in range(num_samples)
+    )
+    sequences = rl_sequences(samples)
+    return PreparedStep(samples, sequences._replace(fields={**sequences.fields, **fields}), {})
+
+
+def token_values(config: Config, folder: Path, notes: list[str]) -> tuple[TokenValues, Ranks]:
+    ranks = Ranks()
+    return TokenValues(config, ranks, folder, notes.append), ranks  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "count"), [("none", 0), ("sampled", 4), ("all", 64)])
+def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp_path: Path):
+    values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), tmp_path, [])
+    columns = values.compute(prepared_step(64), Clock())
+    padded = count + -count % 3
+    assert ranks.calls == ([("policy", padded), ("entropy", padded)] if count else [])
+    assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
+    for arrays in columns.values():
+        assert [*arrays] == list(range(count))
+        assert all(array[0] == number for number, array in arrays.items())
+
+
+def test_values_that_the_step_has_are_not_computed_again(tmp_path: Path):
+    values, ranks = token_values(config(tmp_path, "log.tokens=all"), tmp_path, [])
+    clock = Clock()
+    values.compute(prepared_step(6, old_logprobs=(), entropies=()), clock)
+    assert ranks.calls == []
+    assert "token_values" in clock.seconds
+
+
+def test_values_end_at_the_size_limit_with_one_note(tmp_path: Path):
+    notes: list[str] = []
+    limited = config(tmp_path, "log.tokens=all", "log.tokens_max_gb=0.000001")
+    values, ranks = token_values(limited, tmp_path, notes)
+    (tmp_path / "step_000001.parquet").write_bytes(bytes(2000))
+    for _ in range(2):
+        assert values.compute(prepared_step(6), Clock()) == {}
+    assert ranks.calls == []
+    (note,) = notes
+    assert_mentions(note, "log.tokens_max_gb", "limit")
+
+
+def test_the_size_of_the_record_is_known_before_the_run(tmp_path: Path):
+    assert size_note(config(tmp_path), 10) is None
+    note = size_note(config(tmp_path, "log.tokens=all"), 1000)
+    # 1000 steps of 64 samples with 16 tokens: 18 bytes and two values of 4 bytes each
+    assert note is not None
+    assert_mentions(
+        note, "log.tokens=all", f"{1000 * 64 * 16 * 26 / 1e9:.3g} GB", "log.tokens_max_gb"
+    )
+
+
+def test_a_session_profiles_only_its_steps(tmp_path: Path):
+    from msrl.workflows.training.session import TrainingSession
+
+    calls: list[tuple[str, ...]] = []
+    trainers = SimpleNamespace(
+        begin_profile=lambda folder, ranks: calls.append((folder.name, str(ranks))),
+        end_profile=lambda: calls.append(("end",)),
+    )
+    session = TrainingSession.__new__(TrainingSession)
+    profiled = config(tmp_path, "log.profile.steps=[2]", "log.profile.ranks=[0,1]")
+    session._config, session._trainers = profiled, trainers  # type: ignore[assignment]
+    session._start_step, session._num_steps, session._is_over = 0, 3, False
+    session._log = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    for step in session.steps():
+        calls.append((str(step + 1),))
+    assert calls == [("1",), ("step_000002", "(0, 1)"), ("2",), ("end",), ("3",)]

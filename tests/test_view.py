@@ -1,0 +1,263 @@
+"""Files of `msrl view`: data of runs, their escaping, the page and its server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import view_runs
+from msrl.cli.app import main
+from msrl.errors import MsrlError
+from msrl.workflows.view.build import View, write_folder, write_single_file
+from msrl.workflows.view.chunks import safe_json
+from msrl.workflows.view.page import MODULES, page
+from msrl.workflows.view.pieces import open_pieces
+from msrl.workflows.view.samples import read_samples, sample_files
+from msrl.workflows.view.serve import open_server
+from support import assert_mentions
+
+STATIC = Path(page.__code__.co_filename).parent / "static"
+
+
+def read_chunk(folder: Path, name: str) -> Any:
+    """Return the value of a data file."""
+    text = (folder / "data" / f"{name}.js").read_text(encoding="utf-8")
+    call = re.fullmatch(r'msrlChunk\("([^"]*)",(.*)\);\n', text, re.DOTALL)
+    assert call is not None
+    assert call[1] == name
+    return json.loads(call[2])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return view_runs.make_run(tmp_path / "runs" / "grpo")
+
+
+def test_a_view_is_a_page_below_two_megabytes_with_data_beside_it(run: Path, tmp_path: Path):
+    index = write_folder([run], tmp_path / "view")
+    assert index.stat().st_size < 2_000_000
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert overview["name"] == "grpo"
+    assert overview["metrics"]["steps"] == [0, 1, 2, 3]
+    assert overview["metrics"]["values"]["train/kl"] == [None, None, None, None]
+    assert overview["markers"] == {"checkpoints": [2], "restarts": [2]}
+    assert [entry["count"] for entry in overview["tables"]["rollout"]] == [12, 12, 12]
+    assert [entry["step"] for entry in overview["tables"]["eval"]] == [0, 3]
+
+
+def test_the_page_requests_nothing_from_a_network(run: Path, tmp_path: Path):
+    text = write_folder([run], tmp_path / "view").read_text()
+    assert not re.search(r"""(?:src|href|action)=["']?\s*(?:https?:)?//""", text)
+    assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|sendBeacon|importScripts)\(", text)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy[1] and "http" not in policy[1]
+
+
+def test_the_front_end_sets_text_only_as_text():
+    code = "".join(path.read_text() for path in (STATIC / "app").glob("*.js"))
+    for name in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "DOMParser",
+    ):
+        assert name not in code
+
+
+def test_the_modules_of_the_front_end_share_no_name():
+    names: list[str] = []
+    assert {path.name for path in (STATIC / "app").glob("*.js")} == {*MODULES}
+    for module in MODULES:
+        text = (STATIC / "app" / module).read_text()
+        pattern = r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)"
+        names += re.findall(pattern, text, re.MULTILINE)
+    assert len(names) > 100
+    assert len(names) == len({*names})
+
+
+def test_vendored_libraries_have_their_license():
+    assert "MIT License" in (STATIC / "vendor" / "uPlot.LICENSE").read_text()
+
+
+@pytest.mark.parametrize("text", [*view_runs.HOSTILE, "\ud800 lone", "\ufeff\x7f\x9b"])
+def test_hostile_texts_are_escaped_and_read_back(text: str):
+    encoded = safe_json({text: [text]})
+    assert not re.search("[<>&\u2028\u2029\ud800-\udfff\x7f-\x9f\x00-\x1f]", encoded)
+    assert json.loads(encoded) == {text: [text]}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_hostile_completions_are_only_in_escaped_strings(tmp_path: Path, format: str):
+    run = view_runs.make_run(tmp_path / "grpo", texts=view_runs.HOSTILE, format=format)
+    write_folder([run], tmp_path / "view")
+    rows = read_chunk(tmp_path / "view", "0/rollout-000001-0")
+    assert [row["turns"][1][1] for row in rows[12:]] == [*view_runs.HOSTILE]
+    for path in (tmp_path / "view" / "data").rglob("*.js"):
+        assert not re.search("[<\u2028\u2029]", path.read_text())
+
+
+def test_both_formats_give_the_same_samples(tmp_path: Path):
+    runs = [
+        view_runs.make_run(tmp_path / format, num_steps=1, format=format)
+        for format in ("jsonl", "parquet")
+    ]
+    lines, records = (read_samples(*sample_files(run, "rollout"), 4) for run in runs)
+    for line, record in zip(lines, records, strict=True):
+        for name in ("step", "group", "sample", "prompt_index", "reward", "staleness", "versions"):
+            assert getattr(line, name) == getattr(record, name)
+        assert line.turns == record.turns
+        assert line.token_ids.tolist() == record.token_ids.tolist()
+        assert line.advantages.tolist() == record.advantages.tolist()
+    assert set(records[0].values) == {"behavior", "trainer", "reference", "entropy"}
+
+
+def test_a_wrong_answer_has_its_verdict_and_the_reason_of_each_verifier(run: Path, tmp_path: Path):
+    write_folder([run], tmp_path / "view")
+    table = read_chunk(tmp_path / "view", "0/rollout-000001-table")
+    rows = read_chunk(tmp_path / "view", "0/rollout-000001-0")
+    wrong = table["verdict"].index(0)
+    assert_mentions(rows[wrong]["reasons"]["base_acc"], "14", "15", "box")
+    assert_mentions(rows[wrong]["reasons"]["format"], "has the format")
+    assert table["verdict"] == [int("boxed{15}" in row["turns"][1][1]) for row in rows]
+
+
+def test_repeated_prompts_are_separate_groups(tmp_path: Path):
+    path = tmp_path / "step_000002.jsonl"
+    rows = [view_runs.jsonl_row("a", 7) for _ in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [sample.group for sample in read_samples(path, 4)] == [0] * 4 + [1] * 4
+
+
+def test_a_damaged_rollout_file_is_one_message(tmp_path: Path):
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text('{"prompt_index": 1}\n')
+    with pytest.raises(MsrlError) as error:
+        read_samples(path)
+    assert_mentions(error, str(path), "cannot be read")
+
+
+def test_tokens_are_texts_or_bytes_of_a_character(run: Path):
+    pieces = open_pieces([run / "missing", run / "checkpoints" / "hf"])
+    assert pieces is not None
+    euro = list("\u20ac".encode())
+    assert pieces.pieces([ord("a"), ord(" "), *euro]) == {
+        ord("a"): "a",
+        ord(" "): " ",
+        **{byte: [byte] for byte in euro},
+    }
+
+
+def test_configurations_and_lineage_of_two_runs_can_be_compared(tmp_path: Path):
+    first = view_runs.make_run(tmp_path / "runs" / "a")
+    config = view_runs.make_config("b", train={"optimizer": {"lr": 2e-4}})
+    config["model"] = {"path": "runs/a/checkpoints"}
+    second = view_runs.make_run(tmp_path / "runs" / "b", config=config)
+    write_folder([first, second], tmp_path / "view")
+    a, b = read_chunk(tmp_path / "view", "runs")
+    differing = {key for key in a["config"] if a["config"][key] != b["config"].get(key)}
+    assert differing == {"run.name", "model.path", "train.optimizer.lr"}
+    assert (0, "run", str(tmp_path / "runs" / "a")) in [
+        (node["depth"] - 1, node["kind"], node["path"]) for node in b["lineage"]
+    ]
+
+
+def test_a_single_file_holds_its_data_and_allows_no_other_file(run: Path, tmp_path: Path):
+    text = write_single_file([run], tmp_path / "view.html").read_text()
+    assert text.count("data-chunk=") > 6
+    policy = re.search(r"script-src ([^;]*);", text)
+    assert policy is not None
+    assert "'self'" not in policy[1] and "file:" not in policy[1]
+
+
+def test_only_changed_files_are_converted_again(run: Path, tmp_path: Path):
+    view = View([run], tmp_path / "view")
+    view.update()
+    data = tmp_path / "view" / "data" / "0"
+    before = {path.name: path.stat().st_mtime_ns for path in data.iterdir()}
+    (run / "rollouts" / "step_000004.jsonl").write_bytes(
+        (run / "rollouts" / "step_000003.jsonl").read_bytes()
+    )
+    view.update()
+    after = {path.name: path.stat().st_mtime_ns for path in data.iterdir()}
+    changed = {name for name, time in after.items() if before.get(name) != time}
+    assert changed == {"rollout-000004-0.js", "rollout-000004-table.js", "pieces.js"}
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert len(overview["tables"]["rollout"]) == 4
+    assert read_chunk(tmp_path / "view", "version") == 2
+
+
+def test_a_folder_with_other_contents_is_refused(run: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("important")
+    with pytest.raises(MsrlError) as error:
+        write_folder([run], tmp_path / "other")
+    assert_mentions(error, "--output", str(tmp_path / "other"), "not empty")
+    write_folder([run], tmp_path / "view")
+    write_folder([run], tmp_path / "view")  # an earlier view is replaced
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(MsrlError) as error:
+        write_folder([tmp_path], tmp_path / "view")
+    assert_mentions(error, str(tmp_path), "config.yaml", "run")
+
+
+def test_a_run_before_its_first_step_has_a_view(tmp_path: Path):
+    run = tmp_path / "sft"
+    run.mkdir()
+    (run / "config.yaml").write_text("run: {name: sft}\n")
+    write_folder([run], tmp_path / "view")
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert overview["metrics"]["steps"] == []
+
+
+def test_the_server_answers_only_requests_that_name_it(run: Path, tmp_path: Path):
+    view = View([run], tmp_path / "view", is_live=True)
+    view.update()
+    with open_server(view, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        with urllib.request.urlopen(f"{address}/") as reply:
+            assert b"msrl view" in reply.read()
+            assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        for path, host in (
+            ("/", "evil.example:80"),
+            ("/data/", "127.0.0.1:1"),
+            ("/../grpo", "x:1"),
+        ):
+            request = urllib.request.Request(f"{address}{path}", headers={"Host": host})
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(request)
+        server.shutdown()
+
+
+def test_the_command_writes_a_view_into_the_run_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["msrl", "view", str(run)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert capsys.readouterr().out.strip() == str(run / "view" / "index.html")
+    assert (run / "view" / "index.html").is_file()
+
+
+def test_serve_and_single_file_exclude_each_other(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["msrl", "view", str(run), "--serve", "--single-file"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert_mentions(capsys.readouterr().err, "--serve", "--single-file", "exclude")

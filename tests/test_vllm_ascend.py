@@ -1,0 +1,239 @@
+"""The adapter's calls against the signatures of vLLM 0.23 and vllm-ascend 0.23. No NPU is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import families
+from msrl.config.sections.rollout import EngineConfig
+from msrl.errors import MsrlError
+from msrl.models.families import load_shape
+from msrl.platforms import get
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.sleep import EngineMemory
+from msrl.rollout.vllm import VllmEngine, _arguments
+from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
+from msrl.rollout.vllm_weights import WeightReceiver
+from msrl.types import Prompt, SamplingParams
+from support import mentions
+from vllm_ascend_signatures import (
+    FIELDS,
+    FUNCTIONS,
+    fields,
+    parameters,
+    read_fields,
+    read_parameters,
+    recorder,
+)
+
+NPU = get("npu")
+HCCL = "vllm_ascend.distributed.weight_transfer.hccl_engine"
+TENSORS = {"model.embed_tokens.weight": torch.zeros(20, 4), "model.norm.weight": torch.zeros(4)}
+
+
+def _recorded_class(name: str, calls: list[tuple[str, Any]], results: dict[str, Any]) -> Any:
+    """Return an object with the recorded methods of a class."""
+    names = [each for each in map(str, _all_functions()) if each.startswith(f"{name}.")]
+    methods = {each.rpartition(".")[2]: each for each in names}
+    return SimpleNamespace(
+        **{key: recorder(calls, each, results.get(key)) for key, each in methods.items()}
+    )
+
+
+def _all_functions() -> Iterator[str]:
+    for functions in FUNCTIONS.values():
+        yield from functions
+
+
+def test_recorded_signatures_are_those_of_the_wheels():
+    folder = os.environ.get("MSRL_ASCEND_WHEELS")
+    if folder is None:
+        pytest.skip("MSRL_ASCEND_WHEELS names no folder with unpacked wheels of version 0.23")
+    root = Path(folder)
+    for path, functions in FUNCTIONS.items():
+        for name, expected in functions.items():
+            assert read_parameters(root, path, name) == expected, name
+    for path, classes in FIELDS.items():
+        for name in classes:
+            assert fields(name) <= read_fields(root, path, name), name
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_and_wakes_with_calls_of_the_recorded_signatures(level: int):
+    calls: list[tuple[str, Any]] = []
+    memory = EngineMemory(_recorded_class("LLM", calls, {}), level)
+    memory.release(discard_weights=True)
+    memory.take(before_loading=True)
+    memory.finish_loading()
+    assert calls == [
+        ("collective_rpc", {"method": "keep_parameters"}),
+        ("sleep", {"level": level}),
+        ("wake_up", {"tags": ["weights"]}),
+        ("collective_rpc", {"method": "restore_parameters"}),
+        ("wake_up", {"tags": ["kv_cache"]}),
+    ]
+
+
+class Experts(nn.Module):
+    """Fused experts in the layout of vllm-ascend's kernels: transposed after loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
+        self.w2_weight = nn.Parameter(torch.arange(12.0).view(2, 2, 3))
+
+
+class Worker(WeightReceiver):
+    """Stand-in of NPUWorker whose `wake_up` replaces the experts' weights by transposed views."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+
+    def wake_up(self) -> None:
+        for module in self.model_runner.get_model().modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.ndim == 3:
+                    setattr(module, name, nn.Parameter(parameter.data.transpose(1, 2)))
+
+
+def test_weights_of_experts_have_the_kernels_layout_after_waking():
+    model = nn.Sequential(Experts(), nn.Linear(2, 2))
+    before = dict(model.named_parameters())
+    worker = Worker(model)
+    worker.keep_parameters()
+    worker.wake_up()
+    assert model[0].w2_weight is not before["0.w2_weight"]
+    worker.restore_parameters()
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert worker._awake_parameters == ()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> EngineSettings:
+    model = families.save_model(tmp_path, families.FAMILIES["qwen3"].config)
+    engine = EngineConfig(tp=2, max_model_len=32, max_num_batched_tokens=64, sleep=1)
+    return EngineSettings(model, engine=engine, random_weights=True, is_stepped=True)
+
+
+def test_all_arguments_of_an_engine_are_known(settings: EngineSettings):
+    shape = load_shape(settings.model_dir)
+    arguments = _arguments(settings, shape, "bfloat16", 32, NPU)
+    assert arguments.keys() <= fields("EngineArgs")
+    assert arguments["enable_sleep_mode"] is True and arguments["enforce_eager"] is True
+    assert "kv_cache_memory_bytes" not in arguments
+
+
+def _engine(settings: EngineSettings, calls: list[tuple[str, Any]]) -> VllmEngine:
+    """Return an engine whose `vllm.LLM` records calls."""
+    engine = object.__new__(VllmEngine)
+    requests = _recorded_class("LLMEngine", calls, {"step": []})
+    llm = _recorded_class("LLM", calls, {"reset_prefix_cache": True, "generate": []})
+    llm.llm_engine = requests
+    engine._llm, engine._settings = llm, settings
+    engine._shape, engine.max_model_len = load_shape(settings.model_dir), 32
+    engine._memory, engine._control = EngineMemory(llm, 1), {}
+    return engine
+
+
+def test_requests_and_sampling_parameters_fit_the_recorded_signatures(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+):
+    def sampling_params(**options: Any) -> SimpleNamespace:
+        assert options.keys() <= fields("SamplingParams")
+        return SimpleNamespace(**options)
+
+    vllm = SimpleNamespace(SamplingParams=sampling_params)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    calls: list[tuple[str, Any]] = []
+    engine = _engine(settings, calls)
+    prompt, sampling = Prompt(0, np.arange(1, 5)), SamplingParams(max_tokens=4, num_samples=1)
+    engine.add_request("0", prompt, sampling, 1, "salt")
+    engine.step()
+    engine.abort_requests(["0"])
+    engine.recompute_requests()
+    engine.forget_prompts()
+    engine.call_workers("update_weights", {})
+    assert [name for name, _ in calls] == [
+        *("add_request", "step", "abort_request"),
+        *("reset_prefix_cache", "reset_prefix_cache", "collective_rpc"),
+    ]
+    assert calls[3][1] == {"reset_running_requests": True}
+
+
+def test_weights_are_loaded_with_a_call_of_the_recorded_signature():
+    calls: list[tuple[str, Any]] = []
+    runner = SimpleNamespace(
+        get_model=lambda: nn.Linear(2, 2),
+        reload_weights=recorder(calls, "GPUModelRunner.reload_weights"),
+    )
+    worker = WeightReceiver()
+    worker.model_runner = runner
+    worker.receive_weights(iter(()))
+    assert [name for name, _ in calls] == ["reload_weights"]
+    assert calls[0][1].keys() == {"weights_iterator"}
+
+
+def _weights() -> Iterator[tuple[str, Tensor]]:
+    yield from TENSORS.items()
+
+
+def test_weights_are_broadcast_over_hccl_with_vllm_ascends_engine(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[str, Any]] = []
+
+    def send_arguments(**values: Any) -> dict[str, Any]:
+        assert values.keys() <= fields("HCCLTrainerSendWeightsArgs")
+        return values
+
+    engine = _recorded_class("HCCLWeightTransferEngine", calls, {"trainer_init": "communicator"})
+    module = SimpleNamespace(
+        HCCLWeightTransferEngine=engine, HCCLTrainerSendWeightsArgs=send_arguments
+    )
+    monkeypatch.setitem(sys.modules, HCCL, module)
+    # A later vLLM has a factory of trainers, in which vllm-ascend registers no such engine.
+    factory = SimpleNamespace(WeightTransferTrainerFactory=None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
+    package = SimpleNamespace(factory=factory)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", package)
+
+    def call_worker(method: str, arguments: list[tuple[Any, ...]]) -> None:
+        for own_arguments in arguments:
+            recorder(calls, f"NPUWorker.{method}")(*own_arguments)
+
+    group = TransferGroup(NPU.weight_engine("nccl"), 0, ("10.0.0.1", 4711), 4, bucket_bytes=128)
+    sender = DeviceSender(group, EngineClient(call_worker, 2, 2), _weights)
+    infos = [info["init_info"] for name, info in calls if name == "init_weight_transfer_engine"]
+    assert [info["rank_offset"] for info in infos] == [1, 3]
+    assert all(info.keys() == fields("HCCLWeightTransferInitInfo") for info in infos)
+    calls.clear()
+    sender.send()
+    assert {name for name, _ in calls} == {
+        *("start_weight_update", "update_weights", "trainer_send_weights", "finish_weight_update")
+    }
+    updates = [values["update_info"] for name, values in calls if name == "update_weights"]
+    assert all(update.keys() == fields("HCCLWeightTransferUpdateInfo") for update in updates)
+    assert updates[0]["names"] == [*TENSORS] and updates[0]["packed_buffer_size_bytes"] == 320
+
+
+def test_engines_of_npus_have_the_names_that_vllm_ascend_registers():
+    assert NPU.weight_engine("nccl").name == "hccl"
+    with pytest.raises(MsrlError, match=mentions("rollout.weights.transfer=ipc", "npu", "auto")):
+        NPU.weight_engine("ipc")
+
+
+def test_a_recorded_signature_refuses_other_arguments():
+    with pytest.raises(TypeError):
+        recorder([], "LLM.sleep")(depth=2)
+    assert parameters("LLM.wake_up") == "self, tags=None"
