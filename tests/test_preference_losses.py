@@ -267,10 +267,10 @@ def test_the_loss_of_an_update_does_not_depend_on_its_micro_batches(
     policy, reference, mask = random_sides(1)
     loss = PreferenceLoss(name, 0.2, sft_coef=0.1)
     results: list[tuple[float, Tensor, Mapping[str, float]]] = []
-    for parts in ([[0, 1, 2, 3, 4]], split):
+    for batches in ([[0, 1, 2, 3, 4]], split):
         leaf, total, sums = policy.clone().requires_grad_(), 0.0, defaultdict[str, float](float)
-        for part in parts:
-            value, metrics = loss(*micro_batch(leaf, reference, mask, part, 0.0), 15.0)
+        for batch in batches:
+            value, metrics = loss(*micro_batch(leaf, reference, mask, batch, 0.0), 15.0)
             total = total + value
             for key, metric in metrics.items():
                 sums[key] += metric.item()

@@ -77,5 +77,5 @@ def logistic_loss(logits: Tensor, label_smoothing: float) -> Tensor:  # [P] -> [
 
     `label_smoothing` is the assumed probability of a swapped pair (arXiv:2305.18290, cDPO).
     """
-    kept = (1 - label_smoothing) * F.logsigmoid(logits)
-    return -kept - label_smoothing * F.logsigmoid(-logits)
+    likelihood = (1 - label_smoothing) * F.logsigmoid(logits)
+    return -likelihood - label_smoothing * F.logsigmoid(-logits)

@@ -130,10 +130,7 @@ def check_no_preference(resolved: Resolved) -> Iterator[str]:
 
 
 def _changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
-    """Yield the keys below a section that are set to another value than the default.
-
-    The configuration in a run folder sets all keys.
-    """
+    """Yield the keys below a section that are set to another value than the default."""
     defaults = Resolved(Config(), {})
     for key, origin in resolved.origins.items():
         is_item = any(name.isdigit() for name in key.split("."))

@@ -82,7 +82,7 @@ class StoredReference:
                 pairs = zip(self._numbers[prefix], map(tuple, rows), strict=True)
                 self._values[prefix] = dict(pairs)
 
-    def of(self, rows: PreferenceRows) -> ReferenceLogprobs:
+    def lookup(self, rows: PreferenceRows) -> ReferenceLogprobs:
         """Return the function that looks up the rows of a dataset."""
         values = self._values[rows.dataset.prefix]
 

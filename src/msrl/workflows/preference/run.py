@@ -144,7 +144,7 @@ class PreferenceSteps:
         if not self._plan.needs_reference:
             return no_reference
         if self._stored is not None:
-            return self._stored.of(rows)
+            return self._stored.lookup(rows)
         return on_the_fly(self._job.plan, self._trainers)
 
     def _with_baseline(self, batch: PreferenceBatch) -> PreferenceLoss:
@@ -165,13 +165,13 @@ class PreferenceSteps:
         """Return the metrics to report; rewards of labeled answers are means over their kind."""
         if self._plan.data != "labeled":
             return dict(metrics)
-        others = {name: value for name, value in metrics.items() if not name.endswith("_reward")}
-        share = others.pop("desirable_share")
+        reported = {name: value for name, value in metrics.items() if not name.endswith("_reward")}
+        share = reported.pop("desirable_share")
         shares = {"desirable_reward": share, "undesirable_reward": 1.0 - share}
-        rewards = {name: metrics[name] / part for name, part in shares.items() if part > 0}
+        rewards = {name: metrics[name] / count for name, count in shares.items() if count > 0}
         if len(rewards) == len(shares):
             rewards["margin"] = rewards["desirable_reward"] - rewards["undesirable_reward"]
-        return {**others, **rewards, "baseline": loss.baseline}
+        return {**reported, **rewards, "baseline": loss.baseline}
 
 
 class PreferenceEvaluator:

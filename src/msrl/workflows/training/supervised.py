@@ -98,7 +98,7 @@ class SupervisedSteps(Protocol):
 
 
 class SupervisedTask(Protocol[RowsT]):
-    """What differs between trainings on rows."""
+    """Rows, ranks and steps of a training on rows."""
 
     @property
     def curves(self) -> Sequence[str]:

@@ -1,0 +1,160 @@
+"""Checks of train-dpo and train-rm, values derived from their configurations, and dry runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.memory.estimate import memory_rows
+from msrl.plan.derived import preference_plan
+from msrl.plan.run_plan import resolve
+from support import assert_mentions, labelled, mentions
+from test_cli import msrl
+from tiny_qwen2 import save_model
+from training_runs import write_rows
+
+PAIRS = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(12)]
+LABELED = [{"prompt": f"{i}", "completion": "yes", "label": i % 2 == 0} for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checks")
+    save_model(folder / "model", tied=False, positions=128)
+    margins = [{**row, "margin": 0.5} for row in PAIRS]
+    for name, rows in (("pairs", PAIRS), ("labeled", LABELED), ("margins", margins)):
+        source = str(write_rows(folder / f"{name}.jsonl", rows))
+        arguments = ["--input", source, "--tokenizer", str(folder / "model"), "--template", "qwen"]
+        handler = "labeled" if name == "labeled" else "pairs"
+        prefix = str(folder / name)
+        assert msrl("preprocess", *arguments, "--handler", handler, "--output-prefix", prefix) == 0
+    config = {
+        "run": {"dir": str(folder / "runs")},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "pairs")},
+        "cluster": {"platform": "cpu"},
+        "train": {"steps": 2, "global_batch": 4},
+    }
+    (folder / "dpo.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def check(inputs: Path, command: str, *sets: str) -> Any:
+    return load([str(inputs / "dpo.yaml")], sets, command=command)
+
+
+@pytest.mark.parametrize(
+    ("command", "sets", "fragments"),
+    [
+        ("train-dpo", ("algo.preference.loss=ppo",), ("algo.preference.loss", "ppo", "simpo")),
+        ("train-dpo", ("algo.preference.beta=0",), ("algo.preference.beta", 0, "above")),
+        ("train-dpo", ("algo.preference.options.gama=1",), ("options.gama", "unknown")),
+        (
+            "train-dpo",
+            ("algo.preference.options.label_smoothing=0.9",),
+            ("options.label_smoothing", 0.9, "at most 0.5"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.options={form: hinge, label_smoothing: 0.1}",),
+            ("label_smoothing", 0.1, "hinge"),
+        ),
+        ("train-dpo", ("algo.preference.loss=kto",), ("data.train", "pairs", "labeled")),
+        ("train-dpo", ("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-dpo")),
+        ("train-dpo", ("data.blend={x: 1.0}", "data.train=null"), ("data.blend", "datasets")),
+        ("train-dpo", ("data.handler=pretrain",), ("data.handler", "pretrain", "train-sft")),
+        (
+            "train-dpo",
+            ("algo.preference.loss=orpo", "algo.preference.reference=precomputed"),
+            ("algo.preference.reference", "precomputed", "orpo"),
+        ),
+        (
+            "train-dpo",
+            ("cluster.roles.reference.devices=1",),
+            ("cluster.roles.reference", "precomputed"),
+        ),
+        ("train-dpo", ("cluster.roles.critic.load=x",), ("cluster.roles.critic", "train-dpo")),
+        ("train-sft", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-dpo")),
+        ("train-sft", (), ("data.train", "pairs", "sft")),
+        ("train-rm", ("train.lora.rank=4",), ("train.lora.rank", 4, "adapters")),
+        ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
+        ("train-rm", ("algo.reward_model.kind=process",), ("kind", "process", "version")),
+        ("train-rm", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-rm")),
+        ("train-rm", ("model.init=random",), ("model.init", "random", "train-sft")),
+    ],
+)
+def test_a_setting_that_is_invalid_or_has_no_effect_is_refused(
+    command: str, sets: tuple[str, ...], fragments: tuple[Any, ...], inputs: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        check(inputs, command, *sets)
+
+
+def test_kto_needs_two_rows_and_no_precomputed_reference(inputs: Path) -> None:
+    kto = ("algo.preference.loss=kto", f"data.train={inputs / 'labeled'}")
+    check(inputs, "train-dpo", *kto)
+    with pytest.raises(MsrlError) as caught:
+        check(
+            inputs,
+            "train-dpo",
+            *kto,
+            "train.global_batch=1",
+            "algo.preference.reference=precomputed",
+        )
+    assert_mentions(caught.value, "train.global_batch=1", "algo.preference.reference", "baseline")
+
+
+@pytest.mark.parametrize(
+    ("loss", "beta", "data", "needs_reference"),
+    [
+        ("dpo", 0.1, "pairs", True),
+        ("simpo", 2.0, "pairs", False),
+        ("kto", 0.1, "labeled", True),
+        ("cpo", 0.1, "pairs", False),
+    ],
+)
+def test_a_loss_declares_its_default_beta_its_data_and_its_reference(
+    loss: str, beta: float, data: str, needs_reference: bool
+) -> None:
+    config = Config.model_validate({"algo": {"preference": {"loss": loss}}})
+    plan = preference_plan(config)
+    assert (plan.beta, plan.data, plan.needs_reference) == (beta, data, needs_reference)
+    chosen = Config.model_validate({"algo": {"preference": {"loss": loss, "beta": 0.7}}})
+    assert preference_plan(chosen).beta == 0.7
+
+
+def test_the_memory_has_a_reference_only_where_the_ranks_hold_one(inputs: Path) -> None:
+    def memory(command: str, *sets: str) -> dict[str, int]:
+        return memory_rows(resolve(check(inputs, command, *sets).config, command))
+
+    own = memory("train-dpo", "data.seq_length=64")
+    assert labelled(own, "reference") == own["weights"]
+    for sets in (
+        ("algo.preference.loss=simpo",),
+        ("algo.preference.reference=precomputed",),
+        ("train.lora.rank=4",),
+    ):
+        assert "reference weights" not in memory("train-dpo", "data.seq_length=64", *sets)
+    scores = memory("train-rm", "data.seq_length=64")
+    assert "logits" not in scores and scores["weights"] < own["weights"]
+    single = memory_rows(resolve(check(inputs, "train-dpo").config, "train-sft"))
+    assert "activations" not in single
+
+
+def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(inputs / "dpo.yaml")
+    for command in ("train-dpo", "train-rm"):
+        assert msrl(command, "-c", file, "--dry-run") == 0
+        assert_mentions(capsys.readouterr().out, command, "2 steps", "peak")
+    sets = ["--set", f"data.train={inputs / 'margins'}", "--set", "algo.preference.loss=ipo"]
+    assert msrl("train-dpo", "-c", file, *sets, "--dry-run") == 2
+    assert_mentions(capsys.readouterr().err, "algo.preference.loss=ipo", "margin")
+    tokens = ["--set", "train.max_tokens_per_micro_batch=20"]
+    assert msrl("train-dpo", "-c", file, *tokens, "--dry-run") == 2
+    assert_mentions(capsys.readouterr().err, "train.max_tokens_per_micro_batch=20", "longest")
