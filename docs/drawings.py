@@ -25,12 +25,12 @@ class Drawing:
     width: int
     height: int
     title: str
-    parts: list[str] = field(default_factory=list)
+    elements: list[str] = field(default_factory=list)
 
     def box(self, x: int, y: int, w: int, h: int, *lines: str, fill: str = GRAY) -> None:
         """Draw a box with centered lines of text, the first of them bold."""
         shape = f'x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{LINE}"'
-        self.parts.append(f"<rect {shape}/>")
+        self.elements.append(f"<rect {shape}/>")
         top = y + h / 2 - 8 * (len(lines) - 1)
         for number, line in enumerate(lines):
             self.text(x + w // 2, round(top + 16 * number) + 4, line, is_bold=number == 0)
@@ -40,8 +40,8 @@ class Drawing:
     ) -> None:
         """Draw one line of text around, from or up to a point."""
         weight = ' font-weight="600"' if is_bold else ""
-        place = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}'
-        self.parts.append(f"<text {place}>{escape(line)}</text>")
+        position = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}'
+        self.elements.append(f"<text {position}>{escape(line)}</text>")
 
     def arrow(
         self, *points: tuple[int, int], label: str = "", at: tuple[int, int] = (0, 0)
@@ -49,7 +49,7 @@ class Drawing:
         """Draw an arrow through points, with a label at a point."""
         path = " ".join(f"{x},{y}" for x, y in points)
         style = f'fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#head)"'
-        self.parts.append(f'<polyline points="{path}" {style}/>')
+        self.elements.append(f'<polyline points="{path}" {style}/>')
         if label:
             self.text(*at, label)
 
@@ -64,7 +64,7 @@ class Drawing:
             f"<title>{escape(self.title)}</title>",
             f"<defs>{MARKER}</defs>",
             f'<rect width="100%" height="100%" rx="8" fill="{PAPER}" stroke="#cbd2d9"/>',
-            *self.parts,
+            *self.elements,
             "</svg>",
         ]
         return "\n".join(lines) + "\n"
@@ -141,7 +141,7 @@ def layouts() -> Drawing:
     drawing.text(
         430,
         262,
-        "TP: the devices of a row of a replica compute the same tokens with parts of each matrix.",
+        "TP: the devices of a row of a replica compute the same tokens with elements of each matrix.",
     )
     drawing.text(
         430,

@@ -100,13 +100,13 @@ def configuration_page() -> str:
     """Return the reference of all configuration keys."""
     from msrl.config.schema import Config
 
-    parts = [CONFIGURATION_HEAD]
+    sections = [CONFIGURATION_HEAD]
     for name, field in Config.model_fields.items():
         rows = [row for key in _keys(name) if (row := _key_row(key))]
         description = field.description or ""
         heading = f"## {name}\n\n{description}\n\n" if description else f"## {name}\n\n"
-        parts.append(heading + table(("key", "values", "default", "meaning"), rows))
-    return "\n".join(parts)
+        sections.append(heading + table(("key", "values", "default", "meaning"), rows))
+    return "\n".join(sections)
 
 
 def _keys(section: str) -> Iterator[str]:
@@ -215,7 +215,9 @@ def _command_sections(command: Any, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _command_section(command: Any, path: tuple[str, ...], context: Any) -> str:
-    summary = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    summary = "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
+    )
     text = f"\n{'#' * (len(path) + 1)} msrl {' '.join(path)}\n\n{summary}\n"
     if not hasattr(command, "commands"):
         rows = [_option_row(parameter, path) for parameter in command.get_params(context)]
@@ -260,11 +262,11 @@ def key_tables(system: str) -> str:
     from msrl.importers.table import load_table
 
     rows = load_table(system).rows.values()
-    parts: list[str] = []
+    tables: list[str] = []
     for section, group in groupby(rows, key=lambda row: row.section):
         entries = [_import_row(list(same)) for _, same in groupby(group, key=_without_key)]
-        parts.append(f"### `{section}`\n\n{table(('key', 'in msrl', 'note'), entries)}")
-    return "\n".join(parts)
+        tables.append(f"### `{section}`\n\n{table(('key', 'in msrl', 'note'), entries)}")
+    return "\n".join(tables)
 
 
 def _without_key(row: Any) -> Any:

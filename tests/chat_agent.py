@@ -34,7 +34,7 @@ def chat(row: dict) -> None:
             {"role": "user", "content": f"Not {text}."},
         ]
     reply = client.chat.completions.create(model="policy", messages=messages, stream=True)
-    text = "".join(part.choices[0].delta.content or "" for part in reply)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
     give_reward(1.0 if text == row["answer"] else 0.0)
 
 

@@ -231,8 +231,8 @@ def test_a_tool_may_return_any_text(mood, text):
 
 @pytest.mark.slow
 def test_a_thousand_episodes_with_broken_tools_are_all_counted():
-    others = ["fine", "segfault", "exit", "big", "nul", "injection", "raise", "memory", "surrogate"]
-    moods = ["hang" if n % 50 == 1 else others[n % len(others)] for n in range(1000)]
+    faults = ["fine", "segfault", "exit", "big", "nul", "injection", "raise", "memory", "surrogate"]
+    moods = ["hang" if n % 50 == 1 else faults[n % len(faults)] for n in range(1000)]
     with pool(toolbox(timeout_s=30.0)) as environments:
         openings = [environments.open(str(n), {}) for n in range(1000)]
         steps: list[Future] = []

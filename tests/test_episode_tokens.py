@@ -55,14 +55,14 @@ class Case:
 
 
 @lru_cache
-def tokenizer_of(name: str) -> TextTokenizer:
+def load_cached_tokenizer(name: str) -> TextTokenizer:
     return open_tokenizer(shared_data("tokenizers", name))
 
 
 @lru_cache
 def cases(tokenizer_name: str) -> list[Case]:
     """Return all templates that the tokenizer has the tokens for."""
-    tokenizer = tokenizer_of(tokenizer_name)
+    tokenizer = load_cached_tokenizer(tokenizer_name)
     fitting: list[Case] = []
     for name in template_names():
         try:
@@ -98,7 +98,7 @@ def text(random_: random.Random) -> str:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: str) -> None:
-    tokenizer = tokenizer_of(name)
+    tokenizer = load_cached_tokenizer(name)
     all_cases, vocab_size = cases(name), tokenizer.vocab_size
     assert len(all_cases) >= 12
     for number, case in enumerate(all_cases):
@@ -147,7 +147,7 @@ def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: st
 def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_reason(
     name: str,
 ) -> None:
-    tokenizer = tokenizer_of(name)
+    tokenizer = load_cached_tokenizer(name)
     num_exact = 0
     for case in cases(name):
         for role in case.roles:
@@ -180,7 +180,7 @@ def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_rea
 
 
 def test_an_answer_is_neither_encoded_again_nor_ended_twice() -> None:
-    tokenizer = tokenizer_of("qwen3-4b")
+    tokenizer = load_cached_tokenizer("qwen3-4b")
     template = EpisodeTemplate(tokenizer)
     end = tokenizer.token_id("<|im_end|>")
     assert end is not None
@@ -191,7 +191,7 @@ def test_an_answer_is_neither_encoded_again_nor_ended_twice() -> None:
 
 
 def test_thoughts_stay_with_append_and_begin_a_new_sequence_with_the_template() -> None:
-    tokenizer = tokenizer_of("qwen3-4b")
+    tokenizer = load_cached_tokenizer("qwen3-4b")
     template = EpisodeTemplate(tokenizer)
     opening = [Message("user", "1+1?")]
     answer = "<think>\neasy\n</think>\n\n3"
@@ -231,6 +231,6 @@ def test_messages_after_the_last_answer_are_in_no_sequence() -> None:
 
 
 def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
-    template = EpisodeTemplate(tokenizer_of("mistral-7b-instruct-v0.2"))
+    template = EpisodeTemplate(load_cached_tokenizer("mistral-7b-instruct-v0.2"))
     with pytest.raises(MsrlError, match=mentions("environment", "mistral", "template")):
         template.check(needs_tools=True)

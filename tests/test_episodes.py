@@ -397,7 +397,7 @@ def test_an_aborted_group_closes_its_environments(template: EpisodeTemplate) -> 
 # --- rewards, turns and training samples ---
 
 
-def completion_of(
+def make_completion(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
     turns: Sequence[EpisodeTurn],
     **fields: Any,
@@ -419,10 +419,10 @@ def turn(num_tokens: int, state: str, reward: float | None = None) -> EpisodeTur
 
 
 # Two episodes of one prompt: two sequences with turns of 2 and 1 tokens, and one with 1 and 2.
-FIRST = completion_of(
+FIRST = make_completion(
     [((1, 2, 5, 6), (2, 3)), ((1, 9, 7), (2,))], [turn(2, "s", 0.5), turn(1, "t", 1.0)]
 )
-SECOND = completion_of(
+SECOND = make_completion(
     [((1, 2, 4, 3, 8, 8), (2, 4, 5))], [turn(1, "s", 0.0), turn(2, "u", 0.25)], success=True
 )
 
@@ -475,7 +475,7 @@ def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
 
 
 def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> None:
-    fault = completion_of([((1, 2, 5), (2,))], [turn(1, "s")], fault=("crash", "gone"))
+    fault = make_completion([((1, 2, 5), (2,))], [turn(1, "s")], fault=("crash", "gone"))
     group = RolloutGroup(Prompt(0, np.array([1, 2])), (FIRST, SECOND, fault))
     with Scorer([], 1, environment_weight=2.0) as scorer:
         scores = scorer.score([group])
@@ -489,7 +489,7 @@ def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> N
 
 
 def test_a_step_in_which_every_environment_fails_ends_the_run() -> None:
-    fault = completion_of([((1, 2, 5), (2,))], [turn(1, "s")], fault=("timeout", "30 s"))
+    fault = make_completion([((1, 2, 5), (2,))], [turn(1, "s")], fault=("timeout", "30 s"))
     with Scorer([], 1, environment_weight=1.0) as scorer:
         scores = scorer.score([RolloutGroup(Prompt(0, np.array([1])), (fault, fault))])
     with pytest.raises(MsrlError, match=mentions("environment", "timeout", "30 s")):

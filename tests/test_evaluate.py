@@ -64,10 +64,13 @@ def test_samples_narrow_an_interval_down_to_that_of_independent_prompts():
 
 def test_intervals_are_over_the_prompts_that_a_source_decides():
     verdicts = [[True, False, False, False], None, [True, True, True, True]]
-    found = intervals(verdicts, 0.95)
-    assert [*found] == ["pass@1", "pass@2", "pass@4", "mean@4"]
+    computed = intervals(verdicts, 0.95)
+    assert [*computed] == ["pass@1", "pass@2", "pass@4", "mean@4"]
     per_prompt = pass_at_k(np.array([1, 4]), 4, 2)
-    assert found["pass@2"] == mean_interval(per_prompt, 4) and found["pass@1"] == found["mean@4"]
+    assert (
+        computed["pass@2"] == mean_interval(per_prompt, 4)
+        and computed["pass@1"] == computed["mean@4"]
+    )
     assert intervals([None], 0.95) == {}
 
 
@@ -87,15 +90,15 @@ def test_a_run_stands_for_all_its_checkpoints_and_every_model_has_another_label(
     model, twin = make_model(tmp_path / "base"), make_model(tmp_path / "b" / "base")
     iteration = run / "checkpoints" / "iter_0000010"
     paths = [run, run / "checkpoints", iteration, other, model, twin, model]
-    found = find_checkpoints(map(str, paths))
-    assert [(c.label, c.step, c.version) for c in found] == [
+    evaluated = find_checkpoints(map(str, paths))
+    assert [(c.label, c.step, c.version) for c in evaluated] == [
         ("grpo step 10", 10, 10),
         ("grpo step 20", 20, 20),
         ("b-grpo step 20", 20, 20),
         ("base", None, 0),
         ("b-base", None, 0),
     ]
-    assert len({(c.series, c.root) for c in found}) == len({c.series for c in found}) == 4
+    assert len({(c.series, c.root) for c in evaluated}) == len({c.series for c in evaluated}) == 4
     latest = find_checkpoints([str(run / "checkpoints")])
     assert [(c.label, c.iteration) for c in latest] == [("grpo step 20", 20)]
     (exported,) = find_checkpoints([str(make_model(run / "hf"))])

@@ -128,7 +128,7 @@ def test_a_model_of_the_hub_is_converted_and_later_read_from_the_cache(
         "tokenizer.json",
     }
     unused = ("consolidated", "onnx", "README", "notes")
-    assert not [name for name in hub.downloads if any(part in name for part in unused)]
+    assert not [name for name in hub.downloads if any(pattern in name for pattern in unused)]
     hub.downloads.clear()
     second = msrl(hub, tmp_path, *command, "--save", "second", offline="yes")
     assert second.returncode == 0, second.stderr

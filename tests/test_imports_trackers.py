@@ -14,14 +14,14 @@ from test_imports_losses import FLAGS, imported, mindspeed, native
 from test_imports_scripts import TUNE
 
 
-def log_of(system: str, text: str, folder: Path) -> dict[str, Any]:
+def read_log(system: str, text: str, folder: Path) -> dict[str, Any]:
     suffix = "yaml" if system in ("roll", "mindspeed-rl") else "sh"
     return native(imported(system, text, folder, suffix, approximate=True)).get("log", {})
 
 
 def test_flags_of_mindspeed_llm_set_folder_project_and_entity(tmp_path: Path) -> None:
     script = f"torchrun {TUNE} --tensorboard-dir boards/a --wandb-project math"
-    log = log_of("mindspeed-llm", f"{script} --wandb-save-dir logs --wandb-entity lab", tmp_path)
+    log = read_log("mindspeed-llm", f"{script} --wandb-save-dir logs --wandb-entity lab", tmp_path)
     assert log["trackers"] == ["tensorboard", "wandb"]
     assert log["options"] == {
         "tensorboard": {"dir": "boards/a"},
@@ -31,13 +31,13 @@ def test_flags_of_mindspeed_llm_set_folder_project_and_entity(tmp_path: Path) ->
 
 def test_keys_of_wandb_have_no_effect_without_its_project_in_mindspeed_llm(tmp_path: Path) -> None:
     script = f"torchrun {TUNE} --wandb-save-dir logs"
-    assert "options" not in log_of("mindspeed-llm", script, tmp_path)
+    assert "options" not in read_log("mindspeed-llm", script, tmp_path)
 
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_file_of_mindspeed_rl_names_project_and_folder(is_on: bool, tmp_path: Path) -> None:
     more = f"use_wandb: {str(is_on).lower()}, wandb_project: math, wandb_save_dir: logs,"
-    log = log_of("mindspeed-rl", mindspeed(more=more), tmp_path)
+    log = read_log("mindspeed-rl", mindspeed(more=more), tmp_path)
     if is_on:
         assert log["options"] == {"wandb": {"project": "math", "dir": "logs"}}
     else:
@@ -87,22 +87,22 @@ def test_the_arguments_of_rolls_tracker_are_taken_over_without_its_secret(
 
 def test_swanlab_of_mindspeed_rl_names_project_folder_and_mode(tmp_path: Path) -> None:
     more = "use_swanlab: true, swanlab_project: math, swanlab_save_dir: logs, swanlab_mode: cloud,"
-    log = log_of("mindspeed-rl", mindspeed(more=more), tmp_path)
+    log = read_log("mindspeed-rl", mindspeed(more=more), tmp_path)
     assert log["trackers"] == ["swanlab"]
     assert log["options"] == {"swanlab": {"project": "math", "dir": "logs", "mode": "online"}}
 
 
 def test_flags_of_megatrons_profiler_select_steps_and_ranks(tmp_path: Path) -> None:
     flags = "--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1"
-    log = log_of("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
+    log = read_log("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
     assert log["profile"] == {"steps": [5, 6], "ranks": [0, 1]}
     flags = "--profile-step-start 4 --profile-ranks -1"
-    assert "profile" not in log_of("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
+    assert "profile" not in read_log("mindspeed-llm", f"torchrun {TUNE} {flags}", tmp_path)
 
 
 def test_the_profiler_of_mindspeed_rl_selects_steps_and_ranks(tmp_path: Path) -> None:
     settings = "{profile: true, profile_step_start: 2, profile_step_end: 4, profile_ranks: all}"
     text = mindspeed() + f"\nprofiler_config:\n  integrated: {settings}\n"
-    assert log_of("mindspeed-rl", text, tmp_path)["profile"] == {"steps": [2, 3], "ranks": []}
+    assert read_log("mindspeed-rl", text, tmp_path)["profile"] == {"steps": [2, 3], "ranks": []}
     off = text.replace("profile: true", "profile: false")
-    assert "profile" not in log_of("mindspeed-rl", off, tmp_path)
+    assert "profile" not in read_log("mindspeed-rl", off, tmp_path)

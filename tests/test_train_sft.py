@@ -449,17 +449,17 @@ def test_a_blend_is_resumed_bit_by_bit_with_the_rows_of_the_uninterrupted_run(in
     file = write_config(inputs / "blend.yaml", whole)
     succeed("train-sft", "-c", str(file), log=inputs / "blend.log")
     run = inputs / "runs" / "blend"
-    part = inputs / "runs" / "blend-part"
-    shutil.copytree(run, part)
-    shutil.rmtree(part / "checkpoints" / "iter_0000008")
-    (part / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    resumed = {**whole, "run": {**base["run"], "name": "blend-part"}}
-    file = write_config(inputs / "blend-part.yaml", resumed)
+    shortened = inputs / "runs" / "blend-shortened"
+    shutil.copytree(run, shortened)
+    shutil.rmtree(shortened / "checkpoints" / "iter_0000008")
+    (shortened / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    resumed = {**whole, "run": {**base["run"], "name": "blend-shortened"}}
+    file = write_config(inputs / "blend-shortened.yaml", resumed)
     output = succeed(
-        "train-sft", "-c", str(file), "--resume", "auto", log=inputs / "blend-part.log"
+        "train-sft", "-c", str(file), "--resume", "auto", log=inputs / "blend-shortened.log"
     )
     assert "step 6/8" in output and "step 5/8" not in output
-    assert metrics(part) == metrics(run)
+    assert metrics(shortened) == metrics(run)
     assert_same_weights(part / "checkpoints", run / "checkpoints")
     blend = {str(inputs / "data"): 2.0, str(inputs / "eval"): 3.0}
     other = {**resumed, "data": {**data, "blend": blend}, "train": {**train, "steps": 9}}

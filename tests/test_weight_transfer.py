@@ -60,9 +60,9 @@ def sent(
 
     def store(weights: Weights) -> list[Any]:
         sender = WeightSender(bucket_bytes, 10)
-        stored, part = sender.store(weights, version, copied, verify=True)
+        stored, digest = sender.store(weights, version, copied, verify=True)
         sender.close()
-        digests.append(part)
+        digests.append(digest)
         return stored
 
     return [[store(weights) for weights in ranks] for ranks in stages], digests
@@ -110,15 +110,15 @@ def test_shards_of_all_ranks_assemble_to_the_weights_and_their_digests(
     tmp_path: Path, config: dict[str, Any], layout: ParallelLayout, dp: int
 ) -> None:
     source = open_weights(families.save_model(tmp_path, config))
-    stages, parts = sent(senders(source, layout, layout.ranks_per_model * dp), version=3)
+    stages, partial_digests = sent(senders(source, layout, layout.ranks_per_model * dp), version=3)
     tensors = assembled(source, stages, version=3)
     files = {name: tensor for name, tensor in file_tensors(source) if name in tensors}
     assert tensors.keys() == expected_weights(source.shape) == files.keys()
     for name, tensor in files.items():
         assert torch.equal(tensors[name], tensor), name
     digests = digests_of_files(source, files)
-    assert add_digests(parts) == digests
-    check_digests(parts, {0: [digests_of_files(source, tensors)]})
+    assert add_digests(partial_digests) == digests
+    check_digests(partial_digests, {0: [digests_of_files(source, tensors)]})
     content_sizes = {len(bucket[2]) for ranks in stages for rank in ranks for bucket in rank}
     assert max(content_sizes) <= BUCKET_BYTES
 
@@ -182,14 +182,14 @@ def test_a_stale_tensor_is_named(source: WeightSource) -> None:
 
 
 def test_a_corrupted_tensor_is_named(source: WeightSource) -> None:
-    stages, parts = sent(senders(source, ParallelLayout(2), 2), 0)
+    stages, partial_digests = sent(senders(source, ParallelLayout(2), 2), 0)
     chunk = stages[0][1][2][1][-1]
     stages[0][1][2][2][chunk.offset] ^= 1
     received = digests_of_files(source, assembled(source, stages, 0))
-    names = differences(add_digests(parts), received)
+    names = differences(add_digests(partial_digests), received)
     assert len(names) == 1
     with pytest.raises(VerificationError, match=mentions(names[0], "engine 1", "differs")):
-        check_digests(parts, {0: [], 1: [received]})
+        check_digests(partial_digests, {0: [], 1: [received]})
 
 
 def test_a_row_that_is_larger_than_a_bucket_is_refused() -> None:
@@ -253,9 +253,11 @@ def test_two_receivers_get_the_tensors_of_every_version(
         expected = shards(version)
         wait = run_in_thread(lambda v=version, e=expected: channel.send(e, v, 2))
         results: list[dict[str, Tensor]] = []
-        others = run_in_thread(lambda v=version, r=results: r.append(read(channel, v, source)))
+        wait_for_reader = run_in_thread(
+            lambda v=version, r=results: r.append(read(channel, v, source))
+        )
         results.append(read(channel, version, source))
-        others()
+        wait_for_reader()
         wait()
         for tensors in results:
             assert [*tensors] == ["large", "half", "bias"]

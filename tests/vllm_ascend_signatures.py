@@ -115,6 +115,6 @@ def read_fields(root: Path, path: str, name: str) -> set[str]:
 
 def _node(path: Path, name: str) -> Any:
     node: Any = ast.parse(path.read_text())
-    for part in name.split("."):
-        node = [child for child in node.body if getattr(child, "name", None) == part][-1]
+    for attribute in name.split("."):
+        node = [child for child in node.body if getattr(child, "name", None) == attribute][-1]
     return node

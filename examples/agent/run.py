@@ -58,7 +58,7 @@ class AgentRunner:
             f"run.seed={self.seed}",
             f"algo.advantage.estimator={estimator}",
         )
-        options = [part for setting in sets for part in ("--set", setting)]
+        options = [argument for setting in sets for argument in ("--set", setting)]
         self._msrl("train-grpo", "-c", f"{self.task}.yaml", *options)
         lines = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line)["metrics"] for line in lines]

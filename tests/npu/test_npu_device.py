@@ -141,7 +141,7 @@ def test_fused_attention_passes_the_operators_schema(device: torch.device, windo
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ends: tuple[int, ...], window: int | None) -> Tensor:
     """Return causal attention with torch's own function, one sequence after another."""
-    parts: list[Tensor] = []
+    outputs: list[Tensor] = []
     for start, end in pairwise((0, *ends)):
         q_, k_, v_ = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
         mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
@@ -150,8 +150,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ends: tuple[int, ...], window: int 
         output = nn.functional.scaled_dot_product_attention(
             q_, k_, v_, attn_mask=mask, enable_gqa=True
         )
-        parts.append(output[0].transpose(0, 1))
-    return torch.cat(parts)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -208,8 +208,8 @@ def test_grouped_products_are_those_of_each_expert(device: torch.device):
     (output,) = torch.ops.npu.npu_grouped_matmul(
         [tokens.to(device)], [weight.to(device)], **arguments
     )
-    parts = [tokens[a:b] @ w for (a, b), w in zip(pairwise((0, *ends)), weight, strict=True)]
-    torch.testing.assert_close(output.cpu(), torch.cat(parts))
+    products = [tokens[a:b] @ w for (a, b), w in zip(pairwise((0, *ends)), weight, strict=True)]
+    torch.testing.assert_close(output.cpu(), torch.cat(products))
 
 
 _UNWAITED = """

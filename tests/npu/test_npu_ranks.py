@@ -92,8 +92,8 @@ def npu(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     """Return the results of all cases on simulated NPUs, with a training that is resumed."""
     saves, model = tmp_path_factory.mktemp("saves"), folders["dense"]
     whole = Case("whole", model, TP2_PP2, steps=4, save_at=2, save_to=saves)
-    rest = Case("rest", model, TP2_PP2, steps=4, first_step=2, resume_from=saves)
-    return _run("npu", [*_cases(folders), whole, rest])
+    resumed = Case("rest", model, TP2_PP2, steps=4, first_step=2, resume_from=saves)
+    return _run("npu", [*_cases(folders), whole, resumed])
 
 
 @pytest.fixture(scope="module")

@@ -46,11 +46,11 @@ def _register(name: str, reference: Callable[[dict[str, Any]], tuple[Tensor, ...
         outputs = [output.to(first.device) for output in reference(_on_host(values))]
         if str(schema.returns[0].type) == "List[Tensor]":
             return outputs
-        rest = [
+        unset = [
             torch.empty(0, device=first.device) if str(result.type) == "Tensor" else 0
             for result in schema.returns[len(outputs) :]
         ]
-        return (*outputs, *rest) if len(schema.returns) > 1 else outputs[0]
+        return (*outputs, *unset) if len(schema.returns) > 1 else outputs[0]
 
     _LIBRARY.impl(name, kernel, "PrivateUse1")
 
@@ -224,8 +224,8 @@ def _grouped_matmul(values: dict[str, Any]) -> tuple[Tensor, ...]:
     ends = values["group_list"].tolist()
     if values["group_type"] != 0 or values["split_item"] not in (2, 3) or ends[-1] != len(x):
         raise RuntimeError("npu_grouped_matmul: the reference has group type 0 and one output only")
-    parts = [
+    products = [
         x[start:end].float() @ matrix.float()
         for (start, end), matrix in zip(itertools.pairwise((0, *ends)), weight, strict=True)
     ]
-    return (torch.cat(parts).to(x.dtype),)
+    return (torch.cat(products).to(x.dtype),)

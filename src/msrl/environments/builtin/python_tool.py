@@ -98,9 +98,9 @@ def environment(
 
 def _output(case: Case) -> str:
     """Return the output of a program for the model, with the error that ended it."""
-    parts = [case.stdout.rstrip("\n")]
+    sections = [case.stdout.rstrip("\n")]
     if case.status in _PROBLEMS:
-        parts.append(_PROBLEMS[case.status])
+        sections.append(_PROBLEMS[case.status])
     elif case.status == "error":
-        parts.append(case.stderr.strip() or "Error: the program failed.")
-    return "\n".join(part for part in parts if part) or "(no output)"
+        sections.append(case.stderr.strip() or "Error: the program failed.")
+    return "\n".join(section for section in sections if section) or "(no output)"

@@ -49,11 +49,11 @@ def _render_call(call: ToolCall) -> str:
 
 
 def _read_call(text: str) -> ToolCall | MalformedCall:
-    head, separator, rest = text.partition(_SEPARATOR)
+    head, separator, after_kind = text.partition(_SEPARATOR)
     if not separator:
         return MalformedCall(text, f"{_SEPARATOR} is missing")
     if head.strip() != "function":
-        return named_call(head.strip(), rest.strip(), text)
-    name, _, body = rest.partition("\n")
+        return named_call(head.strip(), after_kind.strip(), text)
+    name, _, body = after_kind.partition("\n")
     fenced = _FENCED.search(body)
     return named_call(name.strip(), fenced[1] if fenced else body.strip(), text)

@@ -43,18 +43,18 @@ def _render_call(call: ToolCall) -> str:
 
 
 def _read_call(text: str, text_parameters: Mapping[str, set[str]]) -> ToolCall | MalformedCall:
-    name, tag, rest = text.partition("<arg_key>")
-    name, rest = name.strip(), tag + rest
+    name, tag, arguments_text = text.partition("<arg_key>")
+    name, arguments_text = name.strip(), tag + arguments_text
     if not name or "\n" in name or "<" in name:
         return MalformedCall(text, "the call must begin with the name of a tool")
     arguments: dict[str, Any] = {}
     end = 0
-    while match := _ARGUMENT.match(rest, end):
+    while match := _ARGUMENT.match(arguments_text, end):
         key = match[1].strip()
         is_text = key in text_parameters.get(name, set())
         arguments[key] = match[2] if is_text else _value(match[2])
         end = match.end()
-    if rest[end:].strip():
+    if arguments_text[end:].strip():
         return MalformedCall(text, "arguments must be pairs of <arg_key> and <arg_value> tags")
     return ToolCall(name, arguments)
 

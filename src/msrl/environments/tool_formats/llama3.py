@@ -40,13 +40,13 @@ def _is_call(text: str) -> bool:
 
 
 def _read_calls(text: str) -> Iterable[ToolCall | MalformedCall]:
-    rest = text
-    while rest:
+    remaining = text
+    while remaining:
         try:
-            value, end = JSONDecoder().raw_decode(rest)
+            value, end = JSONDecoder().raw_decode(remaining)
         except (ValueError, RecursionError) as error:
-            yield MalformedCall(rest, f"not JSON: {error}")
+            yield MalformedCall(remaining, f"not JSON: {error}")
             return
         key = "arguments" if isinstance(value, dict) and "parameters" not in value else "parameters"
-        yield call_from_object(value, rest[:end], key)
-        rest = rest[end:].lstrip("; \t\r\n")
+        yield call_from_object(value, remaining[:end], key)
+        remaining = remaining[end:].lstrip("; \t\r\n")

@@ -26,11 +26,11 @@ _BEGIN, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 def parse(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
     """Return the calls of an answer."""
-    content, mark, rest = text.partition(_BEGIN)
+    content, mark, calls_text = text.partition(_BEGIN)
     if not mark:
         return ParsedAnswer(text.strip())
     calls: list[ToolCall | MalformedCall] = []
-    for section in rest.split(_BEGIN):
+    for section in calls_text.split(_BEGIN):
         calls += _read_section(section.strip())
     return ParsedAnswer(content.strip(), tuple(calls))
 

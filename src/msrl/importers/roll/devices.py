@@ -202,15 +202,15 @@ class Devices:
 
     def is_separate(self, worker: Worker) -> bool:
         """Return True if a worker has devices that no other worker of the run has."""
-        others = {"actor_train": self.train, "actor_infer": self.infer}
-        taken = {
+        workers = {"actor_train": self.train, "actor_infer": self.infer}
+        used_devices = {
             number
-            for name, other in others.items()
+            for name, other in workers.items()
             if name != worker.name
             for number in device_numbers(_mapping(other)) or ()
         }
         devices = device_numbers(_mapping(worker))
-        return bool(devices) and taken.isdisjoint(devices)
+        return bool(devices) and used_devices.isdisjoint(devices)
 
     def put_reference(self, reference: Worker) -> None:
         """Translate separate devices of the reference, if the run has one."""

@@ -26,9 +26,9 @@ def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
     custom = top.get("custom_envs")
     nodes = custom.node.value if custom is not None else {}
     envs = [_CustomEnv(translation, tag, nodes) for tag in tags if _has(top, nodes, tag)]
-    parts = [env.translate() for env in envs]
-    if parts and custom is not None:
-        _put_parts(translation, custom, dict(zip(tags, parts, strict=False)), weights)
+    translated = [env.translate() for env in envs]
+    if translated and custom is not None:
+        _put_choice(translation, custom, dict(zip(tags, translated, strict=False)), weights)
         _put_limits(translation, custom, top, envs, manager, infer)
     for key, text in _MANAGER.items():
         manager.record(key, KeyStatus.APPLIED, text)
@@ -210,20 +210,20 @@ def _number(config: Keys, key: str, default: float) -> Any:
     return default if config.get(key) is None else config.value(key)
 
 
-def _put_parts(
+def _put_choice(
     translation: Translation,
     custom: SourceKey,
-    parts: Mapping[str, dict[str, Any]],
+    environments: Mapping[str, dict[str, Any]],
     weights: Sequence[float],
 ) -> None:
     """Set the only environment, or the mixture of several."""
-    if len(parts) == 1:
-        (part,) = parts.values()
-        for key, value in part.items():
+    if len(environments) == 1:
+        (environment,) = environments.values()
+        for key, value in environment.items():
             translation.set(f"environment.{key}", wrap(value, custom.origin))
         return translation.record(custom, KeyStatus.APPLIED, "environment.name and options")
-    pairs = zip(parts.items(), weights, strict=False)
-    mixture = {tag: {**part, "weight": weight} for (tag, part), weight in pairs}
+    pairs = zip(environments.items(), weights, strict=False)
+    mixture = {tag: {**environment, "weight": weight} for (tag, environment), weight in pairs}
     return translation.assign(custom, ["environment.mixture"], mixture)
 
 

@@ -75,7 +75,7 @@ def _keyword_count(text: str, arguments: Arguments) -> bool:
 
 def _separated_paragraphs(text: str, arguments: Arguments) -> bool:
     paragraphs = text.split("* * *")
-    return len(paragraphs) == arguments["N"] and all(part.strip() for part in paragraphs)
+    return len(paragraphs) == arguments["N"] and all(paragraph.strip() for paragraph in paragraphs)
 
 
 def _word_count(text: str, arguments: Arguments) -> bool:
