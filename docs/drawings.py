@@ -141,7 +141,7 @@ def layouts() -> Drawing:
     drawing.text(
         430,
         262,
-        "TP: the devices of a row of a replica compute the same tokens with elements of each matrix.",
+        "TP: the devices of a row of a replica compute the same tokens with parts of each matrix.",
     )
     drawing.text(
         430,

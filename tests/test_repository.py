@@ -55,6 +55,7 @@ def test_all_documented_nox_sessions_exist() -> None:
     sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
     assert mentioned <= sessions
     assert sessions == {
+        "agent",
         "quickstart",
         "fuzz",
         "tests",

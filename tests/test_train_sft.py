@@ -460,7 +460,7 @@ def test_a_blend_is_resumed_bit_by_bit_with_the_rows_of_the_uninterrupted_run(in
     )
     assert "step 6/8" in output and "step 5/8" not in output
     assert metrics(shortened) == metrics(run)
-    assert_same_weights(part / "checkpoints", run / "checkpoints")
+    assert_same_weights(shortened / "checkpoints", run / "checkpoints")
     blend = {str(inputs / "data"): 2.0, str(inputs / "eval"): 3.0}
     other = {**resumed, "data": {**data, "blend": blend}, "train": {**train, "steps": 9}}
     command = Command(

@@ -35,7 +35,7 @@ class PrometheusTracker:
         self._run, self._metrics, self._seconds = run, dict[str, float](), dict[str, float]()
         self._step, self._num_notes = 0, 0
         try:
-            handler = partial(_Handler, self.text)
+            handler = partial(_MetricsHandler, self.text)
             self._server = ThreadingHTTPServer((HOST, port), handler)
         except OSError as error:
             raise MsrlError(
@@ -103,7 +103,7 @@ def _number(value: float) -> str:
     return repr(float(value))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _MetricsHandler(BaseHTTPRequestHandler):
     """Handler of `GET /metrics`."""
 
     def __init__(self, text: Callable[[], str], *args: object) -> None:
