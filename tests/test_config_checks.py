@@ -533,6 +533,20 @@ def test_a_run_folder_as_model_path_suggests_its_checkpoint_folder(folder: Path)
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
+        (("log.profile.steps=[2,11]",), ("log.profile.steps", "step 11", "train.steps=10")),
+        (("log.profile.steps=[2]", "log.profile.ranks=[0,64]"), ("log.profile.ranks", "rank 64")),
+    ],
+)
+def test_a_profile_of_a_missing_step_or_rank_is_refused(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+):
+    (message,) = mistakes("train-sft", *sets)
+    assert_mentions(message, *fragments)
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
         (
             ["transfer=shared_memory", "cluster.nodes=2", "cluster.address=10.0.0.1:6379"],
             ("rollout.weights.transfer=shared_memory", "cluster.nodes"),

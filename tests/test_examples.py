@@ -21,6 +21,8 @@ HF2MCORE = (Flag("convert.command", "hf2mcore", "hf2mcore"),)
 COMMANDS = {
     "sft": "train-sft",
     "grpo": "train-grpo",
+    "lake": "train-grpo",
+    "calculator": "train-grpo",
     "convert": "convert-ckpt",
     "preprocess": "preprocess",
 }

@@ -1,4 +1,4 @@
-"""Checks of trackers and of the files of rollouts."""
+"""Checks of trackers, profiles and the files of rollouts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from msrl import registry
 from msrl.checks import plugins
 from msrl.config.loader import Resolved
+from msrl.plan import derived
 
 
 def check_tracker_options(resolved: Resolved) -> Iterator[str]:
@@ -31,6 +32,22 @@ def check_rollout_files(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("log.tokens", "needs the rollout files. Set log.save_rollouts=true.")
     elif log.rollouts != "parquet":
         yield resolved.mistake("log.tokens", "needs the rollout record. Set log.rollouts=parquet.")
+
+
+def check_profile(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each step and rank to trace that the run does not have."""
+    config, profile = resolved.config, resolved.config.log.profile
+    world, last = derived.world_size(config), config.train.steps
+    for step in profile.steps:
+        if last is not None and step > last:
+            yield resolved.mistake(
+                "log.profile.steps", f"has step {step}, but the run ends at train.steps={last}."
+            )
+    for rank in profile.ranks:
+        if rank >= world:
+            yield resolved.mistake(
+                "log.profile.ranks", f"has rank {rank}, but the {world} ranks are counted from 0."
+            )
 
 
 _MAIN = "open_tracker"

@@ -32,7 +32,7 @@ from msrl.checks.roles import check_roles
 from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
 from msrl.checks.sampling import check_grpo_temperatures
 from msrl.checks.serve import check_serve
-from msrl.checks.trackers import check_rollout_files, check_tracker_options
+from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -108,6 +108,7 @@ _TRAINING: tuple[Check, ...] = (
     check_devices,
     check_tls_of_run,
     check_tracker_options,
+    check_profile,
 )
 
 CHECKS: dict[str, tuple[Check, ...]] = {
