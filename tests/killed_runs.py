@@ -188,7 +188,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     seconds = 0.0
     for name, in_background, kills in (
-        ("whole", False, 0),
+        ("uninterrupted", False, 0),
         ("killed", False, num_kills),
         ("killed in background", True, num_kills),
     ):

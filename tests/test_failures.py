@@ -138,7 +138,7 @@ def test_ranks_that_die_continue_from_the_newest_checkpoint_and_the_curve_is_und
 ):
     kills = [
         kill("actor", "update", 1),  # no checkpoint yet
-        kill("actor", "weights", 4, 1),
+        kill("actor", "send_weights", 4, 1),
         kill("actor", "save", 2),
     ]
     run, command, left = run_with_kills(inputs, "ranks", kills)

@@ -216,7 +216,8 @@ class DatasetWriter:
             return
         ends = np.cumsum(ids.lengths)[:-1]
         if len(ids.lengths):
-            self._window += zip(np.split(ids.values, ends), np.split(labels, ends), strict=True)
+            tokens = ids.values.astype(np.int32, copy=False)
+            self._window += zip(np.split(tokens, ends), np.split(labels, ends), strict=True)
         while len(self._window) >= WINDOW:
             self._write_window()
 

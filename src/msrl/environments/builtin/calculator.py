@@ -115,8 +115,9 @@ def _apply(kind: ast.operator, left: int | float, right: int | float) -> int | f
 
 def _check_power(base: int | float, exponent: int | float) -> None:
     """Refuse powers that take long to compute."""
-    is_integer = isinstance(base, int) and isinstance(exponent, int)
-    if is_integer and base.bit_length() * abs(exponent) > _MAX_BITS:
+    if not (isinstance(base, int) and isinstance(exponent, int)):
+        return
+    if base.bit_length() * abs(exponent) > _MAX_BITS:
         raise ValueError("the value is too large")
 
 

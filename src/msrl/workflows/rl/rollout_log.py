@@ -115,7 +115,7 @@ class RolloutLog:
         group: ScoredGroup,
         sample: TrainingSample | None,
         times: Mapping[str, float],
-        logprobs: Mapping[str, Floats],
+        arrays: Mapping[str, Any],  # of tokens, [T], by column
     ) -> RolloutRecord:
         step, g, c, number = position
         prompt, completion = group.rollout.prompt, group.rollout.completions[c]
@@ -147,7 +147,7 @@ class RolloutLog:
             times=times,
             **_episode_columns(completion.episode),
             tag=prompt.extra.get(TAG, ""),
-            **logprobs,
+            **arrays,
         )
 
     def _messages(self, prompt: Prompt, completion: Completion) -> list[tuple[str, str]]:
