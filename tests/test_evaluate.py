@@ -201,7 +201,7 @@ def test_settings_of_an_evaluation_are_checked(tmp_path: Path, monkeypatch: pyte
     )
     assert_each_mentions(mistakes(*good, "eval.source=other"), ("eval.source=other", "acc"))
     assert_each_mentions(
-        mistakes(*good, "environment.name=frozen_lake"), ("environment", "one turn")
+        mistakes(*good, "environment.name=frozen_lake"), ("environment", "train-grpo")
     )
     ranks = "reward.sources=[{model: model, engine: megatron}]"
     assert any("training ranks" in line for line in mistakes(*good, ranks))

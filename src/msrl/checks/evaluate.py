@@ -31,12 +31,6 @@ def check_evaluate(resolved: Resolved) -> Iterator[str]:
         yield "evaluate.models: missing. Name checkpoints: msrl eval MODEL..."
     for number, path in enumerate(models):
         yield from _model(resolved, f"evaluate.models.{number}", path)
-    if resolved.config.environment.is_on:
-        yield resolved.mistake(
-            "environment",
-            "eval samples responses of one turn in this version. Evaluate episodes during the "
-            "training, with eval.every_steps.",
-        )
     output = Path(resolved.config.evaluate.output)
     if output.exists() and not output.is_dir():
         yield resolved.mistake("evaluate.output", "is not a folder. Choose another name.")
