@@ -278,7 +278,18 @@ RESUMES: Changes = {"finetune": GONE}
 ADAPTED: Changes = {"lora_target_modules": "linear_qkv"}
 BALANCED, BIASED = {"moe_aux_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True}
 EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
+DPO: Changes = {"stage": "dpo"}
+SIMPO: Changes = {"stage": "simpo"}
+PROFILED: Changes = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
 LLM_CASES: dict[str, Case] = {
+    "train.dpo_loss_type": (DPO, "ipo"), "train.dpo_beta": (DPO, 0.37),
+    "train.dpo_label_smoothing": (DPO, 0.1), "train.pref_ftx": (DPO, 0.37),
+    "train.ref_model": (DPO, "reference"), "train.simpo_loss_type": (SIMPO, "hinge"),
+    "train.simpo_beta": (SIMPO, 0.37), "train.simpo_label_smoothing": (SIMPO, 0.1),
+    "train.gamma_beta_ratio": (SIMPO, 0.37),
+    "train.profile": ({**PROFILED, "profile": GONE}, True),
+    "train.profile_step_start": (PROFILED, 2), "train.profile_step_end": (PROFILED, 4),
+    "train.profile_ranks": (PROFILED, "-1"),
     "convert.load_model_type": ({"save_model_type": "mg"}, "mg"),
     "convert.save_model_type": ({"load_model_type": "mg"}, "hf"),
     "convert.num_layer_list": ({}, "1,3"), "convert.noop_layers": ({}, "0,3"),

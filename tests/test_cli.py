@@ -597,7 +597,7 @@ def test_tp_of_commands_with_an_engine_is_the_engines(
         (["nonsense"], "`msrl --help`"),
         (["train-kto"], "`msrl train-dpo`"),
         (["orm"], "`msrl train-rm`"),
-        (["train-grpo", "--set", "rollout.multi_turn=true"], "one turn"),
+        (["train-grpo", "--set", "rollout.multi_turn=true"], "environment.name"),
         (["train-grpo", "base.yaml"], "-c base.yaml"),
         (["train-grpo", "grpo"], "-c grpo"),
         (["train-sft", "train.steps=3"], "--set train.steps=3"),

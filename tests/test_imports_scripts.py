@@ -262,8 +262,12 @@ def test_a_supervised_file_of_mindspeed_rl_trains_unchanged(
     ("old", "new", "fragments"),
     [
         ("train_iters", "train_iter", ("train_iter", "key", "MindSpeed-RL", "'train_iters'")),
-        ("stage: sft", "stage: orm", ("stage=orm", "sft", "msrl train-grpo")),
-        ("sft:\n", "rl_config: {}\nsft:\n", ("rl_config", "key", "MindSpeed-RL", "defaults, sft")),
+        ("stage: sft", "stage: prm", ("stage=prm", "sft", "msrl train-grpo")),
+        (
+            "sft:\n",
+            "rl_config: {}\nsft:\n",
+            ("rl_config", "key", "MindSpeed-RL", "defaults", "sft"),
+        ),
         ("model: small, ", "model: large, ", ("large", "defaults", "small")),
         ("lr: 5e-5, ", "", ("lr", "missing", "learning rate")),
     ],
