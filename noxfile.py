@@ -263,7 +263,7 @@ def install_peers(session: nox.Session, folder: Path) -> None:
 
 
 def install_torch_npu(session: nox.Session, folder: Path) -> None:
-    """Install torch_npu into a folder of its own: torch loads it wherever it finds it.
+    """Install torch_npu into a separate folder, because torch loads it wherever it is installed.
 
     Skips the session if there is no wheel for this Python and machine.
     """

@@ -74,7 +74,7 @@ class TrainingRank:
 
     @property
     def main(self) -> ModelReplica:
-        """The replica that checkpoints of these ranks are named after: the policy or the critic."""
+        """The replica whose checkpoints these ranks save: the policy or the critic."""
         main = self.critic if self._policy is None else self._policy
         assert main is not None, "built without a model that is trained"
         return main
