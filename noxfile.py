@@ -205,13 +205,15 @@ def python(session: nox.Session, *args: str) -> None:
 
 
 def parallel_options() -> tuple[str, ...]:
-    """Return pytest-xdist's options for as many workers as cores and memory allow.
+    """Return pytest-xdist's options for one worker more than cores, as far as memory allows.
 
-    One worker runs all tests of a file, so that the file's ranks start once.
+    Two workers kept two cores busy for 70% of the time, because tests also wait for processes and
+    time limits. One worker runs all tests of a file, so that the file's ranks start once.
     """
     if sys.platform != "linux":
         return ()
-    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)), available_bytes() // BYTES_PER_WORKER)
+    cores = len(os.sched_getaffinity(0))
+    workers = min(MAX_WORKERS, cores + 1, available_bytes() // BYTES_PER_WORKER)
     if workers <= 1:
         return ()
     return ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")
