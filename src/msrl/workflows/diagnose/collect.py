@@ -126,24 +126,21 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
         samples.longest,
         target.sampling,
     )
-    names, adapted, base = _file_digests(target), _adapted(target), dict[str, str]()
-    if target.base is not None:
-        base = _source_digests(target.base, target.plan.dtype)
     return Evidence(
         sampling=target.sampling,
         engine=_engine_component(target, engine, samples, _worst(sent, received)),
         trainer=_trainer_component(target, trainers, samples, sent),
         reference=Component(
             dtype=target.plan.dtype,
-            digests=names,
+            digests=_file_digests(target),
             settings=expected.settings,
             encodings=folder_encodings(target.reference_dir),
             activations=expected.activations,
         ),
         logprobs=_logprobs(target, trainers, engine, samples, expected),
         cache=cache,
-        adapted=adapted,
-        base_digests=base,
+        adapted=target.adapted,
+        base_digests={} if target.base is None else _digests(target.base, target.plan.dtype),
         recorded=_recorded(target, trainers),
     )
 
@@ -383,10 +380,10 @@ def _file_digests(target: Target) -> dict[str, str]:
     """
     if target.base is not None:
         return {}
-    return _source_digests(target.source, target.plan.dtype)
+    return _digests(target.source, target.plan.dtype)
 
 
-def _source_digests(source: WeightSource, dtype: str) -> dict[str, str]:
+def _digests(source: WeightSource, dtype: str) -> dict[str, str]:
     from msrl.checkpoint.dtypes import BY_HF_NAME, cast_to
     from msrl.models.families import all_rules
 
@@ -404,9 +401,3 @@ def _as_text(digests: Digests) -> dict[str, str]:
         name: f"{digest.dtype} {list(digest.shape)} {digest.value:016x}"
         for name, digest in digests.items()
     }
-
-
-def _adapted(target: Target) -> frozenset[str]:
-    """Return the names of the weights that have an adapter."""
-    adapter = getattr(target.source, "adapter", None)
-    return frozenset() if adapter is None else frozenset(adapter.deltas)

@@ -54,6 +54,7 @@ class Target:
         prompts: Prompts to sample from.
         sampling: Sampling parameters.
         version: Policy version of the weights.
+        adapted: Weights that have an adapter.
         recorded: Samples of the rollout record that this version has sampled.
     """
 
@@ -67,6 +68,7 @@ class Target:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     version: int
+    adapted: frozenset[str] = frozenset()
     recorded: tuple[ViewSample, ...] = ()
 
     @property
@@ -130,10 +132,11 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     saved = SavedTraining(root, step)
     source = open_checkpoint(Checkpoint(f"step {step}", run_dir.name, root, step, step))
     settings, base, resume = rank_settings(plan, platform), None, None
+    adapted = frozenset[str]()
     if plan.train.lora.rank is None:
         settings = _forward_only(settings, root, step)
     else:
-        base, resume = model.source, saved
+        base, resume, adapted = model.source, saved, _adapted(source)
     own_files = root / "hf"
     return replace(
         model,
@@ -143,8 +146,15 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
         resume=resume,
         reference_dir=own_files if own_files.is_dir() else model.reference_dir,
         version=step,
+        adapted=adapted,
         recorded=_sampled_by(samples, step),
     )
+
+
+def _adapted(source: WeightSource) -> frozenset[str]:
+    from msrl.checkpoint.adapters.merge import MergedSource
+
+    return frozenset(source.adapter.deltas) if isinstance(source, MergedSource) else frozenset()
 
 
 def _data_renderer(plan: RunPlan) -> Renderer:
