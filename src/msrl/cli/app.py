@@ -17,6 +17,7 @@ from msrl.cli import (
     completion,
     config,
     convert,
+    diagnose,
     doctor,
     evaluate,
     generate,
@@ -54,6 +55,7 @@ ORDER = (
     "eval",
     "report",
     "view",
+    "diagnose",
     "cluster",
     "config",
     "doctor",
@@ -103,6 +105,7 @@ app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
 app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
 app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
+app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)
