@@ -117,7 +117,7 @@ def check_preference_data(resolved: Resolved) -> Iterator[str]:
 
 def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]:
     """Yield a line for each key of `algo` outside of the section `own` that is changed."""
-    for key in _changed_keys(resolved, "algo"):
+    for key in changed_keys(resolved, "algo"):
         if key.split(".")[1] != own:
             yield resolved.mistake(key, f"has no effect in {command}. Remove it.")
 
@@ -125,11 +125,11 @@ def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]
 def check_no_preference(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each changed key of `algo` that only train-dpo or train-rm reads."""
     for section, command in (("preference", "train-dpo"), ("reward_model", "train-rm")):
-        for key in _changed_keys(resolved, f"algo.{section}"):
+        for key in changed_keys(resolved, f"algo.{section}"):
             yield resolved.mistake(key, f"is a key of {command} only. Remove it.")
 
 
-def _changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
+def changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
     """Yield the keys below a section that are set to another value than the default."""
     defaults = Resolved(Config(), {})
     for key, origin in resolved.origins.items():

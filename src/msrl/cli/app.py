@@ -48,6 +48,7 @@ ORDER = (
     "train-dpo",
     "train-rm",
     "train-grpo",
+    "train-distill",
     "generate",
     "chat",
     "serve",
@@ -98,6 +99,7 @@ app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft
 app.command("train-dpo", cls=Command, epilog=train.DPO_EXAMPLES)(train.train_dpo)
 app.command("train-rm", cls=Command, epilog=train.RM_EXAMPLES)(train.train_rm)
 app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
+app.command("train-distill", cls=Command, epilog=train.DISTILL_EXAMPLES)(train.train_distill)
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)

@@ -1,4 +1,4 @@
-"""msrl train-sft, msrl train-dpo, msrl train-rm and msrl train-grpo."""
+"""Commands that train: msrl train-sft, train-dpo, train-rm, train-grpo and train-distill."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ GRPO_EXAMPLES = examples(
     "msrl train-grpo -c grpo.yaml --model runs/sft/checkpoints --name dapo \\",
     "    --set algo.preset=dapo",
     "msrl train-grpo -c grpo.yaml --resume auto",
+)
+
+DISTILL_EXAMPLES = examples(
+    "msrl train-distill -c distill.yaml --dry-run",
+    "msrl train-distill -c distill.yaml --model small --data data/rl --lr 1e-5",
+    "msrl train-distill -c distill.yaml --set algo.distill.divergence=forward_kl",
 )
 
 
@@ -112,3 +118,24 @@ def train_grpo(
 ) -> None:
     """Train a model with GRPO or another RL algorithm, using vLLM and Megatron."""
     execute(ctx, "train-grpo")
+
+
+def train_distill(
+    ctx: typer.Context,
+    config: o.Files = None,
+    config_name: o.ConfigName = None,
+    sets: o.Sets = None,
+    model: o.TrainModel = None,
+    data: o.Data = None,
+    name: o.Name = None,
+    steps: o.Steps = None,
+    lr: o.LearningRate = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
+    resume: o.Resume = None,
+    platform: o.Platform = None,
+    dry_run: o.DryRun = False,
+    verbose: o.Verbose = False,
+) -> None:
+    """Distill teachers into a model on its own samples, using vLLM and Megatron."""
+    execute(ctx, "train-distill")
