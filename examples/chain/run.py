@@ -142,9 +142,8 @@ def wrong_answer(source: random.Random, problem: quickstart_inputs.Problem) -> s
 def other_number(source: random.Random, number: int) -> int:
     """Return another number, which is not negative."""
     difference = source.choice((1, 2, 5, 9, 10, 20))
-    return (
-        number + difference if number < difference else number + source.choice((-1, 1)) * difference
-    )
+    sign = 1 if number < difference else source.choice((-1, 1))
+    return number + sign * difference
 
 
 def write_student(teacher: Path, folder: Path, seed: int) -> None:
