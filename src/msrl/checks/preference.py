@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from msrl.checks import plugins
-from msrl.checks.inputs import check_kind, check_model_path
+from msrl.checks.inputs import check_blend, check_blend_fraction, check_kind, check_model_path
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.plan.derived import preference_plan
@@ -108,11 +108,8 @@ def check_preference_data(resolved: Resolved) -> Iterator[str]:
     data = resolved.config.data
     if data.handler is not None:
         yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
-    if data.blend:
-        yield (
-            "data.blend: several datasets of preference data are not supported. Preprocess their "
-            "files together and set data.train."
-        )
+    yield from check_blend(resolved)
+    yield from check_blend_fraction(resolved)
 
 
 def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]:

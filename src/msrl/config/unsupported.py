@@ -21,7 +21,9 @@ NOT_YET: dict[str, str] = {
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
     "algo.distill.teachers.url": "a teacher runs on the training ranks. Set model",
     "algo.distill.teachers.tags": "every teacher reads all rows. Set weight",
-    "train.optimizer.name": "the optimizer is always AdamW",
+    "train.optimizer.name": "the optimizer is AdamW. Muon orthogonalizes complete matrices, but "
+    "Megatron's distributed optimizer splits them over ranks, and megatron-core's Muon needs the "
+    "package emerging_optimizers",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
     "env": "set environment.name",
