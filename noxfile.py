@@ -199,6 +199,13 @@ def agent(session: nox.Session) -> None:
     python(session, "examples/agent/run.py", *session.posargs)
 
 
+@nox.session
+def chain(session: nox.Session) -> None:
+    """Run SFT, a reward model, GRPO against it and a distillation: `-- [--seeds N]`."""
+    install(session, "cpu,dev")
+    python(session, "examples/chain/run.py", *session.posargs)
+
+
 def python(session: nox.Session, *args: str) -> None:
     """Run this environment's Python, offline and with one OpenMP thread per process."""
     session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD)

@@ -274,6 +274,31 @@ def test_the_exact_divergence_agrees_with_transformers(results, folders):
     assert results["full single"].reports[0]["kl"] == pytest.approx(exact, rel=1e-4)
 
 
+@torch.no_grad()
+def test_the_divergence_from_teachers_agrees_with_transformers(results, folders):
+    """The sum over two teachers of weight times the divergence, as a mean over tokens."""
+    from transformers import AutoModelForCausalLM
+
+    def distribution(name: str) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(
+            folders[name], dtype=torch.float32, attn_implementation="eager"
+        )
+        batch, rows = sequences(0, with_fields=True), []
+        for ids, mask in zip(batch.token_ids, batch.loss_masks, strict=True):
+            logits = model(torch.from_numpy(ids)[None]).logits[0, :-1].double() / 0.7
+            rows.append(logits.softmax(-1)[torch.from_numpy(mask[1:])])
+        return torch.cat(rows)
+
+    student, total = distribution("qwen2"), 0.0
+    for name, weight in (("qwen2 tied", 1.0), ("llama", 0.5)):
+        teacher = distribution(name)
+        mixture = 0.3 * teacher + 0.7 * student
+        terms = 0.3 * teacher * (teacher / mixture).log()
+        terms += 0.7 * student * (student / mixture).log()
+        total += weight * terms.sum(-1).mean().item()
+    assert results["full single"].reports[0]["distill"] == pytest.approx(total, rel=1e-4)
+
+
 def test_a_resumed_run_is_bitwise_equal(results):
     assert _losses(results["resumed"]) == _losses(results["single qwen2 tied"])[4:]
     for name, value in results["single qwen2 tied"].weights.items():

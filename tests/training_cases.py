@@ -10,6 +10,7 @@ import torch
 
 from msrl.algorithms.mismatch import Correction
 from msrl.config.sections.train import LoraConfig, OffloadConfig, RecomputeConfig
+from msrl.trainer.objective.losses import Distillation
 from msrl.trainer.settings import Layout
 from poisoned_ranks import Poisoned
 from product_ranks import Product
@@ -369,7 +370,13 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         folders["qwen2"],
         reference=folders["qwen2 tied"],
         loss="policy",
-        policy={"kl_estimator": "full"},
+        policy={
+            "kl_estimator": "full",
+            "distillation": Distillation(
+                0.5, {"a": 1.0, "b": 0.5}, "jensen_shannon", {"beta": 0.3}
+            ),
+        },
+        teachers={"a": folders["qwen2 tied"], "b": folders["llama"]},
         steps=2,
     )
     cases += [

@@ -49,6 +49,7 @@ ORDER = (
     "train-dpo",
     "train-rm",
     "train-grpo",
+    "train-distill",
     "generate",
     "chat",
     "serve",

@@ -1,4 +1,4 @@
-"""msrl train-sft, msrl train-dpo, msrl train-rm and msrl train-grpo."""
+"""The training commands: msrl train-sft, train-dpo, train-rm, train-grpo and train-distill."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ TRAINING_COMMANDS = (
             "msrl train-grpo -c grpo.yaml --model runs/sft/checkpoints --name dapo \\",
             "    --set algo.preset=dapo",
             "msrl train-grpo -c grpo.yaml --resume auto",
+        ),
+    ),
+    TrainingCommand(
+        "train-distill",
+        "Distill teachers into a model on its own samples, using vLLM and Megatron.",
+        examples(
+            "msrl train-distill -c distill.yaml --dry-run",
+            "msrl train-distill -c distill.yaml --model small --data data/rl --lr 1e-5",
+            "msrl train-distill -c distill.yaml --set algo.distill.divergence=forward_kl",
         ),
     ),
 )

@@ -60,6 +60,7 @@ CURVES = (
     "reward/mean",
     "rollout/response_length",
     "train/kl",
+    "train/distill",
     "train/entropy",
     "train/grad_norm",
     "train/value_explained_variance",
@@ -424,6 +425,7 @@ def _scorer(job: RLSetup) -> Scorer:
         prompt_text=prompt_text,
         read_config=job.plan.hf_config,
         environment_weight=environment.reward_weight if environment.is_on else None,
+        is_optional=job.plan.is_distillation,
     )
 
 
