@@ -30,7 +30,7 @@ from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
-from msrl.rollout.engine import Engine
+from msrl.rollout.engine import Engine, EngineSettings
 from msrl.tracking.progress import duration_text, progress
 from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.evaluate.checkpoints import (
@@ -45,6 +45,7 @@ from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judg
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.serve.engine import (
+    check_engine,
     early_environment,
     engine_settings,
     hf_weights,
@@ -97,6 +98,7 @@ def prepare(config: Config) -> EvaluationSetup:
     sampling = eval_sampling(config, plans[0].sampling)
     for plan in plans:
         _check_lengths(plan.shape, plan.model.weights, prompts, sampling)
+        check_engine(config, _engine_settings(plan, plan.model.hf_dir, prompts, sampling))
     check_functions([Source.of(section) for section in config.reward.sources])
     results = ResultFolder(
         Path(config.evaluate.output),
@@ -241,18 +243,25 @@ class _Engines:
             engine.load_weights(hf_weights(source))
             return engine
         self._stack.close()
-        plan, longest = model.plan, max(len(prompt.token_ids) for prompt in self._setup.prompts)
-        settings = engine_settings(
-            plan.config,
-            source.hf_dir,
-            dtype=plan.dtype,
-            max_model_len=longest + self._setup.sampling.max_tokens,
-            max_num_seqs=len(self._setup.prompts) * self._setup.sampling.num_samples,
-            random_weights=True,
-        )
+        plan = model.plan
+        settings = _engine_settings(plan, source.hf_dir, self._setup.prompts, self._setup.sampling)
         engine = self._stack.enter_context(running_engine(plan.config, source, settings))
         self._current = source.shape, engine
         return engine
+
+
+def _engine_settings(
+    plan: RunPlan, hf_dir: Path, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> EngineSettings:
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return engine_settings(
+        plan.config,
+        hf_dir,
+        dtype=plan.dtype,
+        max_model_len=longest + sampling.max_tokens,
+        max_num_seqs=len(prompts) * sampling.num_samples,
+        random_weights=True,
+    )
 
 
 def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:

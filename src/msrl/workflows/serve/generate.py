@@ -22,7 +22,7 @@ from msrl.data.render import Renderer, with_system
 from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
-from msrl.rollout.engine import Engine
+from msrl.rollout.engine import Engine, EngineSettings
 from msrl.tracking.progress import progress
 from msrl.types import Completion, Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.answers import (
@@ -34,6 +34,7 @@ from msrl.workflows.serve.answers import (
     requires_ascii,
 )
 from msrl.workflows.serve.engine import (
+    check_engine,
     choose_renderer,
     engine_settings,
     needs_weight_transfer,
@@ -73,7 +74,7 @@ class GenerateSetup:
     source: WeightSource
     renderer: Renderer
     requests: list[Request]
-    limit: int  # maximum tokens of prompt and response
+    engine: EngineSettings
     output: Path | None
 
 
@@ -85,18 +86,9 @@ def run(config: Config) -> None:
     """
     section, setup = config.generate, prepare(config)
     source, requests = setup.source, setup.requests
-    longest = max(len(request.token_ids) for request in requests)
-    settings = engine_settings(
-        config,
-        source.hf_dir,
-        dtype=section.dtype,
-        max_model_len=min(setup.limit, longest + section.max_tokens),
-        max_num_seqs=len(requests) * section.num_samples,
-        random_weights=needs_weight_transfer(source, section.model),
-    )
     stop_token_ids = () if section.raw else setup.renderer.stop_token_ids
     sampling = sampling_params(config, section, stop_token_ids, section.num_samples)
-    with running_engine(config, source, settings) as engine, open_output(setup.output) as write:
+    with running_engine(config, source, setup.engine) as engine, open_output(setup.output) as write:
         _generate(engine, requests, sampling, _formatter(section, setup.output), write)
 
 
@@ -115,7 +107,17 @@ def prepare(config: Config) -> GenerateSetup:
     requests = read_requests(section, renderer)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
     check_lengths(requests, limit)
-    return GenerateSetup(source, renderer, requests, limit, output)
+    longest = max(len(request.token_ids) for request in requests)
+    engine = engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_model_len=min(limit, longest + section.max_tokens),
+        max_num_seqs=len(requests) * section.num_samples,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
+    check_engine(config, engine)
+    return GenerateSetup(source, renderer, requests, engine, output)
 
 
 def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:
