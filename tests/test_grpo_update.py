@@ -281,7 +281,7 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
 class RecordedRank(Workers):
     """Rank of a model whose calls are recorded, with log-probabilities of `value`."""
 
-    def __init__(self, name: str, value: float, events: list[str]) -> None:
+    def __init__(self, name: str, value: float, events: list[tuple[str, str]]) -> None:
         super().__init__(1)
         self.name, self.value, self.events = name, value, events
 
@@ -298,12 +298,12 @@ class RecordedRank(Workers):
         return value
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
-        self.events.append(f"{method} begins on {self.name}")
+        self.events.append(("begin", self.name))
         return Calls({0: (method, arguments[0])})
 
     def wait(self, calls: Calls) -> list[Any]:
         method, arguments = calls.references[0]
-        self.events.append(f"{method} ends on {self.name}")
+        self.events.append(("end", self.name))
         if method == "start":
             return [(WorkerPosition(0, True, 1), {})]
         lengths = [int(batch.cu_seqlens[-1]) for batch in arguments[0]]
@@ -311,9 +311,9 @@ class RecordedRank(Workers):
 
 
 def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: Path):
-    events = list[str]()
-    policy = RecordedRank("the policy's rank", -1.0, events)
-    reference = TrainerGroup(RecordedRank("the reference's rank", -1.5, events))
+    events = list[tuple[str, str]]()
+    policy = RecordedRank("policy", -1.0, events)
+    reference = TrainerGroup(RecordedRank("reference", -1.5, events))
     saves: Any = None
     separate = SeparateGroup(reference, None, saves, is_critic=False)
     groups = ModelGroups(TrainerGroup(policy), {"reference": separate}, shares_devices=False)
@@ -322,10 +322,6 @@ def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: 
     events.clear()
     config = load(["grpo.yaml"], ["algo.kl.reward.coef=0.1"], command="train-grpo").config
     prepared = Updater(config, groups, 1, {}).prepare([group(0, 1.0, 0.0)], Clock())
-    assert events == [
-        "logprobs begins on the policy's rank",
-        "logprobs begins on the reference's rank",
-        "logprobs ends on the policy's rank",
-        "logprobs ends on the reference's rank",
-    ]
+    order = [("begin", "policy"), ("begin", "reference"), ("end", "policy"), ("end", "reference")]
+    assert events == order
     assert prepared.metrics["reward_kl"] > 0
