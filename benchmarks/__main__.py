@@ -5,12 +5,15 @@ the result, since absolute figures depend on the load of the machine. The script
 of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
 environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
 counts the outcomes of importing foreign files (see `imports.py`). `simulate` compares schedules of
-generation and training (see `simulation.py`).
+generation and training (see `simulation.py`), and `async` measures synchronous and asynchronous
+trainings (see `asynchronous.py`). `resharding` adds up the bytes that two plans of a weight
+transfer send (see `resharding.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import statistics
@@ -19,22 +22,27 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks import device, imports, simulation
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
 
 RESULTS = ROOT / "benchmarks" / "results.md"
 HEAD = ("| work | ours | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
+# Modules of the benchmarks without peers, which have separate options.
+SEPARATE = {
+    "async": "asynchronous",
+    "device": "device",
+    "imports": "imports",
+    "resharding": "resharding",
+    "simulate": "simulation",
+}
 Samples = Mapping[str, Sequence[Sample]]
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["device"]:
-        return device.main(sys.argv[2:])
-    if sys.argv[1:2] == ["imports"]:
-        return imports.main(sys.argv[2:])
-    if sys.argv[1:2] == ["simulate"]:
-        return simulation.main(sys.argv[2:])
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in SEPARATE:
+        # Each has its own needs: the device benchmark lacks packages that others import.
+        return importlib.import_module(f"benchmarks.{SEPARATE[name]}").main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     cases = select_cases(args.names)

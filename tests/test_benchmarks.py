@@ -16,7 +16,7 @@ from support import assert_mentions, mentions
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device  # noqa: E402
+from benchmarks import asynchronous, device  # noqa: E402
 from benchmarks.__main__ import detail_lines, figure, table_row  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
@@ -36,6 +36,18 @@ def test_goals_are_upper_limits_for_seconds_and_lower_limits_for_rates() -> None
         "| 0.60 | at least 0.8 | **no** |"
     )
     assert table_row(BY_NAME["sft-fp32"], "trl_sft", 0.5, 1.0).endswith("| 0.50 |  |  |")
+
+
+@pytest.mark.parametrize(("step_s", "reached"), [(0.65, "yes"), (0.66, "no")])
+def test_the_goal_of_asynchronous_steps_is_a_ratio_of_medians(step_s: float, reached: str) -> None:
+    runs = {
+        0: [asynchronous.StepSeconds(step, 0.5) for step in (9.0, 1.0, 0.1)],
+        1: [asynchronous.StepSeconds(step, 0.5) for step in (step_s, 7.0, 0.2)],
+    }
+    assert asynchronous.ratio(runs) == pytest.approx(step_s)
+    lines = asynchronous.table(0.5, runs)
+    assert_mentions(lines[-1], f"{step_s:.2f}", "0.65", f"Reached: {reached}")
+    assert "| synchronous | 1 s | 9, 1, 0.1 |" in lines
 
 
 def test_all_samples_are_printed() -> None:

@@ -673,12 +673,11 @@ def test_sampled_evaluations_use_the_policy_of_their_step_and_keep_the_best_chec
     assert saved_steps(resumed.run / "checkpoints") == sorted({best, STEPS})
 
 
-@pytest.fixture(scope="module")
-def adapted(inputs) -> Path:
-    """Train adapters for three steps on two TP ranks with a KL loss; evaluate at the end."""
+def adapter_settings(inputs: Path, name: str) -> dict[str, Any]:
+    """Return a run of three steps on two TP ranks with a KL loss and an evaluation at the end."""
     changes = settings(
         inputs,
-        "adapted",
+        name,
         "untied",
         algo={"kl": {"loss": {"coef": 0.05}}},
         checkpoint={"export_hf": True},
@@ -691,7 +690,14 @@ def adapted(inputs) -> Path:
         "lora": {"rank": 4, "alpha": 8.0},
     }
     changes["eval"] = {"every_steps": 3, "sampling": {"temperature": 0.9}}
-    changes["rollout"]["engine"]["tp"], tmp = 2, make_tmp()
+    changes["rollout"]["engine"]["tp"] = 2
+    return changes
+
+
+@pytest.fixture(scope="module")
+def adapted(inputs) -> Path:
+    """Train adapters."""
+    changes, tmp = adapter_settings(inputs, "adapted"), make_tmp()
     succeed(
         "train-grpo",
         "-c",
@@ -718,6 +724,23 @@ def test_eval_of_a_run_repeats_the_evaluations_of_its_training(adapted, tmp_path
     for name in ("pass@1", "reward", "response_length", "truncated"):
         assert entry["metrics"][name] == pytest.approx(values[f"eval/{name}"]), name
     assert "not evaluated again" in succeed("eval", *words, log=tmp_path / "again.log")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["shared_memory", "ray"])
+def test_adapters_sent_alone_give_the_run_of_merged_weights_bit_for_bit(
+    adapted: Path, inputs: Path, way: str
+):
+    changes = adapter_settings(inputs, f"alone-{way}")
+    weights = {"adapters_only": True, "transfer": way, "verify": "every", "bucket_bytes": 1 << 16}
+    changes["rollout"]["weights"] = weights
+    file = write_config(inputs / f"alone-{way}.yaml", changes)
+    succeed("train-grpo", "-c", str(file), log=inputs / f"alone-{way}.log")
+    run = inputs / "runs" / f"alone-{way}"
+    assert metrics(run) == metrics(adapted)
+    for step in (1, 2, 3):
+        assert rollouts(run, step) == rollouts(adapted, step)
+    assert rollouts(run, 3, "eval") == rollouts(adapted, 3, "eval")
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Checks of `rollout.filter`."""
+"""Checks of `rollout.filter` and `rollout.weights`."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
 def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
     """Yield a line if the ranks cannot reach the engines in the configured way."""
     config = resolved.config
+    if config.rollout.weights.adapters_only:
+        yield from _check_adapters_only(resolved)
     if config.rollout.weights.transfer == "shared_memory" and config.cluster.nodes > 1:
         yield resolved.mistake(
             "rollout.weights.transfer",
@@ -95,3 +97,14 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
 
 def _has_weight_engine(platform: Platform, way: str) -> bool:
     return way in platform.weight_engines and not platform.shares_main_memory
+
+
+def _check_adapters_only(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if there are no adapters, or if the ranks cannot send them alone."""
+    config, key = resolved.config, "rollout.weights.adapters_only"
+    if config.train.lora.rank is None:
+        yield resolved.mistake(key, "needs LoRA adapters. Set train.lora.rank.")
+    way = config.rollout.weights.transfer
+    if way in DEVICE_WAYS:
+        message = f"needs a way through main memory, but rollout.weights.transfer={way}. Set it to "
+        yield resolved.mistake(key, f"{message}auto.")

@@ -388,9 +388,18 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
         processes_per_engine=job.config.rollout.engine.tp,
         shares_main_memory=job.platform.shares_main_memory,
         shares_devices=not job.plan.has_separate_engines,
+        adapter_scale=_adapter_scale(job),
     )
     weights.update(job.start_step)
     return weights
+
+
+def _adapter_scale(job: RLSetup) -> float | None:
+    """Return the factor of adapters that engines add to the base weights; None if ranks do."""
+    lora = job.config.train.lora
+    if lora.rank is None or not job.config.rollout.weights.adapters_only:
+        return None
+    return lora.alpha / lora.rank
 
 
 def _rank_scores(

@@ -289,7 +289,7 @@ class Updater:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
         A step with one update needs those of the policy only for the penalty: its loss computes
-        them.
+        them. A reference on separate devices computes beside the policy.
         """
         sequences = padded(unpadded, self._trainers.dp_size)
         kl, temperature, limits = (
@@ -300,15 +300,18 @@ class Updater:
         policy = reference = None
         estimates_norms = needs_distribution(self._config)
         if self._needs_old_logprobs or kl.reward.coef or estimates_norms:
-            policy = self._trainers.logprobs(sequences, limits, temperature)
+            policy = self._trainers.begin_logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
-            reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
+            reference = self._trainers.begin_logprobs(
+                sequences, limits, temperature, of_reference=True
+            )
         squares = entropies = None
         if estimates_norms:
             squares = self._statistic(sequences, "squared_probability")
         if self._config.algo.top_entropy < 1.0:
             entropies = self._statistic(sequences, "entropy")
-        rows = [policy, reference, squares, entropies]
+        begun = (None if values is None else values.wait() for values in (policy, reference))
+        rows = [*begun, squares, entropies]
         count = len(unpadded.token_ids)
         return _StepLogprobs(*(None if row is None else row[:count] for row in rows))
 
