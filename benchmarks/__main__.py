@@ -5,7 +5,8 @@ the result, since absolute figures depend on the load of the machine. The script
 of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
 environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
 counts the outcomes of importing foreign files (see `imports.py`). `simulate` compares schedules of
-generation and training (see `simulation.py`).
+generation and training (see `simulation.py`), and `episodes` compares episodes with slow tools with
+plain generation (see `episodes.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks import device, imports, simulation
+from benchmarks import device, episodes, imports, simulation
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
 
@@ -33,6 +34,8 @@ def main() -> int:
         return device.main(sys.argv[2:])
     if sys.argv[1:2] == ["imports"]:
         return imports.main(sys.argv[2:])
+    if sys.argv[1:2] == ["episodes"]:
+        return episodes.main(sys.argv[2:])
     if sys.argv[1:2] == ["simulate"]:
         return simulation.main(sys.argv[2:])
     args = arguments()
