@@ -105,6 +105,36 @@ def test_gigpo_of_roll_keeps_its_weights(method: str, normalise: bool, tmp_path:
     assert "norm" not in native.get("reward", {})
 
 
+NORMS = [
+    ("{grouping: tags, method: mean_std}", "tag", "tag"),
+    ("{grouping: inductive, method: mean}", "tag", "none"),
+    ("{grouping: state, method: asym_clip}", "group", "group"),
+    ("{grouping: traj_group_id, norm_mean_type: group, norm_std_type: batch}", "group", "batch"),
+    ("{method: mean_std}", "batch", "batch"),
+]
+
+
+@pytest.mark.parametrize(("norm", "center", "scale"), NORMS)
+def test_groupings_of_roll_become_scopes(norm: str, center: str, scale: str, tmp_path: Path):
+    old = "{grouping: traj_group_id, method: mean}"
+    native = tree(imported(changed(AGENTIC, (old, norm)), tmp_path))
+    assert native["reward"]["norm"] == {"center": center, "scale": scale}
+    steps = ("adv_estimator: grpo", "adv_estimator: step_reinforce")
+    native = tree(imported(changed(AGENTIC, steps, (old, norm)), tmp_path))
+    options = {"step_gamma": 0.95, "center": center, "scale": scale}
+    expected = {name: value for name, value in options.items() if value != "none"}
+    assert native["algo"]["options"] == expected and "norm" not in native.get("reward", {})
+
+
+def test_gigpo_of_roll_may_group_by_tag_and_an_unknown_grouping_is_refused(tmp_path: Path):
+    gigpo = ("adv_estimator: grpo", "adv_estimator: gigpo")
+    text = changed(AGENTIC, gigpo, ("grouping: traj_group_id", "grouping: tags"))
+    assert tree(imported(text, tmp_path))["algo"]["options"]["grouping"] == "tag"
+    wrong = changed(AGENTIC, ("grouping: traj_group_id", "grouping: weekday"))
+    with pytest.raises(MsrlError, match=mentions("grouping=weekday", "inductive")):
+        imported(wrong, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "keywords"),
     [

@@ -13,7 +13,7 @@ from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
 from msrl.checks.engine import check_engine_options, check_engines
-from msrl.checks.environment import check_environment, check_no_environment
+from msrl.checks.environment import check_environment
 from msrl.checks.evaluate import (
     check_evaluate,
     check_evaluation_prompts,
@@ -151,10 +151,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
-    "generate": (check_generate, check_engine_options),
+    "generate": (check_generate, check_environment, check_engine_options),
     "chat": (check_chat, check_engine_options),
     "serve": (check_serve, check_engine_options),
-    "eval": (check_evaluate, check_no_environment, check_engine_options),
+    "eval": (check_evaluate, check_environment, check_engine_options),
     "cluster": (check_tls,),
 }
 

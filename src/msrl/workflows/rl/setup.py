@@ -27,7 +27,7 @@ from msrl.rewards.sources import Source
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.rl.episode_setup import check_environment_names, episode_settings
+from msrl.workflows.episodes.setup import check_environment_names, episode_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.preflight import check_run_folder

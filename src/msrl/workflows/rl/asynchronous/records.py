@@ -113,6 +113,7 @@ def _encode_episode(episode: Episode) -> dict[str, Any]:
         "success": episode.success,
         "fault": list(episode.fault),
         "truncated_messages": episode.truncated_messages,
+        "environment": episode.environment,
     }
 
 
@@ -134,6 +135,7 @@ def _decode_episode(values: Mapping[str, Any]) -> Episode:
         values["success"],
         (reason, detail),
         values["truncated_messages"],
+        values.get("environment", ""),
     )
 
 
