@@ -105,6 +105,20 @@ def test_gigpo_of_roll_keeps_its_weights(method: str, normalise: bool, tmp_path:
     assert "norm" not in native.get("reward", {})
 
 
+def test_sampling_of_the_environments_is_used_unless_the_engine_has_its_own(tmp_path: Path):
+    old = "tags: [Lake], num_groups_partition: [8]"
+    args = "generating_args: {temperature: 0.6, top_p: 0.5, top_k: 7, max_new_tokens: 48}"
+    text = changed(AGENTIC, (old, f"{old}, {args}"))
+    both = tree(imported(text, tmp_path))["rollout"]["sampling"]
+    assert both == tree(imported(AGENTIC, tmp_path))["rollout"]["sampling"]  # of actor_infer
+    lines = text.splitlines(keepends=True)
+    start = next(n for n, line in enumerate(lines) if line.startswith("actor_infer:"))
+    number = next(n for n in range(start, len(lines)) if "generating_args" in lines[n])
+    native = tree(imported("".join([*lines[:number], *lines[number + 1 :]]), tmp_path))
+    assert native["rollout"]["sampling"] == {"temperature": 0.6, "top_p": 0.5, "top_k": 7}
+    assert native["environment"]["max_turn_tokens"] == 48
+
+
 NORMS = [
     ("{grouping: tags, method: mean_std}", "tag", "tag"),
     ("{grouping: inductive, method: mean}", "tag", "none"),

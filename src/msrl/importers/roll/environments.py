@@ -43,7 +43,7 @@ _MANAGER = {
     "tags": "environment.name, or environment.mixture",
     "num_groups_partition": "environment.mixture.TAG.weight",
     "n_groups": "environment.mixture.TAG.weight",
-    "generating_args": "environment.max_turn_tokens: max_new_tokens",
+    "generating_args": "environment.max_turn_tokens, rollout.sampling; those of actor_infer win",
     "num_env_groups": "a step has rollout_batch_size trajectories; rows of the data are groups",
 }
 

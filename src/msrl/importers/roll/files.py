@@ -96,6 +96,19 @@ class _RollFile:
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
         translation.algorithm = str(self.top.value("adv_estimator"))
         translation.mode = "agentic" if self.is_agentic else "rlvr"
+        if self.is_agentic and self.infer.own.get("generating_args") is None:
+            self._use_sampling_of_manager()
+
+    def _use_sampling_of_manager(self) -> None:
+        """Take `generating_args` of the training's environments in place of actor_infer's."""
+        manager = self.top.get("train_env_manager")
+        nodes = manager.node.value if manager is not None else None
+        if isinstance(nodes, dict) and "generating_args" in nodes:
+            path = "train_env_manager.generating_args"
+            entries = self.translation.entries(nodes["generating_args"], "generating_args", path)
+            self.infer.sections["generating_args"] = Keys(
+                self.translation, "generating_args", entries
+            )
 
     def _worker(self, name: str) -> Worker:
         entry = self.top.get(name)
