@@ -6,8 +6,9 @@ of their inputs are in `../shared/bench` (or `--scripts`); the nox session creat
 environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
 counts the outcomes of importing foreign files (see `imports.py`). `simulate` compares schedules of
 generation and training (see `simulation.py`), and `async` measures synchronous and asynchronous
-trainings (see `asynchronous.py`). `resharding` adds up the bytes that two plans of a weight
-transfer send (see `resharding.py`).
+trainings (see `asynchronous.py`). `episodes` compares episodes with slow tools with plain
+generation (see `episodes.py`). `resharding` adds up the bytes that two plans of a weight transfer
+send (see `resharding.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ HEAD = ("| work | ours | peer | ratio | goal | reached |", "|---|---|---|---|---
 SEPARATE = {
     "async": "asynchronous",
     "device": "device",
+    "episodes": "episodes",
     "imports": "imports",
     "resharding": "resharding",
     "simulate": "simulation",

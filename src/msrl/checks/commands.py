@@ -162,6 +162,10 @@ def check_generate(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "generate.raw", "uses prompts unchanged. Remove template and system."
         )
+    if generate.raw and resolved.config.environment.is_on:
+        yield resolved.mistake(
+            "generate.raw", "has no chat template, which an environment needs. Remove it."
+        )
     yield from check_temperature(resolved, "generate.temperature")
     if generate.num_samples > 1 and generate.temperature == 0:
         yield resolved.mistake(

@@ -88,9 +88,12 @@ def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]
 
 def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources. Reward models on training ranks cannot score here."""
-    sections = resolved.config.reward.sources
+    sections, environment = resolved.config.reward.sources, resolved.config.environment
+    gives_rewards = environment.is_on and not environment.is_single_turn
     entries = [sources.Source.of(section) for section in sections]
     for number, key, message in sources.mistakes(entries, plan.hf_config):
+        if not sections and gives_rewards:
+            continue  # of the environment
         if number is None:
             yield f"reward.sources: {message}.{_run_hint(resolved)}"
         else:

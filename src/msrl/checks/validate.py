@@ -19,7 +19,7 @@ from msrl.checks.distillation import (
     check_train_distill,
 )
 from msrl.checks.engine import check_engine_options, check_engines
-from msrl.checks.environment import check_environment, check_no_environment
+from msrl.checks.environment import check_environment
 from msrl.checks.evaluate import (
     check_evaluate,
     check_evaluation_prompts,
@@ -171,10 +171,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),
-    "generate": (check_generate, check_engine_options),
+    "generate": (check_generate, check_environment, check_engine_options),
     "chat": (check_chat, check_engine_options),
     "serve": (check_serve, check_engine_options),
-    "eval": (check_evaluate, check_no_environment, check_engine_options),
+    "eval": (check_evaluate, check_environment, check_engine_options),
     "cluster": (check_tls,),
 }
 

@@ -228,6 +228,11 @@ class MaskConfig(Section):
         description="Exclude groups whose mean reward is not strictly between these two numbers. "
         "Null disables it.",
     )
+    invalid_actions: Bool = Field(
+        default=False,
+        description="Exclude the turns of episodes whose answer is no action of the environment or "
+        "has a malformed tool call. Their rewards still count.",
+    )
 
 
 class MismatchConfig(Section):

@@ -423,7 +423,12 @@ def samples_with_advantages(
     if settings.clip is not None:
         advantages = advantages.clip(-settings.clip, settings.clip)
     weights = rewards.everywhere(_sample_weights(config.algo, groups, keep))
-    return training_samples(groups, advantages * weights, keep)
+    return training_samples(
+        groups,
+        advantages * weights,
+        keep,
+        drop_invalid_turns=config.algo.mask.invalid_actions,
+    )
 
 
 def _sample_weights(
