@@ -18,8 +18,8 @@ import golden
 from msrl import registry
 from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import (
-    Comparison,
     Distribution,
+    DistributionComparison,
     make_columns,
     vocab_parallel_logprobs,
 )
@@ -169,7 +169,7 @@ def test_gradients_of_several_teachers_agree_with_torch_for_any_chunk_size(
     (expected * factors).sum().backward()
 
     comparisons = [
-        Comparison(
+        DistributionComparison(
             Distribution(
                 hidden, lambda rows, t=t: rows @ t.t(), columns.normalizer(hidden @ t.t())
             ),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from msrl.algorithms.divergences.reverse_kl import divergence as reverse_kl
 from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import (
-    Comparison,
     Distribution,
+    DistributionComparison,
     VocabColumns,
     make_columns,
     vocab_parallel_logprobs,
@@ -76,7 +76,7 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk_size(
         torch.randn(ROWS),
     )
     other, reference = other_model(vocab)
-    comparisons = [Comparison(other, reverse_kl)]
+    comparisons = [DistributionComparison(other, reverse_kl)]
 
     exact = hidden.double().requires_grad_()
     expected = plain(exact @ head.double().t(), reference.double(), labels)
@@ -101,7 +101,7 @@ def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(grou
     vocab = columns(group, 100, with_entropy=False)
     other, logits = other_model(vocab)
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    comparisons = [Comparison(other, reverse_kl)]
+    comparisons = [DistributionComparison(other, reverse_kl)]
     _, entropy, divergence = vocab_parallel_logprobs(logits, labels, vocab, comparisons)
     assert entropy is None and divergence is not None
     assert divergence.abs().max() < 1e-5

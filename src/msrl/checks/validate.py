@@ -35,8 +35,11 @@ from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
-from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
-from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.rollout import (
+    check_grpo_temperatures,
+    check_rollout_filter,
+    check_weight_transfer,
+)
 from msrl.checks.serve import check_serve
 from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
 from msrl.checks.training import (

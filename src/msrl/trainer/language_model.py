@@ -22,8 +22,8 @@ from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.device_batch import DeviceBatch, spread
 from msrl.trainer.objective.divergence import reference_distribution
 from msrl.trainer.objective.logprobs import (
-    Comparison,
     Distribution,
+    DistributionComparison,
     VocabColumns,
     make_columns,
     vocab_parallel_logprobs,
@@ -46,7 +46,7 @@ class LanguageModelReplica(ModelReplica):
         *,
         num_tokens: float,
         lr: float,
-        comparisons: Sequence[tuple[Comparison, ...]] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 

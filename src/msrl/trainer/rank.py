@@ -19,7 +19,7 @@ from msrl import registry
 from msrl.platforms import resolve
 from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
-from msrl.trainer.objective.logprobs import Comparison
+from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.losses import ComparedModel, Loss, ValuesLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
@@ -163,7 +163,7 @@ class TrainingRank:
 
     def _comparisons(
         self, micro_batches: Sequence[MicroBatch], model: ComparedModel, temperature: float
-    ) -> list[Comparison]:
+    ) -> list[DistributionComparison]:
         """Return the comparison with a model for every micro-batch; none except on the last stage.
 
         The model runs on this rank. It stays on the device until the update has used its head.
@@ -178,7 +178,11 @@ class TrainingRank:
             registry.DIVERGENCES, model.divergence, key="algo.distill.divergence"
         )
         divergence = functools.partial(plugin.divergence, **model.options)
-        return [Comparison(other, divergence) for other in distributions if other is not None]
+        return [
+            DistributionComparison(other, divergence)
+            for other in distributions
+            if other is not None
+        ]
 
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:

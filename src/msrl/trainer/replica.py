@@ -35,7 +35,7 @@ from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, to_device
-from msrl.trainer.objective.logprobs import Comparison
+from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
@@ -174,7 +174,7 @@ class ModelReplica:
         num_tokens: float,
         lr: float,
         gives_hidden: bool = False,
-        comparisons: Sequence[tuple[Comparison, ...]] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
@@ -247,7 +247,7 @@ class ModelReplica:
         *,
         is_training: bool = False,
         gives_hidden: bool = False,
-        comparisons: Sequence[tuple[Comparison, ...]] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> list[Values]:
         """Run Megatron's schedule over the micro-batches, with a backward pass if `is_training`.
 
@@ -293,7 +293,11 @@ class ModelReplica:
         return values[: len(micro_batches)]
 
     def _to_device(
-        self, micro_batch: MicroBatch, comparisons: tuple[Comparison, ...], *, is_training: bool
+        self,
+        micro_batch: MicroBatch,
+        comparisons: tuple[DistributionComparison, ...],
+        *,
+        is_training: bool,
     ) -> DeviceBatch:
         position = self.position
         batch = to_device(

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrl.trainer.objective.logprobs import Comparison, VocabColumns, gradient_in_place, measure
+from msrl.trainer.objective.logprobs import (
+    DistributionComparison,
+    VocabColumns,
+    gradient_in_place,
+    measure,
+)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -28,7 +33,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         columns: VocabColumns,
         num_rows: int,
         softcap: float | None,
-        comparisons: Sequence[Comparison],
+        comparisons: Sequence[DistributionComparison],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         results: list[tuple[Tensor | None, ...]] = []
         for start, (h, ids) in zip(
@@ -130,7 +135,7 @@ def chunked_logprobs(
     *,
     num_rows: int,
     softcap: float | None = None,
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[DistributionComparison] = (),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M], [M], [M, K]
     """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T.
 

@@ -18,7 +18,7 @@ from msrl.trainer import groups
 from msrl.trainer.model import context
 from msrl.trainer.model.packed import PackedSequences, select_share
 from msrl.trainer.model.rope import RotaryTable
-from msrl.trainer.objective.logprobs import Comparison
+from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
 
 
@@ -38,7 +38,7 @@ class DeviceBatch:
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
     # With other models at the m positions, for exact divergences.
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[DistributionComparison, ...] = ()
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the [M, ...] values of all ranks from the [m, ...] of this one.
@@ -78,7 +78,7 @@ def to_device(
     *,
     cp: int,
     multiple: int,
-    comparisons: tuple[Comparison, ...] = (),
+    comparisons: tuple[DistributionComparison, ...] = (),
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`."""
     tokens, labels, mask = (

@@ -45,7 +45,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DistributionComparison:
     """Another distribution, and the divergence of the model from it."""
 
     other: Distribution
@@ -57,9 +57,9 @@ class Comparison:
         """Return the divergence's terms and slopes for some rows' log-probabilities."""
         return self.divergence(logprobs, self.other.logprobs(rows, columns))
 
-    def select(self, rows: slice) -> Comparison:
+    def select(self, rows: slice) -> DistributionComparison:
         """Return the comparison at some of the positions."""
-        return Comparison(self.other.select(rows), self.divergence)
+        return DistributionComparison(self.other.select(rows), self.divergence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class VocabColumns:
         return highest + self.all_reduce(total * (top - highest).exp(), dist.ReduceOp.SUM).log()
 
     def divergences(
-        self, logits: Tensor, normalizer: Tensor, comparisons: Sequence[Comparison]
+        self, logits: Tensor, normalizer: Tensor, comparisons: Sequence[DistributionComparison]
     ) -> Tensor:
         """Return the sums over the vocabulary of each comparison's terms and slopes, [2, M, K]."""
         totals = normalizer.new_zeros((2, len(logits), len(comparisons)))
@@ -164,7 +164,7 @@ def gradient_in_place(
     for_entropy: Tensor | None,  # [M]
     for_divergences: Tensor | None = None,  # [M, K]
     slopes: Tensor | None = None,  # [M, K], the second result of `VocabColumns.divergences`
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[DistributionComparison] = (),
 ) -> None:
     """Overwrite the logits with their gradient.
 
@@ -198,7 +198,7 @@ def gradient_in_place(
 def _divergence_gradient(
     rows: slice,
     logprobs: Tensor,  # [R, V]
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[DistributionComparison],
     weights: Tensor,  # [R, K]
     columns: VocabColumns,
 ) -> Tensor:  # [R, V]
@@ -220,7 +220,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         columns: VocabColumns,
-        comparisons: Sequence[Comparison],
+        comparisons: Sequence[DistributionComparison],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logprobs, entropy, normalizer = measure(logits, labels, columns)
         divergences = slopes = None
@@ -278,7 +278,7 @@ def vocab_parallel_logprobs(
     logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
     labels: Tensor,  # [M], token ids of the full vocabulary
     columns: VocabColumns,
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[DistributionComparison] = (),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M], [M], [M, K]
     """Return log-probabilities, entropies and divergences over the unpadded vocabulary.
 
