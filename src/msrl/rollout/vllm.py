@@ -163,6 +163,11 @@ class VllmEngine:
     def text(self, token_ids: Ints) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
+    def encode(self, text: str) -> Ints:
+        """Return the token ids of a text, without the tokens that a tokenizer adds at its ends."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(ids, dtype=np.int64)
+
     def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
         import vllm
 

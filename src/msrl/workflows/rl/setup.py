@@ -30,10 +30,10 @@ from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.rl.episode_setup import check_environment_names, episode_settings
+from msrl.workflows.episodes.setup import check_environment_names, episode_settings
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training import resume_checks
-from msrl.workflows.training.data_checks import check_data, verify_data
+from msrl.workflows.training.data_checks import check_data, check_teacher_tokenizers, verify_data
 from msrl.workflows.training.preflight import check_run_folder
 from msrl.workflows.training.settings import (
     check_order,
@@ -95,6 +95,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     check_limits(rollout_engine_settings(plan), platform)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
+    check_teacher_tokenizers(plan)
     prompts = _training_prompts(plan, tokenizer)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
@@ -243,7 +244,7 @@ def _fitting_prompts(
     sections = plan.config.reward.sources
     sources = RowSources(
         tuple(Source.of(section) for section in sections),
-        is_optional=plan.config.environment.is_on and not sections,
+        is_optional=not sections and (plan.config.environment.is_on or plan.is_distillation),
     )
     try:
         sources.check(dataset[row] for row in rows)
