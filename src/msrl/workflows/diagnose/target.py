@@ -41,7 +41,7 @@ _MAX_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is diagnosed.
+    """Model or checkpoint of a run to diagnose.
 
     Attributes:
         plan: Plan of a train-grpo run with this model.
@@ -121,7 +121,8 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     files = {
         int(path.stem.removeprefix("step_")): path for path in sample_files(run_dir, "rollout")
     }
-    root = plan.checkpoint_dir
+    own = run_dir.absolute() / "checkpoints"
+    root = own if own.is_dir() else plan.checkpoint_dir
     step = _choose_step(saved_steps(root), files)
     samples = _samples(plan, files, step)
     model = _open_model(plan, platform)
