@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 SETTINGS = (
     "model.dtype=float32",
     "rollout.max_prompt_tokens=400",
-    "rollout.max_response_tokens=24",
+    "rollout.max_response_tokens=12",
     "rollout.engine.max_num_seqs=8",
     "train.lora.rank=2",
     "train.lora.targets=[linear_qkv, linear_proj]",
@@ -85,7 +85,8 @@ def make_target(folder: Path, *sets: str) -> Target:
     policy = target.settings.policy
     assert policy is not None
     with_adapters = replace(policy, optimizer=OptimizerConfig(), lora=config.train.lora)
-    return replace(target, settings=replace(target.settings, policy=with_adapters))
+    settings = replace(target.settings, policy=with_adapters)
+    return replace(target, settings=settings, prompts=target.prompts[:4])
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_an_engine_whose_results_depend_on_the_batch_is_named(running: Running) 
     def change(output: Any) -> Any:
         hidden, residual = output
         # All sequences together have so many tokens; one has fewer, and the probes have more.
-        is_batch = 300 < len(hidden) < 900
+        is_batch = 200 < len(hidden) < 900
         return (hidden * 1.3 if is_batch else hidden), residual
 
     with hook(running.model.model.layers[0], change):

@@ -123,7 +123,7 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     }
     own = run_dir.absolute() / "checkpoints"
     root = own if own.is_dir() else plan.checkpoint_dir
-    step = _choose_step(saved_steps(root), files)
+    step = choose_step(saved_steps(root), files)
     samples = _samples(plan, files, step)
     model = _open_model(plan, platform)
     prompts = _recorded_prompts(samples) or model.prompts
@@ -176,7 +176,7 @@ def _forward_only(
     return replace(settings, policy=policy, reference=None, critic=None, reward_models={})
 
 
-def _choose_step(steps: Sequence[int], files: Mapping[int, Path]) -> int:
+def choose_step(steps: Sequence[int], files: Mapping[int, Path]) -> int:
     """Return the newest saved step whose policy sampled recorded rollouts, else the newest one."""
     sampled = [step for step in steps if step + 1 in files]
     newest = sampled or steps
