@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-import make_inputs as quickstart_inputs  # noqa: E402  (a file of the quickstart)
-from run import Runner  # noqa: E402  (a file of the quickstart)
+import make_inputs as quickstart_inputs  # noqa: E402  # pyright: ignore[reportMissingImports]
+from run import Runner  # noqa: E402  # pyright: ignore
 
 NUM_PAIRS = 4000
 PAIR_ACCURACY, RL_GAIN, DISTILLATION_GAIN, TEACHER_GAP = 0.90, 0.10, 0.10, 0.03
