@@ -26,7 +26,7 @@ sys.path.insert(0, str(QUICKSTART))
 import make_inputs as quickstart_inputs  # noqa: E402  # pyright: ignore[reportMissingImports]
 from run import Runner  # noqa: E402  # pyright: ignore
 
-NUM_PAIRS = 4000
+NUM_PAIRS = 6000
 PAIR_ACCURACY, RL_GAIN, DISTILLATION_GAIN, TEACHER_GAP = 0.90, 0.10, 0.10, 0.03
 SLOPPY, WRONG_RESULT, WRONG_STEP = "sloppy", "wrong result", "wrong step"
 
