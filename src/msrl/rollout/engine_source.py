@@ -74,7 +74,7 @@ def config_types() -> frozenset[str] | None:
     """Return the values of `model_type` with a config class in vLLM; None if they are not known."""
     for target, value in _assignments(_CONFIGS):
         if target == "_CONFIG_REGISTRY" and isinstance(value, ast.Call):
-            return frozenset(keyword.arg for keyword in value.keywords if keyword.arg)
+            return frozenset(_keyword_names(value))
         if target == "_CONFIG_REGISTRY" and isinstance(value, ast.Dict):
             return frozenset(_text_keys(value))
     return None
@@ -86,6 +86,15 @@ def _assignments(file: str) -> Iterator[tuple[str, ast.expr]]:
             yield node.targets[0].id, node.value
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
             yield node.target.id, node.value
+
+
+def _keyword_names(call: ast.Call) -> Iterator[str]:
+    """Yield the names of keyword arguments, including those of `**{"name": value}`."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg
+        elif isinstance(keyword.value, ast.Dict):
+            yield from _text_keys(keyword.value)
 
 
 def _text_keys(node: ast.Dict) -> Iterator[str]:
