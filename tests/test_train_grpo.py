@@ -605,6 +605,7 @@ def resumed(inputs) -> Resumed:
     return attempt
 
 
+@pytest.mark.full
 def test_a_dead_rank_is_reported_and_the_resumed_run_equals_the_uninterrupted_one(whole, resumed):
     assert resumed.code == 1, resumed.output
     assert resumed.ended_in_s < 90  # half of rpc_timeout_s
@@ -614,6 +615,7 @@ def test_a_dead_rank_is_reported_and_the_resumed_run_equals_the_uninterrupted_on
         assert rollouts(resumed.run, step) == rollouts(whole, step)
 
 
+@pytest.mark.full
 def test_evaluations_do_not_change_the_training_and_a_resume_repeats_and_skips_none(
     whole, resumed, inputs, tmp_path
 ):
@@ -636,6 +638,7 @@ def test_evaluations_do_not_change_the_training_and_a_resume_repeats_and_skips_n
     )
 
 
+@pytest.mark.full
 def test_sampled_evaluations_use_the_policy_of_their_step_and_keep_the_best_checkpoint(
     whole, resumed, inputs, tmp_path
 ):
@@ -804,6 +807,7 @@ def fail_with(inputs: Path, name: str, function: str, **sections: Any) -> Comman
     )
 
 
+@pytest.mark.full
 def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_with_the_cause(inputs):
     command = fail_with(inputs, "raises", "raises")
     assert command.wait() == 2, command.output()

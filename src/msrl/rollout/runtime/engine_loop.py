@@ -229,21 +229,22 @@ class EngineLoop:
         self._condition.notify_all()
 
     def complete(
-        self, requests: Sequence[GroupRequest], *, waits_for_openings: bool = False
+        self, requests: Sequence[GroupRequest], *, in_lockstep: bool = False
     ) -> dict[str, RolloutGroup]:
         """Finish these groups in this thread and return them by key; `start` is not called.
 
-        With `waits_for_openings`, the first step runs all samples in the order of the requests, so
-        that it does not depend on the times at which environments open.
+        With `in_lockstep`, the turns of all episodes start together, in the order of the requests,
+        so that no step depends on the times at which environments reply.
         """
         self._keys.update(request.key for request in requests)
         try:
             for request in requests:
                 self._admit(request)
-            if waits_for_openings:
-                self._open_all()
             while self._groups:
-                self._advance_or_wait()
+                if in_lockstep and self._episodes is not None:
+                    self._run_turns(self._episodes)
+                else:
+                    self._advance_or_wait()
         finally:
             for key in list(self._groups):  # after an error
                 self._abort(key)
@@ -258,24 +259,27 @@ class EngineLoop:
         if self._active:
             self._step()
 
-    def _open_all(self) -> None:
-        """Wait until the environments of all admitted samples are open, and start the turns."""
+    def _run_turns(self, episodes: EpisodeRunner) -> None:
+        """Wait until the environments of all episodes have replied, and run their next turns."""
         order = {
             _request_name(key, n): (position, n)
             for position, (key, group) in enumerate(self._groups.items())
-            for n in range(len(group.samples))
+            for n, sample in enumerate(group.samples)
+            if sample.completion is None
         }
-        opened: list[TurnRequest] = []
+        ready: list[TurnRequest] = []
         num_left = len(order)
-        while self._episodes is not None and num_left:
+        while num_left:
             with self._condition:
                 self._condition.wait_for(self._has_work)
-            turns, finished = self._episodes.advance()
+            turns, finished = episodes.advance()
             num_left -= len(turns) + len(finished)
-            opened += turns
+            ready += turns
             self._finish_all(finished)
-        for turn in sorted(opened, key=lambda turn: order[turn.name]):
+        for turn in sorted(ready, key=lambda turn: order[turn.name]):
             self._start_turn(turn)
+        while self._active:
+            self._step()
 
     def _wake(self) -> None:
         with self._condition:

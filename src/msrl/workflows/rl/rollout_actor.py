@@ -12,10 +12,8 @@ from msrl.environments.pool import EnvironmentPool
 from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
 from msrl.platforms import get
-from msrl.rollout.engine import sample_seeds
-from msrl.rollout.episodes.runner import EpisodeRunner
-from msrl.rollout.episodes.template import open_template
-from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
+from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
+from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.rollout.weights.channel import machine_id
 from msrl.rollout.weights.digest import Digests, TensorDigest, record_digests
 from msrl.rollout.weights.verification import check_digests
@@ -64,40 +62,18 @@ class RolloutActor:
             self._environments.stop()
         self._engine.release()
 
-    def _runner(self) -> EpisodeRunner | None:
-        """Return a runner of episodes with the engine; None if a response is one turn."""
+    def _sampler(self) -> EpisodeSampler | None:
+        """Return a sampler of episodes with the engine; None if a response is one turn."""
         if self._episodes is None or self._environments is None:
             return None
-        template = open_template(self._episodes.tokenizer_dir, self._episodes.chat_template)
-        engine = self._engine
-        return EpisodeRunner(
-            self._environments, self._episodes, template, engine.max_model_len, engine.text
-        )
+        return EpisodeSampler(self._engine, self._environments, self._episodes)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
         """Return a group of completions per prompt."""
-        if self._episodes is None:
-            return self._engine.generate(prompts, sampling, policy_version)
-        return self._generate_episodes(self._episodes, prompts, sampling, policy_version)
-
-    def _generate_episodes(
-        self,
-        settings: EpisodeSettings,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        policy_version: int,
-    ) -> tuple[RolloutGroup, ...]:
-        """Return a group of episodes per prompt."""
-        loop = EngineLoop(self._engine, policy_version, episodes=self._runner())
-        seeds, count = sample_seeds(prompts, sampling, policy_version), sampling.num_samples
-        requests = [
-            GroupRequest(str(n), prompt, sampling, tuple(seeds[n * count : (n + 1) * count]))
-            for n, prompt in enumerate(prompts)
-        ]
-        groups = loop.complete(requests, waits_for_openings=settings.waits_for_openings)
-        return tuple(groups[request.key] for request in requests)
+        sampler = self._sampler() or self._engine
+        return sampler.generate(prompts, sampling, policy_version)
 
     def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""
@@ -183,12 +159,13 @@ class RolloutActor:
 
     def start_loop(self, version: int, waits_for_requests: bool, recompute: bool) -> None:
         """Start to run the engine in a thread. Its weights have this version."""
+        sampler = self._sampler()
         self._loop = EngineLoop(
             self._engine,
             version,
             waits_for_requests=waits_for_requests,
             recompute=recompute,
-            episodes=self._runner(),
+            episodes=None if sampler is None else sampler.runner(),
         )
         self._loop.start()
 

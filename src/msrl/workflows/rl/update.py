@@ -31,6 +31,7 @@ from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
+from msrl.config.sections.algo import DistillConfig
 from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
@@ -46,7 +47,7 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.objective.losses import PolicyLoss, required_arguments
+from msrl.trainer.objective.losses import Distillation, PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
@@ -347,7 +348,16 @@ def policy_loss(config: Config) -> PolicyLoss:
             for name, value in algo.options.items()
             if name in registry.plugin_options(plugin)
         },
+        distillation=_distillation(algo.distill),
     )
+
+
+def _distillation(section: DistillConfig) -> Distillation | None:
+    """Return the term of the loss; None without teachers."""
+    if not section.is_on:
+        return None
+    weights = {teacher.model: teacher.weight for teacher in section.teachers}
+    return Distillation(section.coef, weights, section.divergence, section.options)
 
 
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
@@ -413,7 +423,12 @@ def samples_with_advantages(
     if settings.clip is not None:
         advantages = advantages.clip(-settings.clip, settings.clip)
     weights = rewards.everywhere(_sample_weights(config.algo, groups, keep))
-    return training_samples(groups, advantages * weights, keep)
+    return training_samples(
+        groups,
+        advantages * weights,
+        keep,
+        drop_invalid_turns=config.algo.mask.invalid_actions,
+    )
 
 
 def _sample_weights(

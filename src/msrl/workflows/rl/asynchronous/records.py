@@ -127,6 +127,7 @@ def _encode_episode(episode: Episode) -> dict[str, Any]:
         "success": episode.success,
         "fault": list(episode.fault),
         "truncated_messages": episode.truncated_messages,
+        "environment": episode.environment,
     }
 
 
@@ -148,6 +149,7 @@ def _decode_episode(values: Mapping[str, Any]) -> Episode:
         values["success"],
         (reason, detail),
         values["truncated_messages"],
+        values.get("environment", ""),
     )
 
 
