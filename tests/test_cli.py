@@ -25,6 +25,7 @@ from support import assert_each_mentions, assert_mentions
 
 COMMANDS = [
     [], ["preprocess"], ["train-sft"], ["train-dpo"], ["train-rm"], ["train-grpo"],
+    ["train-distill"],
     ["generate"], ["chat"], ["serve"], ["eval"],
     ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"],
     ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"], ["convert-ckpt", "hf2hf"],
@@ -598,6 +599,7 @@ def test_tp_of_commands_with_an_engine_is_the_engines(
         (["nonsense"], "`msrl --help`"),
         (["train-kto"], "`msrl train-dpo`"),
         (["orm"], "`msrl train-rm`"),
+        (["gkd"], "`msrl train-distill`"),
         (["train-grpo", "--set", "rollout.multi_turn=true"], "environment.name"),
         (["train-grpo", "base.yaml"], "-c base.yaml"),
         (["train-grpo", "grpo"], "-c grpo"),

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
     "a configuration by name": (["train-grpo", "--config-name", ""], {"local", "grpo", "sft"}),
     "a command of --for": (
         ["config", "validate", "--for", "train-"],
-        {"train-sft", "train-dpo", "train-rm", "train-grpo"},
+        {"train-sft", "train-dpo", "train-rm", "train-grpo", "train-distill"},
     ),
     "a folder, which is left to bash": (["chat", "--model", "x"], set()),
 }

@@ -23,10 +23,10 @@ HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-import make_inputs as quickstart_inputs  # noqa: E402  (a file of the quickstart)
-from run import Runner  # noqa: E402  (a file of the quickstart)
+import make_inputs as quickstart_inputs  # noqa: E402  # pyright: ignore[reportMissingImports]
+from run import Runner  # noqa: E402  # pyright: ignore
 
-NUM_PAIRS = 4000
+NUM_PAIRS = 6000
 PAIR_ACCURACY, RL_GAIN, DISTILLATION_GAIN, TEACHER_GAP = 0.90, 0.10, 0.10, 0.03
 SLOPPY, WRONG_RESULT, WRONG_STEP = "sloppy", "wrong result", "wrong step"
 
@@ -70,7 +70,7 @@ class Chain:
         self.runner.preprocess("rl", "r1", {"prompt": "question", "response": "answer"})
         self._train("train-grpo", "grpo")
         grpo = self.runner.accuracy("grpo", "runs/grpo/checkpoints")
-        self._fine_tune("student", "inputs/student")
+        self._fine_tune("student", "inputs/student", "train.steps=400")
         student = self.runner.accuracy("student", "runs/student/checkpoints")
         self._train("train-distill", "distill")
         distilled = self.runner.accuracy("distilled", "runs/distill/checkpoints")
@@ -92,9 +92,9 @@ class Chain:
         shutil.copy(QUICKSTART / "sft.yaml", self.folder)
         self.runner.preprocess("sft", "alpaca", {})
 
-    def _fine_tune(self, name: str, model: str) -> None:
+    def _fine_tune(self, name: str, model: str, *sets: str) -> None:
         """Fine-tune a random model on the demonstrations of the quickstart."""
-        self._train("train-sft", "sft", f"run.name={name}", f"model.path={model}")
+        self._train("train-sft", "sft", f"run.name={name}", f"model.path={model}", *sets)
 
     def _train(self, command: str, file: str, *sets: str) -> None:
         options = [f"--set={setting}" for setting in (f"run.seed={self.seed}", *sets)]
