@@ -237,6 +237,19 @@ def test_deferred_tasks_reveal_a_missing_synchronization():
     assert _output(_UNWAITED, NPU_SIM_DEFER="1") == "False [1.0, 2.0, 3.0, 4.0]"
 
 
+_PREPARING = """
+import warnings
+from msrl.platforms import get
+filters = list(warnings.filters)
+get("npu").prepare()
+print(warnings.filters == filters)
+"""
+
+
+def test_preparing_a_process_leaves_the_filters_of_warnings():
+    assert _output(_PREPARING).splitlines()[-1] == "True"
+
+
 _SECOND_DEVICE = """
 import torch
 values = torch.ones(3, device="npu:1", requires_grad=True)
