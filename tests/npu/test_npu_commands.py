@@ -72,7 +72,7 @@ def _config(folder: Path, name: str, platform: str) -> str:
             "parallel": {"tp": 2, "pp": 2},
             "optimizer": {"lr": 3e-4},
         },
-        "checkpoint": {"every_steps": SAVE_EVERY, "export_hf": True},
+        "checkpoint": {"every_steps": SAVE_EVERY, "export_hf": True, "resume": "auto"},
     }
     return str(write_config(folder / f"{name}.yaml", settings))
 

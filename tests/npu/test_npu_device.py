@@ -95,6 +95,21 @@ def test_training_equals_that_on_the_cpu(
     assert all(ours.cpu().equal(theirs) for ours, theirs in pairs)
 
 
+@pytest.mark.parametrize(
+    ("left", "right"), [((2, 5, 3), (3, 4)), ((5, 3), (2, 3, 4)), ((3,), (2, 3, 4)), ((5, 3), (3,))]
+)
+def test_gradients_of_products_equal_those_of_the_cpu(
+    device: torch.device, left: tuple[int, ...], right: tuple[int, ...]
+):
+    torch.manual_seed(0)
+    references = [torch.randn(shape).requires_grad_() for shape in (left, right)]
+    inputs = [tensor.detach().to(device).requires_grad_() for tensor in references]
+    output, expected = torch.matmul(*inputs), torch.matmul(*references)
+    torch.testing.assert_close(output.cpu(), expected)
+    ours, theirs = _gradients(output, inputs), _gradients(expected, references)
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("compute", [lambda x: x @ x, torch.sum, lambda x: x.softmax(-1)])
 def test_float64_products_and_reductions_are_refused(
     device: torch.device, compute: Callable[[Tensor], Tensor]
