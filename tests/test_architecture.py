@@ -127,6 +127,19 @@ def test_device_names_are_used_in_platforms_only() -> None:
     assert not violations, "use msrl.platforms instead"
 
 
+def test_functions_that_torch_npu_replaces_get_only_the_arguments_of_its_versions() -> None:
+    """torch_npu 2.10 and 2.13 replace them by versions without torch's newer arguments."""
+    violations = [
+        f"src/msrl/{relative(path)}:{node.lineno} {keyword.arg}"
+        for path in files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and called(node) in {"gather", "gather_object"}
+        for keyword in node.keywords
+        if keyword.arg == "group_dst"
+    ]
+    assert not violations, "use dst, the rank in the default group"
+
+
 def test_no_function_is_longer_than_sixty_lines() -> None:
     assert not [
         f"src/msrl/{relative(path)}:{line} {problem}"

@@ -46,7 +46,8 @@ def test_a_base_port_without_room_for_all_ports_is_refused(port):
 
 
 def test_time_limits_of_collectives_follow_the_limit_of_calls():
-    assert [_collectives("trainer", s)["HCCL_EXEC_TIMEOUT"] for s in (0.5, 600.0)] == ["1", "600"]
+    # HCCL gives up before torch_npu's watchdog, which has the limit of calls.
+    assert [_collectives("trainer", s)["HCCL_EXEC_TIMEOUT"] for s in (0.5, 600.0)] == ["1", "540"]
     limits = [_collectives("trainer", s)["HCCL_CONNECT_TIMEOUT"] for s in (1.0, 600.0, 1e5)]
     assert limits == ["120", "600", "7200"]
 

@@ -95,6 +95,21 @@ def test_training_equals_that_on_the_cpu(
     assert all(ours.cpu().equal(theirs) for ours, theirs in pairs)
 
 
+@pytest.mark.parametrize(
+    ("left", "right"), [((2, 5, 3), (3, 4)), ((5, 3), (2, 3, 4)), ((3,), (2, 3, 4)), ((5, 3), (3,))]
+)
+def test_gradients_of_products_equal_those_of_the_cpu(
+    device: torch.device, left: tuple[int, ...], right: tuple[int, ...]
+):
+    torch.manual_seed(0)
+    references = [torch.randn(shape).requires_grad_() for shape in (left, right)]
+    inputs = [tensor.detach().to(device).requires_grad_() for tensor in references]
+    output, expected = torch.matmul(*inputs), torch.matmul(*references)
+    torch.testing.assert_close(output.cpu(), expected)
+    ours, theirs = _gradients(output, inputs), _gradients(expected, references)
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("compute", [lambda x: x @ x, torch.sum, lambda x: x.softmax(-1)])
 def test_float64_products_and_reductions_are_refused(
     device: torch.device, compute: Callable[[Tensor], Tensor]
@@ -235,6 +250,19 @@ def _output(program: str, **variables: str) -> str:
 
 def test_deferred_tasks_reveal_a_missing_synchronization():
     assert _output(_UNWAITED, NPU_SIM_DEFER="1") == "False [1.0, 2.0, 3.0, 4.0]"
+
+
+_PREPARING = """
+import warnings
+from msrl.platforms import get
+filters = list(warnings.filters)
+get("npu").prepare()
+print(warnings.filters == filters)
+"""
+
+
+def test_preparing_a_process_leaves_the_filters_of_warnings():
+    assert _output(_PREPARING).splitlines()[-1] == "True"
 
 
 _SECOND_DEVICE = """

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -57,6 +58,9 @@ _PORTS_PER_ROLE = 64  # more than processes on one machine
 _DEVICE_PORT_OFFSET = 2 * _PORTS_PER_ROLE
 _FIRST_PORT, _LAST_PORT = 1024, 65535
 _MIN_CONNECT_S, _MAX_CONNECT_S = 120, 7200  # limits of HCCL_CONNECT_TIMEOUT
+# HCCL must give up before torch_npu's watchdog does, or it cannot log the cause
+# (ProcessGroupHCCL.cpp warns about it).
+_EXEC_SHARE = 0.9
 
 _ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 _SEGMENTS = "expandable_segments"
@@ -204,8 +208,10 @@ class NpuPlatform(Platform):
             raise MsrlError(f"cluster.platform=npu: {missing}")
         arguments, sys.argv = sys.argv, sys.argv[:1]
         try:
-            importlib.import_module("torch_npu")
-            importlib.import_module("mindspeed.megatron_adaptor")
+            # torch_npu's transfer_to_npu adds a filter that prints the warnings of all packages.
+            with warnings.catch_warnings():
+                importlib.import_module("torch_npu")
+                importlib.import_module("mindspeed.megatron_adaptor")
         except ImportError as error:
             raise MsrlError(
                 f"cluster.platform=npu: {error}. Install matching releases of torch_npu, CANN and "
@@ -239,7 +245,7 @@ class NpuPlatform(Platform):
             "HCCL_HOST_SOCKET_PORT_RANGE": f"{host}-{host + _PORTS_PER_ROLE - 1}",
             "HCCL_NPU_SOCKET_PORT_RANGE": f"{device}-{device + _PORTS_PER_ROLE - 1}",
             "HCCL_CONNECT_TIMEOUT": str(math.ceil(connect_s)),
-            "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout_s)),
+            "HCCL_EXEC_TIMEOUT": str(max(1, int(_EXEC_SHARE * timeout_s))),
         }
 
     def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:

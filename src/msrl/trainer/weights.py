@@ -117,7 +117,8 @@ def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks of a group, on its first rank."""
     shard = weight.detach().contiguous()
     shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(shard, shards, group=group, group_dst=0)
+    # torch_npu (2.10 and 2.13) replaces this function by one that has no `group_dst`.
+    dist.gather(shard, shards, dst=dist.get_global_rank(group, 0), group=group)
     return shards or []
 
 

@@ -5,19 +5,23 @@
 // NPU_SIM_DEFER=1 its new outputs are written by a task on the stream, so that a reader that does
 // not wait for the stream sees NaN.
 #include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/matmul.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -157,6 +161,31 @@ at::Scalar local_scalar(const Tensor& tensor) {
   return on_host(tensor).item();
 }
 
+// New outputs
+
+void write(const Tensor& output, const Tensor& host) {
+  if (!is_deferred() || host.numel() == 0 || !host.is_non_overlapping_and_dense()) {
+    on_host(output).copy_(host);
+    return;
+  }
+  const auto stream = c10_npu::getCurrentNPUStream().stream();
+  memset(output.mutable_data_ptr(), 0xFF, host.nbytes());
+  auto* values = new Tensor(host);
+  check(aclrtMemcpyAsync(
+      output.mutable_data_ptr(), host.nbytes(), host.const_data_ptr(), host.nbytes(),
+      ACL_MEMCPY_DEVICE_TO_DEVICE, stream));
+  check(aclrtLaunchCallback(
+      [](void* data) { delete static_cast<Tensor*>(data); }, values, ACL_CALLBACK_NO_BLOCK,
+      stream));
+}
+
+// Return a new tensor of the device with the values.
+Tensor new_output(const Tensor& host, at::Device device) {
+  Tensor output = at::empty_strided(host.sizes(), host.strides(), host.options().device(device));
+  write(output, host);
+  return output;
+}
+
 // Random numbers
 
 // Let the CPU kernel draw from a state that depends on the seed and the offset of the device's
@@ -288,9 +317,7 @@ class Call {
         return updated(originals_[i].toTensor(), host);
       }
     }
-    Tensor output = at::empty_strided(host.sizes(), host.strides(), host.options().device(device()));
-    write(output, host);
-    return output;
+    return new_output(host, device());
   }
 
   // An operator may have resized its output, which then has memory of the host.
@@ -300,22 +327,6 @@ class Call {
       on_host(original).copy_(host);
     }
     return original;
-  }
-
-  static void write(const Tensor& output, const Tensor& host) {
-    if (!is_deferred() || host.numel() == 0 || !host.is_non_overlapping_and_dense()) {
-      on_host(output).copy_(host);
-      return;
-    }
-    const auto stream = c10_npu::getCurrentNPUStream().stream();
-    memset(output.mutable_data_ptr(), 0xFF, host.nbytes());
-    auto* values = new Tensor(host);
-    check(aclrtMemcpyAsync(
-        output.mutable_data_ptr(), host.nbytes(), host.const_data_ptr(), host.nbytes(),
-        ACL_MEMCPY_DEVICE_TO_DEVICE, stream));
-    check(aclrtLaunchCallback(
-        [](void* data) { delete static_cast<Tensor*>(data); }, values, ACL_CALLBACK_NO_BLOCK,
-        stream));
   }
 
   const c10::OperatorHandle& op_;
@@ -328,6 +339,31 @@ class Call {
   bool has_float64_ = false;
   bool has_unsupported_ = false;
 };
+
+// torch_npu differentiates matmul as a whole, with an operator that the CPU lacks.
+std::tuple<Tensor, Tensor> matmul_backward(
+    const Tensor& gradient, const Tensor& left, const Tensor& right, std::array<bool, 2> mask) {
+  wait_for_stream();
+  // Give vectors the dimension that matmul removes from its result.
+  const bool is_row = left.dim() == 1;
+  const bool is_column = right.dim() == 1;
+  const Tensor a = is_row ? on_host(left).unsqueeze(0) : on_host(left);
+  const Tensor b = is_column ? on_host(right).unsqueeze(1) : on_host(right);
+  Tensor outer = on_host(gradient);
+  outer = is_column ? outer.unsqueeze(-1) : outer;
+  outer = is_row ? outer.unsqueeze(-2) : outer;
+  Tensor left_gradient;
+  Tensor right_gradient;
+  if (mask[0]) {
+    const Tensor host = at::sum_to(at::matmul(outer, b.transpose(-2, -1)), a.sizes());
+    left_gradient = new_output(host.reshape(left.sizes()), left.device());
+  }
+  if (mask[1]) {
+    const Tensor host = at::sum_to(at::matmul(a.transpose(-2, -1), outer), b.sizes());
+    right_gradient = new_output(host.reshape(right.sizes()), right.device());
+  }
+  return {left_gradient, right_gradient};
+}
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, *stack).run(); }
 
@@ -345,7 +381,7 @@ bool is_view(const c10::OperatorName& name) {
   return false;
 }
 
-// Return the aten operators with a kernel for the key, with their overload names. Views are left out.
+// Return the aten operators with a kernel for the key, with their overload names. Views are excluded.
 std::set<std::string> operators(c10::DispatchKey key) {
   std::set<std::string> names;
   for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(key)) {
@@ -366,7 +402,7 @@ std::set<std::string> replaced_operators() {
   for (const std::string& name : KEPT) {
     names.erase(name);
   }
-  for (const char* own : {"copy_", "_local_scalar_dense"}) {
+  for (const char* own : {"copy_", "_local_scalar_dense", "matmul_backward"}) {
     names.erase(own);
   }
   return names;
@@ -380,6 +416,7 @@ torch::Library* library() {
   }
   lib->impl("copy_", &copy_);
   lib->impl("_local_scalar_dense", &local_scalar);
+  lib->impl("matmul_backward", &matmul_backward);
   return lib;
 }
 
