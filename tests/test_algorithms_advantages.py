@@ -366,6 +366,57 @@ def test_returns_of_turns_discount_by_turn_and_not_by_token():
     )  # 0.5 + 0.5 (0 + 0.5 * 1), 0.5 * 1, 1
 
 
+# Returns of the turns of two prompts with two episodes each, and the turns of each scope.
+TURN_RETURNS = [1.0, 2.0, 4.0, 8.0, 3.0, 5.0]
+SCOPES = {
+    "batch": [range(6)],
+    "tag": [range(6)],  # both prompts have the same tag
+    "group": [range(3), range(3, 6)],
+    "state": [[0, 2], [1], [3, 4, 5]],
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_returns_of_turns_are_normalized_within_their_scope(scope, scaled):
+    """With step_gamma 0, the return of a turn is its reward."""
+    states = [5, 6, 5, 5, 5, 5]
+    counts = np.array([[2, 1], [1, 2]])
+    turns = Turns(counts, np.ones(6, np.int64), np.array(states), np.array([0, 0]))
+    token_rewards = rewards([[0.0, 0.0], [0.0, 0.0]], counts.tolist(), np.array(TURN_RETURNS))
+    got = estimate(
+        "step_reinforce",
+        token_rewards,
+        turns=turns,
+        step_gamma=0.0,
+        center=scope,
+        scale=scope if scaled else "none",
+    )
+    expected = np.zeros(6)
+    for members in SCOPES[scope]:
+        values = np.array([TURN_RETURNS[k] for k in members])
+        deviation = values.std(ddof=1) if len(values) > 1 else math.inf
+        expected[list(members)] = (values - values.mean()) / (deviation if scaled else 1.0)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouping", ["batch", "tag"])
+def test_gigpo_may_compare_episodes_of_several_prompts(grouping):
+    counts = np.ones((3, 2), np.int64)
+    turns = Turns(counts, np.ones(6, np.int64), np.arange(6), np.array([0, 1, 0]))
+    totals = np.array([[1.0, 0.0], [4.0, 2.0], [0.0, 2.0]])
+    got = estimate(
+        "gigpo", rewards(totals.tolist(), counts.tolist()), turns=turns, grouping=grouping
+    ).reshape(3, 2)
+    if grouping == "batch":
+        expected = (totals - 1.5) / totals.std(ddof=1)
+    else:
+        first = totals[[0, 2]]
+        expected = (totals - first.mean()) / first.std(ddof=1)
+        expected[1] = [1 / math.sqrt(2), -1 / math.sqrt(2)]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", TURNS)
 def test_estimators_that_compare_turns_require_several(name):
     with pytest.raises(MsrlError, match=mentions(f"estimator={name}", "turns")):

@@ -18,8 +18,9 @@ from msrl import registry
 from msrl.algorithms.mismatch import Correction, off_policy_mask
 from msrl.algorithms.selection import top_share
 from msrl.algorithms.token_rewards import TokenRewards
+from msrl.algorithms.turns import Turns, normalized
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
-from peer_oracle import peer_module
+from peer_oracle import peer_module, roll_function
 
 CORE = "verl.trainer.ppo.core_algos"
 LENGTHS = (24, 1, 7, 13, 5, 19, 2, 11)
@@ -319,3 +320,69 @@ def test_the_off_policy_mask_equals_that_of_trl():
         )
         expected = batch.flat(keep.expand_as(batch.new) == 0)
         assert dropped.tolist() == expected.tolist() and dropped.any()
+
+
+class RollBatch:
+    """Rows with the methods of ROLL's DataProto that its normalization calls."""
+
+    def __init__(self, batch: Any, keys: dict[str, np.ndarray]) -> None:
+        self.batch, self.keys = batch, keys
+
+    def group_by(self, keys: str) -> dict[str, RollBatch]:
+        groups: dict[str, RollBatch] = {}
+        for key in dict.fromkeys(self.keys[keys].tolist()):
+            rows = self.keys[keys] == key
+            batch = _RollTensors({name: value[rows] for name, value in self.batch.items()})
+            own = {name: values[rows] for name, values in self.keys.items()}
+            groups[str(key)] = RollBatch(batch, own)
+        return groups
+
+    def reorder(self, indices: Tensor) -> None:
+        self.batch = _RollTensors({name: value[indices] for name, value in self.batch.items()})
+
+    def pop(self, name: str) -> None:
+        del self.batch[name]
+
+    @staticmethod
+    def concat(parts: list[RollBatch]) -> RollBatch:
+        names = parts[0].batch
+        batch = {name: torch.cat([part.batch[name] for part in parts]) for name in names}
+        return RollBatch(_RollTensors(batch), {})
+
+
+class _RollTensors(dict[str, Tensor]):
+    @property
+    def batch_size(self) -> tuple[int]:
+        return (len(next(iter(self.values()))),)
+
+    device = None
+
+
+@pytest.mark.parametrize("scope", ["batch", "tag", "group", "state"])
+@pytest.mark.parametrize("types", [("group", None), ("group", "group"), ("batch", "group")])
+def test_normalization_of_turns_equals_that_of_roll(scope: str, types: tuple[str, str | None]):
+    function = roll_function(
+        "roll/pipeline/agentic/utils.py",
+        "agentic_reward_norm",
+        {"torch": torch, "DataProto": RollBatch},
+    )
+    source = np.random.default_rng(3)
+    counts, tags = source.integers(1, 5, (6, 4)), np.array([0, 1, 0, 2, 1, 0])
+    num_turns = int(counts.sum())
+    states = source.integers(0, 3, num_turns)
+    turns = Turns(counts, np.ones(num_turns, np.int64), states, tags)
+    values = source.normal(size=num_turns)
+    labels = turns.labels(scope)
+    batch = RollBatch(_RollTensors({"scores": torch.tensor(values)}), {"scope": labels.astype(str)})
+    mean_type, std_type = types
+    grouping = "batch" if scope == "batch" else "scope"
+    settings = {"grouping": grouping, "norm_mean_type": mean_type, "norm_std_type": std_type}
+    expected = function(batch, SimpleNamespace(**settings)).numpy()
+    everything = np.zeros(num_turns, np.int64)
+    got = normalized(
+        values,
+        center=everything if mean_type == "batch" else labels,
+        scale=None if std_type is None else labels,
+        eps=1e-6,
+    )
+    np.testing.assert_allclose(got, expected, atol=1e-6)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msrl.checks.environment import check_environment, check_no_environment
+from msrl.checks.environment import check_environment
 from msrl.checks.validate import find_errors
 from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.types import Prompt
-from msrl.workflows.rl.episode_setup import check_environment_names
+from msrl.workflows.episodes.setup import check_environment_names
 from support import assert_each_mentions, mentions
 
 OWN = "path=walk.py:Walk"
@@ -29,6 +29,18 @@ def errors(*sets: str) -> list[str]:
     ("sets", "expected"),
     [
         (("environment.max_turns=3",), [("environment.max_turns=3", "environment.name")]),
+        (
+            (
+                "environment.name=frozen_lake",
+                "environment.lockstep=true",
+                "rollout.async.max_staleness=1",
+            ),
+            [("environment.lockstep=true", "rollout.async")],
+        ),
+        (
+            ("algo.mask.invalid_actions=true",),
+            [("algo.mask.invalid_actions=true", "environment.name")],
+        ),
         (("environment.name=frozen_lak",), [("environment.name=frozen_lak", "frozen_lake")]),
         (
             ("environment.name=frozen_lake", "environment.options={sizes: 4}"),
@@ -145,10 +157,3 @@ def test_a_row_that_selects_an_unknown_environment_is_refused() -> None:
 
 def _row(environment: str) -> Prompt:
     return Prompt(2, np.array([1]), "", {"environment": environment})
-
-
-def test_a_command_that_runs_no_episodes_refuses_an_environment() -> None:
-    lines = list(check_no_environment(load(sets=("environment.name=frozen_lake",))))
-    assert_each_mentions(lines, ("environment", "train-grpo"))
-    assert not list(check_no_environment(load(sets=("environment.name=single_turn",))))
-    assert not list(check_no_environment(load()))

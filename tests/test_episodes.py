@@ -6,6 +6,7 @@ Environments and the engine are scripted here; `test_train_grpo_episodes.py` use
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -49,8 +50,8 @@ from msrl.types import (
     TokenSequence,
     VersionRun,
 )
+from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.asynchronous.records import decode, encode
-from msrl.workflows.rl.episode_metrics import episode_metrics
 from msrl.workflows.rl.rollout_log import RolloutLog
 from support import mentions
 from tiny_qwen2 import make_tokenizer
@@ -159,7 +160,7 @@ def make_runner(
     max_prompt_tokens: int = 100,
     **limits: Any,
 ) -> tuple[EpisodeRunner, ScriptedEnvironments]:
-    section = EnvironmentConfig(name="scripted", **limits)
+    section = EnvironmentConfig(**{"name": "scripted", **limits})
     settings = EpisodeSettings(section, Path(), "", "hermes", max_prompt_tokens)
     environments = ScriptedEnvironments(script, opening or Opening([]), holds=holds)
     runner = EpisodeRunner(environments, settings, template, max_model_len, lambda ids: str(ids))
@@ -267,6 +268,31 @@ def test_an_answer_at_the_limit_of_a_turn_continues_with_the_token_that_ends_it(
     (sequence,) = completion.episode.sequences
     assert sequence.is_sampled[10:14].tolist() == [True, True, True, False]
     assert completion.episode.turns[0].finish_reason == "length"
+
+
+def test_turns_of_episodes_in_lockstep_start_in_the_order_of_the_requests(
+    template: EpisodeTemplate,
+) -> None:
+    def script(_: str, turn: int) -> Reply:
+        return done() if turn == 2 else more()
+
+    runner, environments = make_runner(template, script, holds=True)
+    policy = ScriptedPolicy([[70, END], [71, 72, 73, END]] * 3)
+    loop = EngineLoop(policy, 0, episodes=runner)
+
+    def release_backwards() -> None:
+        while len(environments.closed) < 2:
+            if len(environments.waiting) == 2:
+                environments.waiting.reverse()
+                environments.release()
+            time.sleep(0.001)
+
+    replies = threading.Thread(target=release_backwards)
+    replies.start()
+    prompt = Prompt(0, np.arange(40, 50))
+    loop.complete([GroupRequest("a", prompt, SAMPLING, (1, 2))], in_lockstep=True)
+    replies.join(10)
+    assert [name for name, *_ in policy.requests] == ["a/0", "a/1"] * 3
 
 
 def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> None:
@@ -460,6 +486,53 @@ def test_an_episode_of_two_sequences_becomes_two_samples_with_exact_masks() -> N
     ]
 
 
+def test_turns_without_a_valid_action_can_be_masked() -> None:
+    first, second = FIRST.episode, SECOND.episode
+    assert first is not None and second is not None
+    invalid = (replace(first.turns[0], is_invalid=True), first.turns[1])
+    group = scored(replace(FIRST, episode=replace(first, turns=invalid)), SECOND)
+    samples = training_samples(
+        [group], np.arange(1.0, 7.0), np.array([[True, True]]), drop_invalid_turns=True
+    )
+    masks = [row.tolist() for row in rl_sequences(samples).loss_masks]
+    assert masks[0] == [False] * 4 and masks[1] == [False, False, True]
+    assert masks[2] == [False, False, True, False, True, True]
+
+
+def test_answers_without_a_valid_action_lose_the_penalty(template: EpisodeTemplate) -> None:
+    calls = [[{"name": "f", "arguments": {}, "error": error}] for error in ("malformed", "raised")]
+    infos: list[dict[str, Any]] = [
+        {"invalid_action": True},
+        {"tool_calls": calls[0]},
+        {"tool_calls": calls[1]},
+    ]
+    runner, _ = make_runner(
+        template,
+        lambda _, turn: done(None) if turn == 3 else more(reward=0.25, **infos[turn]),
+        format_penalty=0.5,
+    )
+    completion, _ = run_one(runner, [[70, END]] * 4)
+    assert completion.episode is not None
+    turns = completion.episode.turns
+    assert [turn.reward for turn in turns] == [-0.25, -0.25, 0.25, None]
+    assert [turn.is_invalid for turn in turns] == [True, True, False, False]
+
+
+def test_rows_of_a_mixture_have_the_tag_of_their_environment(template: EpisodeTemplate) -> None:
+    entries: dict[str, Any] = {"lake": {"name": "frozen_lake"}, "room": {"name": "sokoban"}}
+    groups = list[ScoredGroup]()
+    for name in ("room", "lake", "room"):
+        runner, _ = make_runner(template, lambda *_: done(), name=None, mixture=entries)
+        prompt = Prompt(0, np.arange(40, 50), "", {"environment": name})
+        completion, _ = run_one(runner, [[70, END]], prompt=prompt)
+        groups.append(ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(1.0, {}),)))
+    assert [group.tag for group in groups] == ["room", "lake", "room"]
+    turns = episode_turns(groups)
+    assert turns.tags is not None and turns.tags.tolist() == [1, 0, 1]
+    tagged = replace(groups[0].rollout.prompt, extra={"tag": "own"})
+    assert replace(groups[0], rollout=replace(groups[0].rollout, prompt=tagged)).tag == "own"
+
+
 def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
     group = scored(FIRST, SECOND)
     turns = episode_turns([group])
@@ -522,11 +595,11 @@ def test_padding_repeats_a_sequence_without_loss() -> None:
 
 
 def test_metrics_of_episodes() -> None:
-    values = episode_metrics([scored(FIRST, SECOND)])
+    values = episode_metrics([scored(FIRST, SECOND).rollout])
     assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 1.0
     assert values["observation_tokens"] == 0.5  # token 3 of the second episode
     plain = Completion(np.array([1]), np.zeros(1, np.float32), "stop", 0, "")
-    assert episode_metrics([scored(plain, rewards=(0.0,))]) == {}
+    assert episode_metrics([scored(plain, rewards=(0.0,)).rollout]) == {}
 
 
 def test_a_checkpoint_keeps_finished_episodes_exactly() -> None:

@@ -153,6 +153,14 @@ def test_the_table_has_a_column_per_accuracy():
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_the_table_has_the_means_of_episodes_if_there_are_any():
+    means = {"success": 0.25, "turns": 2.5, "tool_errors": 0.125, "faults": 0.0}
+    episodes = result("a", metrics={**result("a").metrics, **means})
+    lines = result_table([episodes, result("b")])
+    assert lines[0].split()[2:6] == ["success", "turns", "tool", "errors"]
+    assert " 25.0%    2.50   12.5% " in lines[1] and lines[2].count(" - ") == 4
+
+
 def test_curves_are_drawn_by_step_or_by_model(tmp_path: Path):
     metrics, bands = {"pass@1": 0.5, "pass@2": 0.6}, {"pass@1": (0.4, 0.6), "pass@2": (0.5, 0.7)}
     steps = [Point("a", f"a {step}", step, metrics, bands) for step in (1, 2, 9)]
@@ -200,8 +208,13 @@ def test_settings_of_an_evaluation_are_checked(tmp_path: Path, monkeypatch: pyte
         mistakes(*good, "eval.samples_per_prompt=4"), ("eval.samples_per_prompt=4", "greedy")
     )
     assert_each_mentions(mistakes(*good, "eval.source=other"), ("eval.source=other", "acc"))
+    lake = "environment.name=frozen_lake"
+    assert not mistakes(*good, lake) and not mistakes(*good[:2], lake)
     assert_each_mentions(
-        mistakes(*good, "environment.name=frozen_lake"), ("environment", "train-grpo")
+        mistakes(*good[:2], "environment.name=single_turn"), ("reward.sources", "missing")
+    )
+    assert_each_mentions(
+        mistakes(*good, lake, "environment.options={sizes: 3}"), ("options.sizes", "size")
     )
     ranks = "reward.sources=[{model: model, engine: megatron}]"
     assert any("training ranks" in line for line in mistakes(*good, ranks))
@@ -244,6 +257,7 @@ def config(inputs: Path, output: Path, *models: str, **sections: Any) -> Config:
     return Config.model_validate({**values, **sections})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_equal_weights_get_equal_answers_and_only_new_checkpoints_are_evaluated(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -276,3 +290,48 @@ def test_equal_weights_get_equal_answers_and_only_new_checkpoints_are_evaluated(
     assert printed.out.splitlines() == table
     assert_mentions(printed.err, "not evaluated again", "base, mcore")
     assert (out / "results.json").stat().st_mtime_ns == before
+
+
+# Two turns, of which the first has a tool call with an error; longer first answers succeed.
+WALK = """
+from msrl.environments.base import Environment, StepResult
+from msrl.types import Message
+
+class Walk(Environment):
+    def reset(self, row):
+        self.replies = []
+        return [Message("user", "go " + row["answer"])]
+
+    def step(self, answer):
+        self.replies.append(answer)
+        calls = [{"name": "f", "arguments": {}, "error": [None, "raised"][len(self.replies) % 2]}]
+        info = {"tool_calls": calls}
+        if len(self.replies) == 1:
+            return StepResult([Message("user", "and")], 0.5, info=info)
+        success = any(letter in "aeiou" for letter in answer.lower())
+        return StepResult([], 1.0, done=True, info={**info, "success": success})
+"""
+
+
+@pytest.mark.slow
+def test_episodes_are_evaluated_with_success_turns_and_tool_errors(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "walk.py").write_text(WALK)
+    environment = {"path": f"{tmp_path / 'walk.py'}:Walk", "max_turn_tokens": 6}
+    rollout = {"max_prompt_tokens": 100, "max_response_tokens": 60}
+    out = tmp_path / "out"
+    sections = {"environment": environment, "rollout": rollout, "reward": {}}
+    evaluation.run(config(inputs, out, "base", **sections))
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["checkpoint", "pass@1", "pass@2", "pass@4"]
+    assert "tool errors" in header and "50.0%" in line
+    rows = [json.loads(row) for row in (out / "samples/base.jsonl").open()]
+    (checkpoint,) = json.loads((out / "results.json").read_text())["checkpoints"]
+    right = np.array([row["success"] for row in rows], dtype=float).reshape(len(ROWS), 4)
+    metrics = checkpoint["metrics"]
+    assert metrics["mean@4"] == metrics["success"] == pytest.approx(right.mean())
+    assert metrics["pass@4"] == pytest.approx(right.max(axis=1).mean()) and 0 < right.mean() < 1
+    assert metrics["turns"] == 2.0 and metrics["tool_errors"] == 0.5 and metrics["reward"] == 1.5
+    assert [row["is_right"] for row in rows] == [row["success"] for row in rows]
+    assert all(len(row["turns"]) == 2 and row["messages"][0]["role"] == "user" for row in rows)

@@ -256,6 +256,47 @@ def test_a_missing_model_is_refused(tmp_path):
         generate.run(Config(generate=GenerateConfig(model=str(tmp_path / "none"), prompt="x")))
 
 
+def episodes(folder, path, **changes):
+    section = {"model": str(folder), "input": str(path), "max_tokens": 100, **changes}
+    lake = {"name": "frozen_lake", "options": {"size": 3}, "max_turns": 3, "max_turn_tokens": 8}
+    return Config.model_validate({"generate": section, "environment": lake})
+
+
+def test_rows_of_an_environment_need_no_prompt_and_reach_it_as_text(folder, tmp_path):
+    rows = [{"id": 1, "answer": 4}, {"prompt": "hi", "level": "hard"}]
+    setup = generate.prepare(episodes(folder, rows_file(tmp_path, *rows)))
+    first, second = setup.prompts
+    assert not len(first.token_ids) and (first.answer, first.extra) == ("4", {"id": "1"})
+    assert len(second.token_ids) and second.extra == {"level": "hard"}
+    assert setup.engine.engine.max_model_len == 512  # the most that the model has
+    retry = {"name": "retry", "options": {"verifier": "acc"}}
+    changed = {"environment": retry, "generate": setup_values(folder, tmp_path)}
+    with pytest.raises(MsrlError, match=mentions("environment", "row 0", "prompt")):
+        generate.prepare(Config.model_validate(changed))
+
+
+def setup_values(folder, tmp_path):
+    return {"model": str(folder), "input": str(tmp_path / "in.jsonl")}
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_episodes_are_generated_with_their_messages_and_a_summary(folder, tmp_path, capsys):
+    path = rows_file(tmp_path, {"id": 1}, {"id": 2})
+    config = episodes(folder, path, num_samples=2, temperature=1.0)
+    generate.run(config)
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [row["id"] for row in rows] == [1, 2]
+    for completion in rows[0]["completions"] + rows[1]["completions"]:
+        assert completion["turns"] <= 3 and completion["success"] in (True, False, None)
+        roles = [message["role"] for message in completion["messages"]]
+        assert roles[:2] == ["user", "assistant"] and completion["fault"] is None
+    assert_mentions(captured.err, "4 episodes", "turns")
+    generate.run(config)
+    assert capsys.readouterr().out == captured.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "mcore"])
 def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, tmp_path):

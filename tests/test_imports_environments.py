@@ -105,6 +105,50 @@ def test_gigpo_of_roll_keeps_its_weights(method: str, normalise: bool, tmp_path:
     assert "norm" not in native.get("reward", {})
 
 
+def test_sampling_of_the_environments_is_used_unless_the_engine_has_its_own(tmp_path: Path):
+    old = "tags: [Lake], num_groups_partition: [8]"
+    args = "generating_args: {temperature: 0.6, top_p: 0.5, top_k: 7, max_new_tokens: 48}"
+    text = changed(AGENTIC, (old, f"{old}, {args}"))
+    both = tree(imported(text, tmp_path))["rollout"]["sampling"]
+    assert both == tree(imported(AGENTIC, tmp_path))["rollout"]["sampling"]  # of actor_infer
+    lines = text.splitlines(keepends=True)
+    start = next(n for n, line in enumerate(lines) if line.startswith("actor_infer:"))
+    number = next(n for n in range(start, len(lines)) if "generating_args" in lines[n])
+    native = tree(imported("".join([*lines[:number], *lines[number + 1 :]]), tmp_path))
+    assert native["rollout"]["sampling"] == {"temperature": 0.6, "top_p": 0.5, "top_k": 7}
+    assert native["environment"]["max_turn_tokens"] == 48
+
+
+NORMS = [
+    ("{grouping: tags, method: mean_std}", "tag", "tag"),
+    ("{grouping: inductive, method: mean}", "tag", "none"),
+    ("{grouping: state, method: asym_clip}", "group", "group"),
+    ("{grouping: traj_group_id, norm_mean_type: group, norm_std_type: batch}", "group", "batch"),
+    ("{method: mean_std}", "batch", "batch"),
+]
+
+
+@pytest.mark.parametrize(("norm", "center", "scale"), NORMS)
+def test_groupings_of_roll_become_scopes(norm: str, center: str, scale: str, tmp_path: Path):
+    old = "{grouping: traj_group_id, method: mean}"
+    native = tree(imported(changed(AGENTIC, (old, norm)), tmp_path))
+    assert native["reward"]["norm"] == {"center": center, "scale": scale}
+    steps = ("adv_estimator: grpo", "adv_estimator: step_reinforce")
+    native = tree(imported(changed(AGENTIC, steps, (old, norm)), tmp_path))
+    options = {"step_gamma": 0.95, "center": center, "scale": scale}
+    expected = {name: value for name, value in options.items() if value != "none"}
+    assert native["algo"]["options"] == expected and "norm" not in native.get("reward", {})
+
+
+def test_gigpo_of_roll_may_group_by_tag_and_an_unknown_grouping_is_refused(tmp_path: Path):
+    gigpo = ("adv_estimator: grpo", "adv_estimator: gigpo")
+    text = changed(AGENTIC, gigpo, ("grouping: traj_group_id", "grouping: tags"))
+    assert tree(imported(text, tmp_path))["algo"]["options"]["grouping"] == "tag"
+    wrong = changed(AGENTIC, ("grouping: traj_group_id", "grouping: weekday"))
+    with pytest.raises(MsrlError, match=mentions("grouping=weekday", "inductive")):
+        imported(wrong, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "keywords"),
     [

@@ -163,3 +163,20 @@ def test_running_moments_survive_a_checkpoint():
         )
     )
     assert not np.array_equal(RewardSteps(config, 20, {}).apply(second).rewards, b.rewards)
+
+
+def test_rewards_are_normalized_over_the_rows_of_a_tag():
+    rewards = np.array([[0.0, 1.0], [5.0, 5.0], [2.0, 3.0]])
+    tags = ["a", "b", "a"]
+    arguments = {"eps": EPS, "running": NONE, "tags": tags}
+    centered = normalize(rewards, center="tag", scale="none", **arguments)
+    assert centered.tolist() == [[-1.5, -0.5], [0.0, 0.0], [0.5, 1.5]]
+    deviation = np.std([0, 1, 2, 3], ddof=1) + EPS
+    both = normalize(rewards, center="tag", scale="tag", **arguments)
+    np.testing.assert_allclose(both, np.array([[-1.5, -0.5], [0, 0], [0.5, 1.5]]) / deviation)
+    mixed = normalize(rewards, center="batch", scale="tag", **arguments)
+    assert mixed[1].tolist() == pytest.approx([5 - 16 / 6] * 2)
+    config = RewardConfig(norm=RewardNormConfig(center="tag"))
+    groups = scored([[0.0, 1.0], [5.0, 5.0], [2.0, 3.0]])
+    steps = RewardSteps(config, 10, {})
+    assert steps.apply(groups).rewards.sum() == pytest.approx(0.0)  # one tag: the batch

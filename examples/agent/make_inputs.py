@@ -15,11 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+import sys
 from pathlib import Path
 from typing import Any
 
 from msrl.environments.builtin.frozen_lake import FrozenLake, environment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_model import write_model, write_rows, write_tokenizer
 
 SLOPPY_SHARE = 0.65
 NUM_DEMONSTRATIONS = 4000
@@ -100,56 +103,6 @@ def _message(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Write a byte-level BPE tokenizer, in which every digit is a token; return its EOS token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
-    )
-    saved.chat_template = CHAT_TEMPLATE
-    saved.save_pretrained(str(folder))
-    return SPECIAL_TOKENS.index("<|end|>")
-
-
-def write_model(folder: Path, eos_token_id: int, seed: int) -> None:
-    """Write a random Qwen2 model in float32."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    Qwen2ForCausalLM(config).save_pretrained(str(folder))
-
-
 def make_inputs(out: Path, task: str, seed: int) -> None:
     """Write all inputs of a task into the folder `out`."""
     source = random.Random(seed)
@@ -159,15 +112,18 @@ def make_inputs(out: Path, task: str, seed: int) -> None:
     texts = [json.dumps(row) for row in rows] + [
         str(message["content"]) for row in rows for message in row["messages"]
     ]
-    eos_token_id = write_tokenizer(out / "model", texts)
-    write_model(out / "model", eos_token_id, seed)
-    _write_rows(out / "sft.jsonl", rows)
+    eos_token_id = write_tokenizer(
+        out / "model",
+        texts,
+        special_tokens=SPECIAL_TOKENS,
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
+        vocab_size=VOCAB_SIZE,
+    )
+    write_model(out / "model", vocab_size=VOCAB_SIZE, eos_token_id=eos_token_id, seed=seed)
+    write_rows(out / "sft.jsonl", rows)
     for name, count in NUM_TASKS.items():
-        _write_rows(out / f"{name}.jsonl", tasks(task, source, count))
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(out / f"{name}.jsonl", tasks(task, source, count))
 
 
 def main() -> None:

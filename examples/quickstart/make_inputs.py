@@ -20,12 +20,15 @@ with exchanged operands.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from small_model import write_model, write_rows, write_tokenizer
 
 SLOPPY_SHARE = 0.65
 NUM_DEMONSTRATIONS = 8000
@@ -151,83 +154,6 @@ def demonstrations(
     return rows
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Write a byte-level BPE tokenizer of VOCAB_SIZE tokens and return the id of its EOS token.
-
-    Every digit is a token.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    end = tokenizer.token_to_id("<|im_end|>")
-    if tokenizer.get_vocab_size() != VOCAB_SIZE or end is None:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens instead of {VOCAB_SIZE}: "
-            "the text is too uniform"
-        )
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=512,
-        clean_up_tokenization_spaces=False,
-        **names,
-    )
-    saved.chat_template = CHAT_TEMPLATE
-    saved.save_pretrained(str(folder))
-    _set_portable_tokenizer_class(folder / "tokenizer_config.json")
-    return end
-
-
-def _set_portable_tokenizer_class(path: Path) -> None:
-    """Replace the class name that transformers 5 writes by one that transformers 4 also knows."""
-    config = {
-        **json.loads(path.read_text(encoding="utf-8")),
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def write_model(folder: Path, eos_token_id: int, seed: int) -> None:
-    """Write a random Qwen2 model with 435k parameters in float32."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    Qwen2ForCausalLM(config).save_pretrained(str(folder))
-
-
 def make_inputs(out: Path, seed: int) -> None:
     """Write all inputs atomically into the folder `out`."""
     heldout = heldout_problems()
@@ -241,18 +167,21 @@ def make_inputs(out: Path, seed: int) -> None:
         RARE_TEXT,
         *(text for row in rows for text in (*CHAT_TEXTS, row["instruction"], row["output"])),
     ]
-    eos_token_id = write_tokenizer(partial / "model", texts)
-    write_model(partial / "model", eos_token_id, seed)
-    _write_rows(partial / "sft.jsonl", rows)
+    eos_token_id = write_tokenizer(
+        partial / "model",
+        texts,
+        special_tokens=SPECIAL_TOKENS,
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+        vocab_size=VOCAB_SIZE,
+    )
+    write_model(partial / "model", vocab_size=VOCAB_SIZE, eos_token_id=eos_token_id, seed=seed)
+    write_rows(partial / "sft.jsonl", rows)
     for name, problems in (("rl.jsonl", prompts), ("heldout.jsonl", heldout)):
-        _write_rows(
+        write_rows(
             partial / name, [{"question": p.question, "answer": str(p.result)} for p in problems]
         )
     partial.rename(out)
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:

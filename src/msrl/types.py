@@ -218,6 +218,7 @@ class Episode:
         success: True or False if the environment says so.
         fault: Kind and detail of the environment's failure; empty without one.
         truncated_messages: Number of messages that were too long and truncated.
+        environment: Name of the environment in `environment.mixture`; empty without a mixture.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -226,6 +227,7 @@ class Episode:
     success: bool | None = None
     fault: tuple[str, str] = ("", "")
     truncated_messages: int = 0
+    environment: str = ""
 
     @property
     def reward(self) -> float | None:
@@ -288,13 +290,22 @@ class ScoredGroup:
     rewards: tuple[Reward, ...]
     greedy: ScoredGroup | None = None
 
+    @property
+    def tag(self) -> str:
+        """Tag of the row, else the name of its environment; empty without both."""
+        episode = self.rollout.completions[0].episode
+        return self.rollout.prompt.extra.get("tag") or (
+            "" if episode is None else episode.environment
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One sequence to train on. Sequences with `is_trained` False are excluded from the loss.
 
     Response arrays are aligned with the response tokens. `is_sampled` selects those that the policy
-    sampled; None selects all. The others are text of an environment and have no loss.
+    sampled and that are trained on; None selects all. The others are text of an environment, or of
+    a masked turn, and have no loss.
     """
 
     prompt_ids: Ints  # [P]

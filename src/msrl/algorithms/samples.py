@@ -7,6 +7,7 @@ sequence. An episode may have several sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,8 +92,12 @@ def training_samples(
     groups: Sequence[ScoredGroup],
     advantages: NDArray[np.floating],  # [N]
     keep: NDArray[np.bool_],  # [P, G]
+    *,
+    drop_invalid_turns: bool = False,
 ) -> tuple[TrainingSample, ...]:
     """Return one sample per sequence of every completion, group by group.
+
+    With `drop_invalid_turns`, turns without a valid action are not trained on.
 
     Raises ValueError if the shapes disagree.
     """
@@ -108,7 +113,8 @@ def training_samples(
     ]
     samples: list[TrainingSample] = []
     for (prompt, completion), piece, flag in zip(completions, pieces, keep.ravel(), strict=True):
-        samples += _samples(prompt, completion, piece, is_trained=bool(flag))
+        own = _samples(prompt, completion, piece, is_trained=bool(flag))
+        samples += _without_invalid_turns(completion, own) if drop_invalid_turns else own
     return tuple(samples)
 
 
@@ -145,3 +151,25 @@ def _samples(
         )
         samples.append(sample)
     return samples
+
+
+def _without_invalid_turns(
+    completion: Completion, samples: Sequence[TrainingSample]
+) -> list[TrainingSample]:
+    """Return the samples of a completion; tokens of turns without a valid action have no loss."""
+    if completion.episode is None:
+        return list(samples)
+    turns = completion.episode.turns
+    is_valid = np.repeat(
+        [not turn.is_invalid for turn in turns], [turn.num_tokens for turn in turns]
+    )
+    masked: list[TrainingSample] = []
+    position = 0
+    for sample in samples:
+        assert sample.is_sampled is not None
+        end = position + int(sample.is_sampled.sum())
+        flags = sample.is_sampled.copy()
+        flags[sample.is_sampled] = is_valid[position:end]
+        masked.append(replace(sample, is_sampled=flags))
+        position = end
+    return masked

@@ -5,8 +5,9 @@ P prompts, G episodes per prompt, K turns of all episodes end to end, N tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from msrl.algorithms.token_rewards import Reals, TokenRewards, discounted
 from msrl.errors import MsrlError
 from msrl.types import Completion, ScoredGroup
+
+Scope = Literal["batch", "tag", "group", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Turns:
     counts: NDArray[np.int64]  # [P, G], turns of each episode
     lengths: NDArray[np.int64]  # [K], tokens of each turn
     states: NDArray[np.int64]  # [K]
+    tags: NDArray[np.int64] | None = None  # [P], tag or environment of each prompt
 
     def __post_init__(self) -> None:
         num_turns = int(self.counts.sum())
@@ -60,6 +64,22 @@ class Turns:
         """
         return discounted(self.rewards(rewards.per_token()), self.counts.ravel(), gamma)
 
+    def labels(self, scope: Scope) -> NDArray[np.int64]:  # [K]
+        """Return numbers that are equal for the turns that a scope compares.
+
+        The scopes are the whole step (`batch`), the prompts of one tag, one prompt (`group`), and
+        the turns of a prompt that began in the same state.
+        """
+        prompts = self.prompts
+        if scope == "state":
+            pairs = np.stack((prompts, self.states))
+            return np.unique(pairs, axis=1, return_inverse=True)[1].ravel()
+        if scope == "group":
+            return prompts
+        if scope == "tag" and self.tags is not None:
+            return self.tags[prompts]
+        return np.zeros_like(prompts)
+
     def everywhere(self, values: Reals) -> Reals:  # [K] -> [N]
         """Repeat one value per turn for all of its tokens."""
         return np.repeat(values, self.lengths)
@@ -76,6 +96,7 @@ def episode_turns(groups: Sequence[ScoredGroup]) -> Turns:
         counts.reshape(len(groups), -1),
         np.array([length for length, _ in turns], np.int64),
         np.array([states.setdefault(state, len(states)) for _, state in turns], np.int64),
+        np.unique([group.tag for group in groups], return_inverse=True)[1].ravel(),
     )
 
 
@@ -135,3 +156,36 @@ def require_turns(turns: Turns | None, estimator: str) -> Turns:
             "but rollouts have one. Use another estimator."
         )
     return turns
+
+
+def normalized(
+    values: Reals,  # [K]
+    *,
+    center: NDArray[np.int64] | None,  # [K], equal for values that share a mean
+    scale: NDArray[np.int64] | None,  # [K], equal for values that share a deviation
+    eps: float,
+) -> Reals:  # [K]
+    """Return (value - mean) / (unbiased deviation + eps); None omits a step.
+
+    With `scale`, a value is 0 if its deviation is at most eps or no other value shares it.
+    """
+    result = values - _by_label(values, center, np.mean) if center is not None else values.copy()
+    if scale is None:
+        return result
+    deviations = _by_label(values, scale, _deviation)
+    return np.where(deviations > eps, result / (deviations + eps), 0.0)
+
+
+def _by_label(
+    values: Reals, labels: NDArray[np.int64], statistic: Callable[[Reals], np.floating | float]
+) -> Reals:  # [K]
+    """Return for every value the statistic of all values with its label."""
+    result = np.zeros_like(values)
+    for label in np.unique(labels):
+        members = labels == label
+        result[members] = statistic(values[members])
+    return result
+
+
+def _deviation(values: Reals) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

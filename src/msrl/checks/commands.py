@@ -15,7 +15,7 @@ from msrl.checks.inputs import (
     inside_of_run,
     path_hint,
 )
-from msrl.checks.sampling import check_temperature
+from msrl.checks.rollout import check_temperature
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.config.templates import template_names
@@ -161,6 +161,10 @@ def check_generate(resolved: Resolved) -> Iterator[str]:
     if generate.raw and (generate.template is not None or generate.system is not None):
         yield resolved.mistake(
             "generate.raw", "uses prompts unchanged. Remove template and system."
+        )
+    if generate.raw and resolved.config.environment.is_on:
+        yield resolved.mistake(
+            "generate.raw", "has no chat template, which an environment needs. Remove it."
         )
     yield from check_temperature(resolved, "generate.temperature")
     if generate.num_samples > 1 and generate.temperature == 0:

@@ -18,6 +18,10 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of the environment that is invalid or has no effect."""
     section = resolved.config.environment
     if not section.is_on:
+        if resolved.config.algo.mask.invalid_actions:
+            yield resolved.mistake(
+                "algo.mask.invalid_actions", "has no effect without environment.name. Set that key."
+            )
         for name in type(section).model_fields:
             if resolved.is_set(f"environment.{name}"):
                 yield resolved.mistake(
@@ -26,18 +30,13 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
         return
     yield from _sources(resolved, section)
     yield from _tool_format(resolved, section)
-    yield from _rewards(resolved, section)
-
-
-def check_no_environment(resolved: Resolved) -> Iterator[str]:
-    """Yield a line if a command that samples one answer per prompt has an environment."""
-    section = resolved.config.environment
-    if section.is_on and not section.is_single_turn:
+    if section.lockstep and resolved.config.rollout.asynchronous.is_on:
         yield resolved.mistake(
-            "environment",
-            "episodes are run by train-grpo only, which evaluates them with eval.every_steps. "
-            "Remove the section with environment=null.",
+            "environment.lockstep",
+            "has no effect with rollout.async, whose episodes do not wait for each other. Remove "
+            "it.",
         )
+    yield from _rewards(resolved, section)
 
 
 def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msrl.checks.evaluation import check_eval_sampling, check_eval_source
 from msrl.checks.inputs import path_hint
-from msrl.checks.sampling import check_temperature
+from msrl.checks.rollout import check_temperature
 from msrl.config.loader import Resolved
 from msrl.errors import hub_hint
 from msrl.models.paths import (
@@ -88,9 +88,12 @@ def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]
 
 def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources. Reward models on training ranks cannot score here."""
-    sections = resolved.config.reward.sources
+    sections, environment = resolved.config.reward.sources, resolved.config.environment
+    gives_rewards = environment.is_on and not environment.is_single_turn
     entries = [sources.Source.of(section) for section in sections]
     for number, key, message in sources.mistakes(entries, plan.hf_config):
+        if not sections and gives_rewards:
+            continue  # of the environment
         if number is None:
             yield f"reward.sources: {message}.{_run_hint(resolved)}"
         else:

@@ -49,6 +49,7 @@ ORDER = (
     "train-dpo",
     "train-rm",
     "train-grpo",
+    "train-distill",
     "generate",
     "chat",
     "serve",
@@ -96,10 +97,9 @@ app = typer.Typer(
 )
 app.add_typer(convert.app, name="convert-ckpt")
 app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
-app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft)
-app.command("train-dpo", cls=Command, epilog=train.DPO_EXAMPLES)(train.train_dpo)
-app.command("train-rm", cls=Command, epilog=train.RM_EXAMPLES)(train.train_rm)
-app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
+for training in train.TRAINING_COMMANDS:
+    command = app.command(training.name, cls=Command, help=training.summary, epilog=training.epilog)
+    command(train.training_function(training.name))
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)

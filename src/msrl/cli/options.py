@@ -43,6 +43,7 @@ class CommandName(str, Enum):
     dpo = "train-dpo"
     rm = "train-rm"
     grpo = "train-grpo"
+    distill = "train-distill"
     convert = "convert-ckpt"
     preprocess = "preprocess"
     generate = "generate"

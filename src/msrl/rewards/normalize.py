@@ -4,6 +4,7 @@ The mean and the standard deviation have separate scopes:
 
 - `batch`: all completions of the step.
 - `group`: the completions of one prompt.
+- `tag`: the completions of all prompts of the step with the same tag.
 - `running`: all completions since the start of the run, including this step.
 
 The driver normalizes all rewards of a step together, so the result does not depend on the number of
@@ -13,14 +14,14 @@ a single reward), rewards are not divided, because that would amplify rounding e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-Scope = Literal["none", "batch", "group", "running"]
+Scope = Literal["none", "batch", "group", "tag", "running"]
 Reals = NDArray[np.float64]
 
 
@@ -66,6 +67,7 @@ def normalize(
     scale: Scope,
     eps: float,
     running: Moments,
+    tags: Sequence[str] = (),  # [P], of the scope `tag`
 ) -> Reals:  # [P, G]
     """Return (rewards - mean of `center`) / (standard deviation of `scale` + eps).
 
@@ -75,16 +77,28 @@ def normalize(
         "none": 0.0,
         "batch": rewards.mean(),
         "group": rewards.mean(axis=1, keepdims=True),
+        "tag": _by_tag(rewards, tags, np.mean),
         "running": running.mean,
     }
     deviations = {
         "none": np.array(0.0),
         "batch": _std(rewards.ravel()),
         "group": _std(rewards)[:, None],
+        "tag": _by_tag(rewards, tags, _std),
         "running": np.array(running.std),
     }
     std = deviations[scale]
     return (rewards - means[center]) / np.where(std > eps, std + eps, 1.0)
+
+
+def _by_tag(
+    rewards: Reals, tags: Sequence[str], statistic: Callable[[Reals], Any]
+) -> Reals:  # [P, G] -> [P, 1]
+    """Return for every prompt a statistic of the rewards of all prompts with its tag."""
+    names, values = np.array(tags or [""] * len(rewards)), np.zeros((len(rewards), 1))
+    for name in np.unique(names):
+        values[names == name] = statistic(rewards[names == name].ravel())
+    return values
 
 
 def _std(values: Reals) -> Reals:  # [..., n] -> [...]

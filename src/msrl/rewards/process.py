@@ -53,7 +53,12 @@ class RewardSteps:
         self._running = self._running.with_more(clipped)
         norm = self._config.norm
         rewards = normalize(
-            clipped, center=norm.center, scale=norm.scale, eps=norm.eps, running=self._running
+            clipped,
+            center=norm.center,
+            scale=norm.scale,
+            eps=norm.eps,
+            running=self._running,
+            tags=[group.tag for group in groups],
         )
         return Processed(rewards, self._metrics(shaping, shaped, clipped))
 

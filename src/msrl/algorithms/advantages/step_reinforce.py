@@ -3,10 +3,14 @@
 The return of a turn is the sum over later turns k of step_gamma^(k - t) r_k.
 
 K turns, N tokens. A turn's reward is the sum over its tokens. Discounting is by turn, so that the
-length of a turn has no effect.
+length of a turn has no effect. The returns may be normalized: by their mean and unbiased deviation
+over the step (`batch`), over the prompts of a tag or environment (`tag`), over the episodes of a
+prompt (`group`), or over the turns of a prompt that began in the same state (`state`).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from msrl.algorithms import turns as episodes
 from msrl.algorithms.token_rewards import Reals, TokenRewards
@@ -16,11 +20,20 @@ NEEDS_TURNS = True
 
 
 def advantages(
-    rewards: TokenRewards, *, turns: Turns | None, step_gamma: float = 0.95
+    rewards: TokenRewards,
+    *,
+    turns: Turns | None,
+    eps: float,
+    step_gamma: float = 0.95,
+    center: Literal["none", "batch", "tag", "group", "state"] = "none",
+    scale: Literal["none", "batch", "tag", "group", "state"] = "none",
 ) -> Reals:  # [N]
-    """Return one value for all tokens of a turn.
-
-    There is no baseline: whiten the advantages or use gigpo.
-    """
+    """Return one value for all tokens of a turn. By default there is no baseline."""
     checked = episodes.require_turns(turns, "step_reinforce")
-    return checked.everywhere(checked.returns(rewards, step_gamma))
+    values = episodes.normalized(
+        checked.returns(rewards, step_gamma),
+        center=None if center == "none" else checked.labels(center),
+        scale=None if scale == "none" else checked.labels(scale),
+        eps=eps,
+    )
+    return checked.everywhere(values)

@@ -1,4 +1,4 @@
-"""Configuration of environments: episodes of several turns in train-grpo."""
+"""Configuration of environments: episodes of several turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from msrl import registry
-from msrl.config.sections.base import Count, Float, NonNegative, Seconds, Section, Text
+from msrl.config.sections.base import Bool, Count, Float, NonNegative, Seconds, Section, Text
 
 
 class SingleEnvironment(Section):
@@ -42,7 +42,7 @@ class MixtureEntry(SingleEnvironment):
 
 
 class EnvironmentConfig(SingleEnvironment):
-    """Environment of the episodes of train-grpo.
+    """Environment of the episodes of train-grpo, eval and generate.
 
     Without a name, a path and a mixture, a response is one turn.
     """
@@ -73,6 +73,12 @@ class EnvironmentConfig(SingleEnvironment):
     max_running: Count = Field(
         default=64, description="Maximum number of calls that run at the same time per engine."
     )
+    lockstep: Bool = Field(
+        default=False,
+        description="Start a turn of all episodes when all environments have replied. A repeated "
+        "or resumed run then has the same bits, but a slow reply delays all episodes. Otherwise, "
+        "batches of the engine depend on the times of replies, which changes last bits.",
+    )
     max_message_chars: Count = Field(
         default=16384,
         description="Maximum length of a message of the environment in characters. Longer ones "
@@ -83,6 +89,11 @@ class EnvironmentConfig(SingleEnvironment):
         description="Prompt of a later turn: all earlier tokens and the new messages (append), or "
         "the conversation as the chat template renders it (template), which may drop thoughts. A "
         "new training sequence begins where the template changes earlier tokens.",
+    )
+    format_penalty: NonNegative = Field(
+        default=0.0,
+        description="Number subtracted from the reward of a turn whose answer is no action of the "
+        "environment or has a malformed tool call.",
     )
     reward_weight: Float = Field(
         default=1.0, description="Weight of the environment's rewards in the reward."

@@ -77,14 +77,15 @@ class RewardSource(Section):
 class RewardNormConfig(Section):
     """Normalization of rewards by a mean and a standard deviation."""
 
-    center: Literal["none", "batch", "group", "running"] = Field(
+    center: Literal["none", "batch", "group", "tag", "running"] = Field(
         default="none",
-        description="Mean to subtract: of the batch, of the group, or of the run so far (running).",
+        description="Mean to subtract: of the batch, of the group, of the rows of the batch with "
+        "the same tag or environment (tag), or of the run so far (running).",
     )
-    scale: Literal["none", "batch", "group", "running"] = Field(
+    scale: Literal["none", "batch", "group", "tag", "running"] = Field(
         default="none",
-        description="Standard deviation to divide by: of the batch, of the group, or of the run so "
-        "far (running).",
+        description="Standard deviation to divide by: of the batch, of the group, of the rows of "
+        "the batch with the same tag or environment (tag), or of the run so far (running).",
     )
     eps: Positive = Field(
         default=1e-6,

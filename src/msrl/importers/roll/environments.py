@@ -43,7 +43,7 @@ _MANAGER = {
     "tags": "environment.name, or environment.mixture",
     "num_groups_partition": "environment.mixture.TAG.weight",
     "n_groups": "environment.mixture.TAG.weight",
-    "generating_args": "environment.max_turn_tokens: max_new_tokens",
+    "generating_args": "environment.max_turn_tokens, rollout.sampling; those of actor_infer win",
     "num_env_groups": "a step has rollout_batch_size trajectories; rows of the data are groups",
 }
 
@@ -264,9 +264,16 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         gamma = top.value("step_reward_gamma")
         options["step_gamma"] = 0.95 if gamma is None else gamma
         top.record("step_reward_gamma", KeyStatus.APPLIED, "algo.advantage.options.step_gamma")
+    center, scale = norm_scopes(_settings(top.get("reward_normalization")))
+    if estimator == "step_reinforce" and center != "none":
+        options["center"] = center
+    if estimator == "step_reinforce" and scale != "none":
+        options["scale"] = scale
+    if estimator == "gigpo" and center in ("batch", "tag"):
+        options["grouping"] = center
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
-        options["normalise"] = _method(top) in ("mean_std", "asym_clip")
+        options["normalise"] = _method(top) in _SCALED
     if options:
         origin = top.origin("adv_estimator")
         translation.set(_OPTIONS_KEY, wrap(options, origin))
@@ -284,6 +291,30 @@ def _omega(translation: Translation, top: Keys) -> float:
     top.record("episode_reward_weight", KeyStatus.SAME, "msrl weighs episodes by 1")
     top.record("step_reward_weight", KeyStatus.APPLIED, "algo.advantage.options.omega")
     return step / episode if episode else step
+
+
+GROUPINGS = {  # scopes of msrl by `grouping`; state and inductive are those of ROLL's guide
+    "batch": "batch",
+    "traj_group_id": "group",
+    "state": "group",
+    "tags": "tag",
+    "inductive": "tag",
+}
+_SCALED = ("mean_std", "asym_clip")
+
+
+def norm_scopes(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the scopes of the mean and the deviation of the section `reward_normalization`.
+
+    The type `group` is the scope of `grouping`. A type that is not set follows from `method`.
+    """
+    group = GROUPINGS.get(str(settings.get("grouping") or "batch"), "group")
+    method = str(settings.get("method") or "identity")
+    types = {"batch": "batch", "group": group}
+    center = group if method in ("mean", *_SCALED) else "none"
+    scale = group if method in _SCALED else "none"
+    mean_type, std_type = settings.get("norm_mean_type"), settings.get("norm_std_type")
+    return types.get(str(mean_type), center), types.get(str(std_type), scale)
 
 
 def _method(top: Keys) -> str:

@@ -19,7 +19,12 @@ from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.devices import Devices
-from msrl.importers.roll.environments import put_environments, reads_turns
+from msrl.importers.roll.environments import (
+    GROUPINGS,
+    norm_scopes,
+    put_environments,
+    reads_turns,
+)
 from msrl.importers.roll.losses import Losses
 from msrl.importers.roll.pipelines import refused, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
@@ -28,7 +33,7 @@ from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import load_table
-from msrl.importers.translation import KeyStatus, Translation
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "strategy_args")
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
@@ -91,6 +96,19 @@ class _RollFile:
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
         translation.algorithm = str(self.top.value("adv_estimator"))
         translation.mode = "agentic" if self.is_agentic else "rlvr"
+        if self.is_agentic and self.infer.own.get("generating_args") is None:
+            self._use_sampling_of_manager()
+
+    def _use_sampling_of_manager(self) -> None:
+        """Take `generating_args` of the training's environments in place of actor_infer's."""
+        manager = self.top.get("train_env_manager")
+        nodes = manager.node.value if manager is not None else None
+        if isinstance(nodes, dict) and "generating_args" in nodes:
+            path = "train_env_manager.generating_args"
+            entries = self.translation.entries(nodes["generating_args"], "generating_args", path)
+            self.infer.sections["generating_args"] = Keys(
+                self.translation, "generating_args", entries
+            )
 
     def _worker(self, name: str) -> Worker:
         entry = self.top.get(name)
@@ -494,30 +512,33 @@ class _RollFile:
         )
 
     def _agentic_norm(self, keys: Keys) -> None:
-        """Translate grouping and method; asym_clip equals mean_std at this commit."""
-        group = {"batch": "batch", "traj_group_id": "group"}.get(
-            str(keys.value("grouping")), str(keys.value("grouping"))
-        )
-        method = str(keys.value("method"))
-        if method == "identity" or keys.get("method") is None:
-            for key in ("grouping", "method"):
-                keys.record(key, KeyStatus.OFF, "")
-        elif reads_turns(self.top):
-            self._turn_norm(keys, method, group)
-        else:
-            keys.assign("grouping", ["reward.norm.center"], group)
-            scale = "none" if method == "mean" else group
-            keys.assign("method", ["reward.norm.scale"], scale)
+        """Translate the normalization of rewards; asym_clip equals mean_std at this commit."""
+        center, scale = norm_scopes({entry.key: entry.value for entry in keys})
+        names = ("grouping", "method", "norm_mean_type", "norm_std_type")
+        entry = keys.get(*names)
+        if keys.get("grouping") is not None and keys.value("grouping") not in GROUPINGS:
+            keys.add_error("grouping", f"not supported: msrl has {', '.join(GROUPINGS)}")
+        elif entry is not None and reads_turns(self.top):
+            self._record_turn_norm(keys, entry, names)
+        elif entry is not None and (center, scale) == ("none", "none"):
+            for name in names:
+                keys.record(name, KeyStatus.OFF, "")
+        elif entry is not None:
+            texts = {"reward.norm.center": center, "reward.norm.scale": scale}
+            for native, scope in texts.items():
+                self.translation.set(native, wrap(scope, entry.origin))
+            for name in names:
+                text = ", ".join(f"{native}: {scope}" for native, scope in texts.items())
+                keys.record(name, KeyStatus.APPLIED, text)
         keys.apply_remaining()
 
-    def _turn_norm(self, keys: Keys, method: str, group: str) -> None:
-        """Translate the normalization by estimators of turns; gigpo compares groups itself."""
-        entry = keys.get("grouping")
-        is_gigpo = self.translation.algorithm == "gigpo"
-        if entry is not None and not (is_gigpo and group == "group"):
-            name = self.translation.algorithm
-            text = f"{name} of msrl " + ("compares groups" if is_gigpo else "has no baseline")
-            self.translation.difference(entry, text)
-        keys.record("grouping", KeyStatus.SAME, "gigpo compares groups and states")
-        normalise = f"algo.options.normalise: {str(method != 'mean').lower()}"
-        keys.record("method", KeyStatus.APPLIED, normalise)
+    def _record_turn_norm(self, keys: Keys, entry: SourceKey, names: Sequence[str]) -> None:
+        """Record keys that `put_environments` has translated to options of the estimator."""
+        name = self.translation.algorithm
+        has_types = keys.get("norm_mean_type", "norm_std_type") is not None
+        if name == "agentic_reinforce":
+            self.translation.difference(entry, f"{name} of msrl has no baseline")
+        elif name == "gigpo" and has_types:
+            self.translation.difference(entry, "gigpo of msrl reads grouping and method only")
+        for key in names:
+            keys.record(key, KeyStatus.APPLIED, "algo.options")

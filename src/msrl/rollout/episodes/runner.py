@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from msrl.environments.base import EpisodeFault, Opening, StepResult
-from msrl.environments.pool import ENVIRONMENT_COLUMN
+from msrl.environments.pool import ENVIRONMENT_COLUMN, select_environment
 from msrl.errors import MsrlError
 from msrl.rollout.engine import sample_seed
 from msrl.rollout.episodes.messages import digest, readable_messages, shortened
-from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.rollout.episodes.tokens import EpisodeTokens
 from msrl.types import (
@@ -93,6 +93,7 @@ class _Running:
     num_shortened: int = 0
     success: bool | None = None
     last_token: int | None = None
+    environment: str = ""  # name in the mixture
 
     def waited_s(self) -> float:
         """Return the seconds of the wait that ends now."""
@@ -144,6 +145,9 @@ class EpisodeRunner:
         tokens = EpisodeTokens(prompt.token_ids)
         self._running[name] = _Running(name, prompt, sampling, seed, tokens, now, now)
         row = environment_row(prompt, sampling.seed, keeps_name=bool(self._section.mixture))
+        if self._section.mixture:
+            selected = select_environment(environment_sources(self._section), row)
+            self._running[name].environment = selected
         self._await(name, self._environments.open(name, row))
 
     def abort(self, name: str) -> None:
@@ -237,6 +241,10 @@ class EpisodeRunner:
             tool_calls=tuple(info.get("tool_calls") or ()),
             is_invalid=bool(info.get("invalid_action")),
         )
+        if turn.is_invalid or any(call.get("error") == "malformed" for call in turn.tool_calls):
+            turn = replace(turn, is_invalid=True)
+            if self._section.format_penalty:
+                turn = replace(turn, reward=(turn.reward or 0.0) - self._section.format_penalty)
         episode.turns[-1] = turn
         if isinstance(info.get("success"), bool):
             episode.success = info["success"]
@@ -331,6 +339,7 @@ class EpisodeRunner:
             episode.success,
             (fault, detail),
             episode.num_shortened,
+            episode.environment,
         )
         oldest = min((run.version for run in versions), default=0)
         text = "\n".join(episode.texts)

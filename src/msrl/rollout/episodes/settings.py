@@ -29,9 +29,12 @@ class EpisodeSettings:
     max_prompt_tokens: int
 
     @property
-    def waits_for_openings(self) -> bool:
-        """True if all episodes begin in one step, as responses without an environment do."""
-        return self.environment.is_single_turn
+    def in_lockstep(self) -> bool:
+        """True if the turns of all episodes start together.
+
+        A single turn starts so as responses without an environment do.
+        """
+        return self.environment.lockstep or self.environment.is_single_turn
 
     def pool(self) -> EnvironmentPool:
         """Return the processes of the environments, which are not started yet."""

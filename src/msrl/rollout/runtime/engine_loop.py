@@ -22,12 +22,29 @@ from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingP
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Request for all completions of one prompt. `key` is unique among the running requests."""
+    """Request for all completions of one prompt.
+
+    Attributes:
+        key: Name that is unique among the running requests.
+        prompt: The prompt.
+        sampling: Sampling of the completions.
+        seeds: Seed of each completion.
+        greedy: Sampling of one more completion, which is the last one of the finished group.
+    """
 
     key: str
     prompt: Prompt
     sampling: SamplingParams
-    seeds: tuple[int | None, ...]  # one per completion
+    seeds: tuple[int | None, ...]
+    greedy: SamplingParams | None = None
+
+    @property
+    def samples(self) -> list[tuple[SamplingParams, int | None]]:
+        """Sampling and seed of each completion."""
+        samples: list[tuple[SamplingParams, int | None]] = [
+            (self.sampling, seed) for seed in self.seeds
+        ]
+        return samples if self.greedy is None else [*samples, (self.greedy, None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +229,22 @@ class EngineLoop:
         self._condition.notify_all()
 
     def complete(
-        self, requests: Sequence[GroupRequest], *, waits_for_openings: bool = False
+        self, requests: Sequence[GroupRequest], *, in_lockstep: bool = False
     ) -> dict[str, RolloutGroup]:
         """Finish these groups in this thread and return them by key; `start` is not called.
 
-        With `waits_for_openings`, the first step runs all samples in the order of the requests, so
-        that it does not depend on the times at which environments open.
+        With `in_lockstep`, the turns of all episodes start together, in the order of the requests,
+        so that no step depends on the times at which environments reply.
         """
         self._keys.update(request.key for request in requests)
         try:
             for request in requests:
                 self._admit(request)
-            if waits_for_openings:
-                self._open_all()
             while self._groups:
-                self._advance_or_wait()
+                if in_lockstep and self._episodes is not None:
+                    self._run_turns(self._episodes)
+                else:
+                    self._advance_or_wait()
         finally:
             for key in list(self._groups):  # after an error
                 self._abort(key)
@@ -241,24 +259,27 @@ class EngineLoop:
         if self._active:
             self._step()
 
-    def _open_all(self) -> None:
-        """Wait until the environments of all admitted samples are open, and start the turns."""
+    def _run_turns(self, episodes: EpisodeRunner) -> None:
+        """Wait until the environments of all episodes have replied, and run their next turns."""
         order = {
             _request_name(key, n): (position, n)
             for position, (key, group) in enumerate(self._groups.items())
-            for n in range(len(group.samples))
+            for n, sample in enumerate(group.samples)
+            if sample.completion is None
         }
-        opened: list[TurnRequest] = []
+        ready: list[TurnRequest] = []
         num_left = len(order)
-        while self._episodes is not None and num_left:
+        while num_left:
             with self._condition:
                 self._condition.wait_for(self._has_work)
-            turns, finished = self._episodes.advance()
+            turns, finished = episodes.advance()
             num_left -= len(turns) + len(finished)
-            opened += turns
+            ready += turns
             self._finish_all(finished)
-        for turn in sorted(opened, key=lambda turn: order[turn.name]):
+        for turn in sorted(ready, key=lambda turn: order[turn.name]):
             self._start_turn(turn)
+        while self._active:
+            self._step()
 
     def _wake(self) -> None:
         with self._condition:
@@ -390,13 +411,14 @@ class EngineLoop:
         return self._groups[key].samples[int(number)]
 
     def _admit(self, request: GroupRequest) -> None:
-        self._groups[request.key] = _Group(request, [_Sample() for _ in request.seeds])
-        for n, seed in enumerate(request.seeds):
+        samples = request.samples
+        self._groups[request.key] = _Group(request, [_Sample() for _ in samples])
+        for n, (sampling, seed) in enumerate(samples):
             name = _request_name(request.key, n)
             if self._episodes is not None:
-                self._episodes.start(name, request.prompt, request.sampling, seed)
+                self._episodes.start(name, request.prompt, sampling, seed)
             else:
-                self._start_turn(TurnRequest(name, request.prompt, request.sampling, seed))
+                self._start_turn(TurnRequest(name, request.prompt, sampling, seed))
 
     def _start_turn(self, turn: TurnRequest) -> None:
         self._engine.add_request(

@@ -21,6 +21,16 @@ from msrl.tracking.curves import Point, plot_curves
 
 FILE, CURVE, SAMPLES = "results.json", "curve.png", "samples"
 _FORMAT = 1
+# Column and format of the other means in the table. Only episodes have the first four.
+_OTHERS = {
+    "success": ("success", "{:.1%}"),
+    "turns": ("turns", "{:.2f}"),
+    "tool_errors": ("tool errors", "{:.1%}"),
+    "faults": ("faults", "{:.1%}"),
+    "reward": ("reward", "{:.3f}"),
+    "response_length": ("length", "{:.1f}"),
+    "truncated": ("truncated", "{:.1%}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +151,9 @@ def result_table(results: Iterable[Result]) -> list[str]:
     """Return the results as lines of a table: accuracies with their intervals, and other means."""
     entries = list(results)
     names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
-    header = ["checkpoint", *names, "reward", "length", "truncated"]
-    rows = [header, *(_row(entry, names) for entry in entries)]
+    others = [name for name in _OTHERS if any(name in entry.metrics for entry in entries)]
+    header = ["checkpoint", *names, *(_OTHERS[name][0] for name in others)]
+    rows = [header, *(_row(entry, names, others) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -151,15 +162,17 @@ def result_table(results: Iterable[Result]) -> list[str]:
     return lines
 
 
-def _row(entry: Result, names: Iterable[str]) -> list[str]:
-    metrics = entry.metrics
+def _row(entry: Result, names: Iterable[str], others: Iterable[str]) -> list[str]:
     return [
         entry.label,
         *(_accuracy(entry, name) for name in names),
-        f"{metrics['reward']:.3f}",
-        f"{metrics['response_length']:.1f}",
-        f"{metrics['truncated']:.1%}",
+        *(_mean(entry, name) for name in others),
     ]
+
+
+def _mean(entry: Result, name: str) -> str:
+    form = _OTHERS[name][1]
+    return form.format(entry.metrics[name]) if name in entry.metrics else "-"
 
 
 def _accuracy(entry: Result, name: str) -> str:

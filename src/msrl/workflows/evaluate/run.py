@@ -1,6 +1,7 @@
 """`msrl eval`: answers of checkpoints to held-out prompts, scored as evaluations of train-grpo.
 
-One engine generates for all checkpoints of the same shape. P prompts, n answers per prompt.
+With an environment, an answer is an episode. One engine generates for all checkpoints of the same
+shape. P prompts, n answers per prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from msrl.config.schema import Config
 from msrl.config.secrets import recorded
 from msrl.data.manifest import read_manifest
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
+from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
 from msrl.limits import printable
@@ -30,9 +32,12 @@ from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
-from msrl.rollout.engine import Engine
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
 from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.episodes.setup import episode_settings, running_pool
 from msrl.workflows.evaluate.checkpoints import (
     Checkpoint,
     digest,
@@ -45,12 +50,16 @@ from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judg
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.serve.engine import (
+    check_engine,
     early_environment,
     engine_settings,
     hf_weights,
     running_engine,
 )
 from msrl.workflows.training.interrupts import EndAtOnce
+
+if TYPE_CHECKING:
+    from msrl.rollout.vllm import VllmEngine
 
 _BATCH = 512  # responses per engine call; between calls, progress is shown
 
@@ -75,11 +84,17 @@ class EvaluationSetup:
     sampling: SamplingParams
     tokenizer: TextTokenizer
     results: ResultFolder
+    episodes: EpisodeSettings | None  # None if a response is one turn
 
     @property
     def pending(self) -> list[EvaluatedModel]:
         """Checkpoints to evaluate."""
         return [model for model in self.models if not model.is_finished]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Largest number of tokens before the first answer."""
+        return _longest_prompt(self.config, self.prompts)
 
 
 def prepare(config: Config) -> EvaluationSetup:
@@ -95,8 +110,12 @@ def prepare(config: Config) -> EvaluationSetup:
     distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
     prompts = [eval_prompts(plan, tokenizer) for plan in distinct.values()][-1]
     sampling = eval_sampling(config, plans[0].sampling)
+    longest = _longest_prompt(config, prompts)
     for plan in plans:
-        _check_lengths(plan.shape, plan.model.weights, prompts, sampling)
+        _check_lengths(plan.shape, plan.model.weights, longest, sampling)
+        check_engine(
+            config, _engine_settings(plan, plan.model.hf_dir, longest, len(prompts), sampling)
+        )
     check_functions([Source.of(section) for section in config.reward.sources])
     results = ResultFolder(
         Path(config.evaluate.output),
@@ -108,7 +127,8 @@ def prepare(config: Config) -> EvaluationSetup:
         code = digest(checkpoint)
         is_finished = results.is_finished(checkpoint.label, code)
         models.append(EvaluatedModel(checkpoint, plan, code, is_finished))
-    return EvaluationSetup(config, tuple(models), prompts, sampling, tokenizer, results)
+    episodes = episode_settings(plans[0], prompts[0])
+    return EvaluationSetup(config, tuple(models), prompts, sampling, tokenizer, results, episodes)
 
 
 def summary(setup: EvaluationSetup) -> str:
@@ -136,13 +156,18 @@ def _plan(config: Config, checkpoint: Checkpoint) -> RunPlan:
     return resolve(config.model_copy(update=updates), "eval")
 
 
-def _check_lengths(
-    shape: Shape, weights: Path, prompts: Sequence[Prompt], sampling: SamplingParams
-) -> None:
+def _longest_prompt(config: Config, prompts: Sequence[Prompt]) -> int:
+    """Return the length of the longest prompt; an environment may begin with a longer one."""
+    environment = config.environment
+    if environment.is_on and not environment.is_single_turn:
+        return config.rollout.max_prompt_tokens
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+def _check_lengths(shape: Shape, weights: Path, longest: int, sampling: SamplingParams) -> None:
     """Raise MsrlError if a prompt with its response is longer than the model supports."""
     if shape.reward_head:
         raise MsrlError(f"{weights}: {shape.architecture} generates scores instead of text.")
-    longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + sampling.max_tokens > shape.max_position_embeddings:
         raise MsrlError(
             f"eval.max_response_tokens={sampling.max_tokens}: with the longest prompt of {longest} "
@@ -154,6 +179,7 @@ def _check_lengths(
 def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
     """Return all values that the results depend on besides the checkpoints."""
     written: dict[str, Any] = recorded(config)
+    environment = {"environment": written["environment"]} if config.environment.is_on else {}
     return {
         "data.eval": _data_digest(str(config.data.eval)),
         "eval.prompts": config.eval.prompts,
@@ -164,6 +190,7 @@ def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
         "eval.right_from": config.eval.right_from,
         "model.dtype": config.model.dtype,
         "evaluate.confidence": config.evaluate.confidence,
+        **environment,
     }
 
 
@@ -208,7 +235,11 @@ def run(config: Config) -> None:
 def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
     if not setup.pending:
         return
-    with _Engines(setup) as engines, _scorer(setup, platform) as scorer:
+    with (
+        running_pool(setup.episodes) as pool,
+        _Engines(setup, pool) as engines,
+        _scorer(setup, platform) as scorer,
+    ):
         for model in setup.pending:
             result, rows = _evaluate(setup, model, engines.load(model), scorer)
             setup.results.add(result, rows)
@@ -219,12 +250,25 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
             _print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
 
 
-class _Engines:
-    """Context with one engine, which is replaced for a checkpoint of another shape."""
+class ResponseSource(Protocol):
+    """Source of responses: an engine, or episodes with one."""
 
-    def __init__(self, setup: EvaluationSetup) -> None:
-        self._setup = setup
-        self._current: tuple[Shape, Engine] | None = None
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+    ) -> tuple[RolloutGroup, ...]:
+        """Return a group of responses per prompt, in order."""
+        ...
+
+
+class _Engines:
+    """Context with one engine, which is replaced for a checkpoint of another shape.
+
+    `pool` has the environments of episodes; None if a response is one turn.
+    """
+
+    def __init__(self, setup: EvaluationSetup, pool: EnvironmentPool | None) -> None:
+        self._setup, self._pool = setup, pool
+        self._current: tuple[Shape, VllmEngine] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> _Engines:
@@ -233,26 +277,44 @@ class _Engines:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def load(self, model: EvaluatedModel) -> Engine:
-        """Return an engine with the weights of a checkpoint."""
+    def load(self, model: EvaluatedModel) -> ResponseSource:
+        """Return a sampler of responses by the weights of a checkpoint."""
+        engine, episodes = self._engine(model), self._setup.episodes
+        if self._pool is None or episodes is None:
+            return engine
+        return EpisodeSampler(engine, self._pool, episodes)
+
+    def _engine(self, model: EvaluatedModel) -> VllmEngine:
         source = open_checkpoint(model.checkpoint)
         if self._current is not None and self._current[0] == source.shape:
             engine = self._current[1]
             engine.load_weights(hf_weights(source))
             return engine
         self._stack.close()
-        plan, longest = model.plan, max(len(prompt.token_ids) for prompt in self._setup.prompts)
-        settings = engine_settings(
-            plan.config,
+        plan = model.plan
+        settings = _engine_settings(
+            plan,
             source.hf_dir,
-            dtype=plan.dtype,
-            max_model_len=longest + self._setup.sampling.max_tokens,
-            max_num_seqs=len(self._setup.prompts) * self._setup.sampling.num_samples,
-            random_weights=True,
+            self._setup.longest_prompt,
+            len(self._setup.prompts),
+            self._setup.sampling,
         )
         engine = self._stack.enter_context(running_engine(plan.config, source, settings))
         self._current = source.shape, engine
         return engine
+
+
+def _engine_settings(
+    plan: RunPlan, hf_dir: Path, longest_prompt: int, num_prompts: int, sampling: SamplingParams
+) -> EngineSettings:
+    return engine_settings(
+        plan.config,
+        hf_dir,
+        dtype=plan.dtype,
+        max_model_len=longest_prompt + sampling.max_tokens,
+        max_num_seqs=num_prompts * sampling.num_samples,
+        random_weights=True,
+    )
 
 
 def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
@@ -260,28 +322,23 @@ def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
         text = setup.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
         return str(text)
 
+    environment = setup.config.environment
     return Scorer(
         [Source.of(section) for section in setup.config.reward.sources],
         num_workers=max(1, min(8, platform.device_count())),
         prompt_text=prompt_text,
         read_config=setup.models[0].plan.hf_config,
+        environment_weight=environment.reward_weight if environment.is_on else None,
     )
 
 
-def sample(
-    engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, version: int
-) -> tuple[RolloutGroup, ...]:
-    """Return the responses of a model to prompts; the only place that samples in an evaluation."""
-    return engine.generate(prompts, sampling, version)
-
-
 def _evaluate(
-    setup: EvaluationSetup, model: EvaluatedModel, engine: Engine, scorer: Scorer
+    setup: EvaluationSetup, model: EvaluatedModel, sampler: ResponseSource, scorer: Scorer
 ) -> tuple[Result, list[dict[str, object]]]:
     """Return the result of one checkpoint, and a row for each of its responses."""
     started = time.perf_counter()
     checkpoint, referee = model.checkpoint, judge(setup.config)
-    scores = _score_all(setup, checkpoint, engine, scorer)
+    scores = _score_all(setup, checkpoint, sampler, scorer)
     verdicts = [referee.verdicts(group) for group in scores.groups]
     result = Result(
         label=checkpoint.label,
@@ -302,7 +359,7 @@ def _evaluate(
 
 
 def _score_all(
-    setup: EvaluationSetup, checkpoint: Checkpoint, engine: Engine, scorer: Scorer
+    setup: EvaluationSetup, checkpoint: Checkpoint, sampler: ResponseSource, scorer: Scorer
 ) -> Scores:
     """Return the scored responses to all prompts.
 
@@ -315,7 +372,7 @@ def _score_all(
     with progress(title, total=total, unit="prompts") as bar:
         for first in range(0, total, size):
             batch = setup.prompts[first : first + size]
-            groups = sample(engine, batch, setup.sampling, checkpoint.version)
+            groups = sampler.generate(batch, setup.sampling, checkpoint.version)
             scores = scores.joined(scorer.score(groups))
             scores.require_scores(where, only_stopped=True)
             bar.advance(len(batch))

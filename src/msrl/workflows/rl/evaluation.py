@@ -22,7 +22,7 @@ from msrl.rewards.score import Scorer, Scores, Source
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
-from msrl.workflows.rl.episode_metrics import episode_metrics
+from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
 
@@ -147,13 +147,14 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of an evaluation without their prefix."""
     groups, lengths = scores.groups, length_matrix(scores.groups)
+    rollouts = [group.rollout for group in groups]
     return {
         **_accuracies(verdicts),
         **_accuracies_by_tag(groups, verdicts),
         "reward": float(reward_matrix(groups).mean()),
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
-        **episode_metrics(groups),
+        **episode_metrics(rollouts),
         "response_length": float(lengths.mean()),
         "truncated": float(truncated_matrix(groups).mean()),
     }

@@ -123,8 +123,11 @@ class RolloutLog:
         is_sampled, span = sequence.is_sampled, _sampled_span(group, c, number)
         is_trained = sample is not None and sample.is_trained
         advantages, behavior = (np.zeros(len(is_sampled), np.float32) for _ in range(2))
+        loss_mask = is_sampled & is_trained
         if sample is not None:
             advantages[len(sample.prompt_ids) :] = sample.advantages
+            if sample.is_sampled is not None:
+                loss_mask[len(sample.prompt_ids) :] &= sample.is_sampled
         behavior[is_sampled] = completion.logprobs[span]
         return RolloutRecord(
             step=step,
@@ -133,7 +136,7 @@ class RolloutLog:
             sequence=number,
             prompt_index=prompt.index,
             token_ids=sequence.token_ids,
-            loss_mask=is_sampled & is_trained,
+            loss_mask=loss_mask,
             is_sampled=is_sampled,
             behavior_logprobs=behavior,
             versions=_version_runs(completion, span),

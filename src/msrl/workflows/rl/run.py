@@ -18,12 +18,10 @@ from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
-from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.errors import MsrlError
 from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
-from msrl.rollout.engine import EngineSettings
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -38,12 +36,11 @@ from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
-from msrl.workflows.rl.setup import RLSetup, prepare
+from msrl.workflows.rl.setup import RLSetup, prepare, rollout_engine_settings
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.token_values import TokenValues, ValuesBySample, size_note
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
-from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
@@ -60,6 +57,7 @@ CURVES = (
     "reward/mean",
     "rollout/response_length",
     "train/kl",
+    "train/distill",
     "train/entropy",
     "train/grad_norm",
     "train/value_explained_variance",
@@ -330,13 +328,14 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
         ports = None if cluster.ports is None else Ports.parse(cluster.ports)
         engine_env = engine_environments(placed, platform, env, ports)
         trainers = _model_groups(job, scorer, session, placed)
+        arguments = (rollout_engine_settings(job.plan), platform.name, job.episodes)
         engines = EngineGroup(
             RayWorkers(
                 session,
                 placed,
                 "rollout",
                 RolloutActor,
-                [(_engine_settings(job.plan), platform.name, job.episodes)] * len(engine_env),
+                [arguments] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
                 silence_s=cluster.rpc_timeout_s,
@@ -389,9 +388,18 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
         processes_per_engine=job.config.rollout.engine.tp,
         shares_main_memory=job.platform.shares_main_memory,
         shares_devices=not job.plan.has_separate_engines,
+        adapter_scale=_adapter_scale(job),
     )
     weights.update(job.start_step)
     return weights
+
+
+def _adapter_scale(job: RLSetup) -> float | None:
+    """Return the factor of adapters that engines add to the base weights; None if ranks do."""
+    lora = job.config.train.lora
+    if lora.rank is None or not job.config.rollout.weights.adapters_only:
+        return None
+    return lora.alpha / lora.rank
 
 
 def _rank_scores(
@@ -424,28 +432,5 @@ def _scorer(job: RLSetup) -> Scorer:
         prompt_text=prompt_text,
         read_config=job.plan.hf_config,
         environment_weight=environment.reward_weight if environment.is_on else None,
-    )
-
-
-def _engine_settings(plan: RunPlan) -> EngineSettings:
-    """Return the settings of an engine.
-
-    It starts with random weights, which the ranks replace before the first prompt.
-    """
-    settings = engine_settings(
-        plan.config,
-        plan.model.hf_dir,
-        dtype=plan.dtype,
-        max_model_len=plan.max_model_len,
-        random_weights=True,
-    )
-    if plan.has_separate_engines:
-        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
-    rollout = plan.config.rollout
-    way = rollout.weights.transfer
-    return replace(
-        settings,
-        tokenizer_dir=plan.tokenizer_dir,
-        is_stepped=rollout.asynchronous.is_on,
-        weight_backend=way if way in DEVICE_WAYS else None,
+        is_optional=job.plan.is_distillation,
     )

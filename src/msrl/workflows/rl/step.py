@@ -11,7 +11,7 @@ import numpy as np
 
 from msrl.algorithms.samples import length_matrix, reward_matrix, truncated_matrix
 from msrl.rewards.score import Scores
-from msrl.workflows.rl.episode_metrics import episode_metrics
+from msrl.workflows.episodes.metrics import episode_metrics
 
 
 class Clock:
@@ -38,6 +38,7 @@ def step_metrics(
     """Return the metrics of a step."""
     groups = scores.groups
     rewards, lengths = reward_matrix(groups), length_matrix(groups)
+    rollouts = [group.rollout for group in groups]
     num_response_tokens = int(lengths.sum())
     num_prompt_tokens = sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
     num_tokens = num_response_tokens + num_prompt_tokens
@@ -51,7 +52,7 @@ def step_metrics(
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(truncated_matrix(groups).mean()),
-        **{f"rollout/{name}": value for name, value in episode_metrics(groups).items()},
+        **{f"rollout/{name}": value for name, value in episode_metrics(rollouts).items()},
         "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
         **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),

@@ -16,7 +16,7 @@ from typing import Any
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, why_not_writable
 from msrl.limits import printable
-from msrl.types import Completion
+from msrl.types import Completion, Episode
 
 WriteLines = Callable[[str], None]  # its argument consists of complete lines
 
@@ -129,13 +129,30 @@ def json_line(
     """
     values = [
         {
-            "text": truncate_at_stop(c.text, stop),
+            "text": c.text if c.episode else truncate_at_stop(c.text, stop),
             "finish_reason": c.finish_reason,
             "num_tokens": len(c.token_ids),
+            **_episode_values(c.episode),
         }
         for c in completions
     ]
     return json.dumps({**row, "completions": values}, ensure_ascii=is_ascii) + "\n"
+
+
+def _episode_values(episode: Episode | None) -> dict[str, Any]:
+    """Return the columns of an episode."""
+    if episode is None:
+        return {}
+    calls = [call for turn in episode.turns for call in turn.tool_calls]
+    return {
+        "messages": [dict(message) for message in episode.messages],
+        "turns": len(episode.turns),
+        "success": episode.success,
+        "reward": episode.reward,
+        "tool_calls": len(calls),
+        "tool_errors": sum(bool(call.get("error")) for call in calls),
+        "fault": ": ".join(episode.fault) if episode.fault[0] else None,
+    }
 
 
 def requires_ascii(output: Path | None) -> bool:
@@ -148,8 +165,16 @@ def requires_ascii(output: Path | None) -> bool:
 
 def completions_text(completions: Sequence[Completion], stop: Sequence[str]) -> str:
     """Return the completions of one prompt as text, numbered if there are several."""
-    texts = [truncate_at_stop(completion.text, stop) for completion in completions]
+    texts = [_shown(completion, stop) for completion in completions]
     return "\n\n".join(_numbered(texts)) + "\n"
+
+
+def _shown(completion: Completion, stop: Sequence[str]) -> str:
+    """Return the text of a completion; a stop text ends a turn of an episode, not the episode."""
+    if completion.episode is None:
+        return truncate_at_stop(completion.text, stop)
+    messages = completion.episode.messages
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
 
 
 def _numbered(texts: Sequence[str]) -> Iterator[str]:

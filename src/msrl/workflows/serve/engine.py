@@ -19,14 +19,17 @@ from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
-from msrl.rollout.engine import Engine, EngineSettings
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_limits import check_limits
 from msrl.types import Conversation, Ints, Message, SamplingParams
 from msrl.workflows.training.integrity import verify_models
+from msrl.workflows.training.preflight import planned_platform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.checkpoint.source import WeightSource
+    from msrl.rollout.vllm import VllmEngine
 
 
 def engine_settings(
@@ -56,6 +59,15 @@ def engine_settings(
         random_weights=random_weights,
         verbose=bool(os.environ.get("MSRL_VERBOSE")),
     )
+
+
+def check_engine(config: Config, settings: EngineSettings) -> None:
+    """Check the limits of the engine on the platform of `config`, without starting it.
+
+    Raises:
+        MsrlError: vLLM cannot serve this model with these settings.
+    """
+    check_limits(settings, planned_platform(config))
 
 
 def early_environment() -> None:
@@ -105,7 +117,7 @@ def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
 @contextlib.contextmanager
 def running_engine(
     config: Config, source: WeightSource, settings: EngineSettings
-) -> Generator[Engine, None, None]:
+) -> Generator[VllmEngine, None, None]:
     """Yield a vLLM engine with the weights of `source`.
 
     Those of an mcore checkpoint are transferred in memory, tensor by tensor.

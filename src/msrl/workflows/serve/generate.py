@@ -2,7 +2,7 @@
 
 A row of the input has `prompt` (a text, or a list of messages) or `messages`, and optionally
 `tools`; its other columns are copied. A row of the output is the row of the input with
-`completions`: a list of `text`, `finish_reason` and `num_tokens`.
+`completions`: a list of `text`, `finish_reason` and `num_tokens`, and the turns of episodes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from msrl.config.schema import Config, GenerateConfig
 from msrl.data.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
-from msrl.rollout.engine import Engine
+from msrl.rollout.engine import Engine, EngineSettings
+from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import progress
-from msrl.types import Completion, Conversation, Ints, Message, Prompt, SamplingParams
+from msrl.types import (
+    Completion,
+    Conversation,
+    Ints,
+    Message,
+    Prompt,
+    RolloutGroup,
+    SamplingParams,
+)
+from msrl.workflows.episodes.setup import running_pool
 from msrl.workflows.serve.answers import (
     WriteLines,
     check_output,
@@ -34,6 +47,7 @@ from msrl.workflows.serve.answers import (
     requires_ascii,
 )
 from msrl.workflows.serve.engine import (
+    check_engine,
     choose_renderer,
     engine_settings,
     needs_weight_transfer,
@@ -43,6 +57,7 @@ from msrl.workflows.serve.engine import (
     running_engine,
     sampling_params,
 )
+from msrl.workflows.serve.episodes import episode_settings, episode_summary, row_prompt
 
 if TYPE_CHECKING:
     from msrl.checkpoint.source import WeightSource
@@ -73,8 +88,10 @@ class GenerateSetup:
     source: WeightSource
     renderer: Renderer
     requests: list[Request]
-    limit: int  # maximum tokens of prompt and response
+    engine: EngineSettings
     output: Path | None
+    prompts: tuple[Prompt, ...]
+    episodes: EpisodeSettings | None  # None if a response is one turn
 
 
 def run(config: Config) -> None:
@@ -84,20 +101,17 @@ def run(config: Config) -> None:
         MsrlError: The input is invalid; it is checked before the engine starts.
     """
     section, setup = config.generate, prepare(config)
-    source, requests = setup.source, setup.requests
-    longest = max(len(request.token_ids) for request in requests)
-    settings = engine_settings(
-        config,
-        source.hf_dir,
-        dtype=section.dtype,
-        max_model_len=min(setup.limit, longest + section.max_tokens),
-        max_num_seqs=len(requests) * section.num_samples,
-        random_weights=needs_weight_transfer(source, section.model),
-    )
     stop_token_ids = () if section.raw else setup.renderer.stop_token_ids
     sampling = sampling_params(config, section, stop_token_ids, section.num_samples)
-    with running_engine(config, source, settings) as engine, open_output(setup.output) as write:
-        _generate(engine, requests, sampling, _formatter(section, setup.output), write)
+    with (
+        running_pool(setup.episodes) as pool,
+        running_engine(config, setup.source, setup.engine) as engine,
+        open_output(setup.output) as write,
+    ):
+        sampler: Engine | EpisodeSampler = engine
+        if pool is not None and setup.episodes is not None:
+            sampler = EpisodeSampler(engine, pool, setup.episodes)
+        _generate(sampler, setup, sampling, _formatter(section, setup.output), write)
 
 
 def prepare(config: Config) -> GenerateSetup:
@@ -112,14 +126,39 @@ def prepare(config: Config) -> GenerateSetup:
     renderer = choose_renderer(source.hf_dir, section.template)
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         print(printable(warning), file=sys.stderr)
-    requests = read_requests(section, renderer)
+    requests = read_requests(section, renderer, has_environment=config.environment.is_on)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
-    check_lengths(requests, limit)
-    return GenerateSetup(source, renderer, requests, limit, output)
+    check_lengths(requests, limit, may_be_empty=config.environment.is_on)
+    prompts = tuple(
+        row_prompt(number, request.row, request.token_ids)
+        for number, request in enumerate(requests)
+    )
+    episodes = episode_settings(config, source.hf_dir, renderer, prompts)
+    engine = engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_model_len=min(limit, _longest_prompt(prompts, episodes) + section.max_tokens),
+        max_num_seqs=len(requests) * section.num_samples,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
+    check_engine(config, engine)
+    return GenerateSetup(source, renderer, requests, engine, output, prompts, episodes)
 
 
-def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:
+def _longest_prompt(prompts: Sequence[Prompt], episodes: EpisodeSettings | None) -> int:
+    """Return the largest number of tokens before the first answer."""
+    if episodes is not None:
+        return episodes.max_prompt_tokens
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
+def read_requests(
+    section: GenerateConfig, renderer: Renderer, *, has_environment: bool = False
+) -> list[Request]:
     """Return the prompt, or every row of the input, as token ids.
+
+    With an environment, a row without a prompt has no tokens.
 
     Raises:
         MsrlError: There are no rows, or some are not prompts.
@@ -138,7 +177,14 @@ def read_requests(section: GenerateConfig, renderer: Renderer) -> list[Request]:
         raise MsrlError(
             f"{path}: contains no rows. Every row must be a JSON object with prompt or messages."
         )
-    return _all_or_mistakes(rows, lambda where, row: _request(where, row, section, renderer))
+
+    def make(where: str, row: Any) -> Request:
+        if has_environment and isinstance(row, dict) and not {"prompt", "messages"} & {*row}:
+            _check_columns(where, row)
+            return Request(where, row, np.zeros(0, np.int64))
+        return _request(where, row, section, renderer)
+
+    return _all_or_mistakes(rows, make)
 
 
 def _all_or_mistakes(
@@ -170,8 +216,6 @@ def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) 
         raise MsrlError(
             f"{where}: must be a JSON object with prompt or messages, not {type(row).__name__}."
         )
-    if "completions" in row:
-        raise MsrlError(f"{where}: completions: the row already has this column. Rename it.")
     _check_columns(where, row)
     if section.raw:
         text = row.get("prompt")
@@ -210,6 +254,8 @@ def _tools(where: str, row: Mapping[str, Any]) -> dict[str, str]:
 
 def _check_columns(where: str, row: Mapping[str, Any]) -> None:
     """Check that the row can be written with its completions, before generation starts."""
+    if "completions" in row:
+        raise MsrlError(f"{where}: completions: the row already has this column. Rename it.")
     for column, value in row.items():
         try:
             json.dumps({column: value}, ensure_ascii=False, allow_nan=False).encode()
@@ -258,8 +304,10 @@ def _message(where: str, number: int, turn: Any) -> Message:
     return read_turn({key: turn.get(key) for key in _MESSAGE}, f"{where}: message {number}")[0]
 
 
-def check_lengths(requests: Iterable[Request], limit: int) -> None:
+def check_lengths(requests: Iterable[Request], limit: int, *, may_be_empty: bool = False) -> None:
     """Check that every prompt has tokens and leaves room for a response in `limit` tokens.
+
+    With `may_be_empty`, an environment may begin the conversation of a prompt without tokens.
 
     Raises:
         ManyErrors: One message for each row that does not.
@@ -267,7 +315,7 @@ def check_lengths(requests: Iterable[Request], limit: int) -> None:
     mistakes: list[str] = []
     for request in requests:
         length = len(request.token_ids)
-        if length == 0:
+        if length == 0 and not may_be_empty:
             mistakes.append(f"{request.where}: the prompt has no tokens.")
         elif length >= limit:
             mistakes.append(
@@ -278,37 +326,39 @@ def check_lengths(requests: Iterable[Request], limit: int) -> None:
 
 
 def _generate(
-    engine: Engine,
-    requests: Sequence[Request],
+    sampler: Engine | EpisodeSampler,
+    setup: GenerateSetup,
     sampling: SamplingParams,
     format_completions: Formatter,
     write: WriteLines,
 ) -> None:
     """Write the completions in the order of the requests, then print a summary."""
-    prompts = [Prompt(index, request.token_ids) for index, request in enumerate(requests)]
+    prompts, requests = setup.prompts, setup.requests
     num_prompts = max(1, _BATCH // sampling.num_samples)
-    started = time.perf_counter()
-    num_completions = num_tokens = num_truncated = 0
+    started, done = time.perf_counter(), list[RolloutGroup]()
     with progress("generating", total=len(prompts), unit="prompts") as bar:
         for first in range(0, len(prompts), num_prompts):
-            groups = engine.generate(prompts[first : first + num_prompts], sampling, 0)
-            write(
-                "".join(
-                    format_completions(requests[group.prompt.index], group.completions)
-                    for group in groups
-                )
-            )
-            completions = [completion for group in groups for completion in group.completions]
-            num_completions += len(completions)
-            num_tokens += sum(len(c.token_ids) for c in completions)
-            num_truncated += sum(c.finish_reason == "length" for c in completions)
+            groups = sampler.generate(prompts[first : first + num_prompts], sampling, 0)
+            texts = [
+                format_completions(requests[group.prompt.index], group.completions)
+                for group in groups
+            ]
+            write("".join(texts))
+            done += groups
             bar.advance(len(groups))
-    note = f"; {num_truncated} reached their length limit" if num_truncated else ""
-    print(
-        f"Generated {num_completions} completions, {num_tokens} tokens in "
-        f"{time.perf_counter() - started:.1f} s{note}",
-        file=sys.stderr,
-    )
+    _print_summary(done, time.perf_counter() - started)
+
+
+def _print_summary(groups: Sequence[RolloutGroup], seconds: float) -> None:
+    completions = [completion for group in groups for completion in group.completions]
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    num_truncated = sum(completion.finish_reason == "length" for completion in completions)
+    episodes = episode_summary(groups)
+    noun = "episodes" if episodes else "completions"
+    notes = [f"{num_truncated} reached their length limit"] if num_truncated else []
+    notes += [episodes] if episodes else []
+    text = "; ".join([f"{len(completions)} {noun}, {num_tokens} tokens in {seconds:.1f} s", *notes])
+    print(f"Generated {text}", file=sys.stderr)
 
 
 def _formatter(section: GenerateConfig, output: Path | None) -> Formatter:

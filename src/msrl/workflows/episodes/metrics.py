@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from msrl.types import Episode, ScoredGroup
+from msrl.types import Episode, RolloutGroup
 
 
-def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of all episodes without their prefix; empty without episodes."""
-    completions = [item for group in groups for item in group.rollout.completions]
+    completions = [item for group in groups for item in group.completions]
     pairs = [(item, item.episode) for item in completions if item.episode is not None]
     if not pairs:
         return {}

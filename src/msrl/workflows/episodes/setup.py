@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.environments.base import EpisodeFault, Opening
-from msrl.environments.pool import ENVIRONMENT_COLUMN
+from msrl.environments.pool import ENVIRONMENT_COLUMN, EnvironmentPool
 from msrl.environments.tools import detect_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings
-from msrl.rollout.episodes.template import EpisodeTemplate, open_template
+from msrl.rollout.episodes.template import open_template
 from msrl.types import Prompt
 
 _DEFAULT_FORMAT = "hermes"
@@ -33,20 +35,47 @@ def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
     prefix = next(iter(plan.data.blend), plan.data.train)  # a blend has one template
     manifest = None if prefix is None else plan.datasets[prefix].manifest
     chat_template = "" if manifest is None else manifest.chat_template
-    template = open_template(plan.tokenizer_dir, chat_template)
-    settings = EpisodeSettings(
-        section,
-        plan.tokenizer_dir,
-        chat_template,
-        _tool_format(section, template),
-        plan.rollout.max_prompt_tokens,
-    )
+    longest = plan.rollout.max_prompt_tokens
+    settings = make_settings(section, plan.tokenizer_dir, chat_template, longest)
     if not section.is_single_turn:
-        opening = _open(settings, prompt, plan.sampling.seed)
-        template.check(needs_tools=bool(opening.tools))
-        if opening.messages:
-            template.conversation(opening.messages, opening.tools)
+        check_opening(settings, prompt, plan.sampling.seed)
     return settings
+
+
+def make_settings(
+    section: EnvironmentConfig, tokenizer_dir: Path, chat_template: str, max_prompt_tokens: int
+) -> EpisodeSettings:
+    """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
+    tool_format = section.tool_format
+    if tool_format is None:
+        template = open_template(tokenizer_dir, chat_template)
+        tool_format = detect_format(template.source) or _DEFAULT_FORMAT
+    return EpisodeSettings(section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens)
+
+
+def check_opening(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Opening:
+    """Open the environment with a row and return its first messages, which the template can show.
+
+    Raises:
+        MsrlError: The environment cannot be opened, or the chat template cannot show its messages.
+    """
+    template = open_template(settings.tokenizer_dir, settings.chat_template)
+    opening = _open(settings, prompt, seed)
+    template.check(needs_tools=bool(opening.tools))
+    if opening.messages:
+        template.conversation(opening.messages, opening.tools)
+    return opening
+
+
+@contextlib.contextmanager
+def running_pool(settings: EpisodeSettings | None) -> Iterator[EnvironmentPool | None]:
+    """Yield the processes of the environments; None if a response is one turn."""
+    if settings is None:
+        yield None
+        return
+    with settings.pool() as pool:
+        pool.start()
+        yield pool
 
 
 def check_environment_names(section: EnvironmentConfig, prompts: Iterable[Prompt]) -> None:
@@ -59,12 +88,6 @@ def check_environment_names(section: EnvironmentConfig, prompts: Iterable[Prompt
                 f"{name!r}; {nearest(name, section.mixture)}. Add it, or correct the column "
                 f"extra.{ENVIRONMENT_COLUMN}."
             )
-
-
-def _tool_format(section: EnvironmentConfig, template: EpisodeTemplate) -> str:
-    if section.tool_format is not None:
-        return section.tool_format
-    return detect_format(template.source) or _DEFAULT_FORMAT
 
 
 def _open(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Opening:

@@ -1,0 +1,146 @@
+"""Speed of episodes with a slow tool: `python -m benchmarks episodes`.
+
+64 episodes of 4 turns with 32 tokens each, whose tool sleeps 200 ms after every turn, run at once.
+They are compared with 64 responses of 128 tokens without an environment: the same number of sampled
+tokens. Both sides run alternately with the same engine until each has generated for long enough.
+The ratio of their times is the result: at most 1.3 is the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from msrl import platforms
+from msrl.config.sections.environment import EnvironmentConfig
+from msrl.config.sections.rollout import EngineConfig
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.runtime.episode_sampler import EpisodeSampler
+from msrl.types import Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.serve.engine import early_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_EPISODES, NUM_TURNS, TURN_TOKENS, DELAY_S = 64, 4, 32, 0.2
+NUM_TOKENS = NUM_EPISODES * NUM_TURNS * TURN_TOKENS
+GOAL = 1.3
+_PROMPT_TOKENS = 32
+_MAX_MODEL_LEN = 512
+_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+_SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+_VOCAB_SIZE = 260 + len(_SPECIAL_TOKENS)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks episodes", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="Least time of each side.")
+    parser.add_argument("--layers", type=int, default=8, help="Layers of the random model.")
+    parser.add_argument("--hidden", type=int, default=512, help="Hidden size of the random model.")
+    options = parser.parse_args(arguments)
+    early_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), options.layers, options.hidden)
+        plain, episodes = measure(Path(folder), options.seconds)
+    ratio = sum(episodes) / sum(plain)
+    rates = [NUM_TOKENS * len(times) / sum(times) for times in (plain, episodes)]
+    print("| 64 x 128 tokens | rounds | seconds | tokens/s |\n|---|---|---|---|")
+    print(f"| without tools | {len(plain)} | {sum(plain):.1f} | {rates[0]:.0f} |")
+    print(f"| 4 turns, tool of 200 ms | {len(episodes)} | {sum(episodes):.1f} | {rates[1]:.0f} |")
+    verdict = "yes" if ratio <= GOAL else "no"
+    print(f"\nratio {ratio:.2f}; goal: at most {GOAL}; reached: {verdict}")
+    return int(ratio > GOAL)
+
+
+def make_model(folder: Path, layers: int, hidden: int) -> None:
+    """Write a random model and its tokenizer."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from small_model import write_model, write_tokenizer
+
+    texts = ["on and on, from 1 to 10, over and over again, and on and on it goes"]
+    eos_token_id = write_tokenizer(
+        folder,
+        texts,
+        special_tokens=_SPECIAL_TOKENS,
+        eos_token="<|end|>",
+        chat_template=_TEMPLATE,
+        vocab_size=_VOCAB_SIZE,
+    )
+    write_model(
+        folder,
+        vocab_size=_VOCAB_SIZE,
+        eos_token_id=eos_token_id,
+        seed=0,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_attention_heads=hidden // 64,
+    )
+
+
+def measure(folder: Path, least_s: float) -> tuple[list[float], list[float]]:
+    """Return the seconds of every round without tools and with tools."""
+    from msrl.rollout.vllm import VllmEngine
+
+    section = EnvironmentConfig(
+        path=f"{ROOT / 'benchmarks' / 'slow_tool.py'}:SlowTool",
+        options={"delay_s": DELAY_S},
+        max_turns=NUM_TURNS,
+        max_turn_tokens=TURN_TOKENS,
+    )
+    settings = EpisodeSettings(section, folder, "", "hermes", _PROMPT_TOKENS)
+    engine_config = EngineConfig(max_model_len=_MAX_MODEL_LEN, max_num_seqs=NUM_EPISODES)
+    times: tuple[list[float], list[float]] = ([], [])
+    with settings.pool() as pool:
+        pool.start()
+        engine = VllmEngine(
+            EngineSettings(folder, dtype="float32", engine=engine_config),
+            platforms.resolve("auto"),
+        )
+        try:
+            samplers = (engine, EpisodeSampler(engine, pool, settings))
+            for number in range(-1, sys.maxsize):  # the first round warms up
+                if number > 0 and all(sum(side) >= least_s for side in times):
+                    break
+                for side, sampler in zip(times, samplers, strict=True):
+                    seconds = timed_round(sampler, number, has_tools=sampler is not engine)
+                    if number >= 0:
+                        side.append(seconds)
+        finally:
+            engine.close()
+    return times
+
+
+def timed_round(sampler: object, number: int, *, has_tools: bool) -> float:
+    """Return the seconds of 64 responses or episodes; prompts differ between rounds."""
+    source = np.random.default_rng(number + 1)
+    low = len(_SPECIAL_TOKENS)
+    prompts = [
+        Prompt(index, source.integers(low, _VOCAB_SIZE, _PROMPT_TOKENS))
+        for index in range(NUM_EPISODES)
+    ]
+    sampling = SamplingParams(
+        max_tokens=NUM_TURNS * TURN_TOKENS, num_samples=1, seed=number + 1, ignore_eos=True
+    )
+    if has_tools:  # the limit includes the replies of the tool
+        sampling = replace(sampling, max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS)
+    started = time.perf_counter()
+    groups: tuple[RolloutGroup, ...] = sampler.generate(prompts, sampling, 0)  # pyright: ignore
+    seconds = time.perf_counter() - started
+    counts = {len(group.completions[0].token_ids) for group in groups}
+    if counts != {NUM_TURNS * TURN_TOKENS}:
+        raise RuntimeError(f"responses of {sorted(counts)} tokens")
+    print(f"round {number}: {'tools' if has_tools else 'plain'} {seconds:.1f} s", file=sys.stderr)
+    return seconds

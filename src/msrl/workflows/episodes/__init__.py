@@ -1,0 +1,1 @@
+"""Episodes in training, evaluation and generation: their setup and metrics."""
