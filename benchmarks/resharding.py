@@ -203,16 +203,16 @@ def described(models: Sequence[Sequence[Held]]) -> list[Any]:
     data_parallel: dict[tuple[str, int], list[int]] = {}
     for held_tensors in models:
         for each in held_tensors:
-            data_parallel.setdefault(place(each), []).append(each.rank)
+            data_parallel.setdefault(location(each), []).append(each.rank)
     return [
-        metadata(each, groups, data_parallel[place(each)])
+        metadata(each, groups, data_parallel[location(each)])
         for held_tensors in models
         for groups in [tensor_parallel_groups(held_tensors)]
         for each in held_tensors
     ]
 
 
-def place(tensor: Held) -> tuple[str, int]:
+def location(tensor: Held) -> tuple[str, int]:
     return tensor.placed.rule.mcore, tensor.placed.shard
 
 

@@ -88,7 +88,7 @@ class Sent:
         return sums
 
     def send(self, version: int, *, with_base: bool) -> tuple[list[list[list[Any]]], list[Any]]:
-        """Return the buckets of all ranks by stage, and the parts of the digests."""
+        """Return the buckets of all ranks by stage, and the digests of the digests."""
         results = [
             [
                 store(weights if with_base else [], self.factors(weights, version), version)
@@ -130,10 +130,10 @@ def test_adapters_alone_give_the_bits_of_the_sums_of_the_ranks(
     assert not engine.has_base
     sizes = list[int]()
     for version, with_base in ((1, True), (2, False), (3, False)):
-        stored, parts = sent.send(version, with_base=with_base)
+        stored, digests = sent.send(version, with_base=with_base)
         engine.receive(buckets(stored), version)
         assert engine.has_base
-        check_digests(parts, {0: [engine.digests()]})
+        check_digests(digests, {0: [engine.digests()]})
         expected, tensors = sent.merged(version), dict(engine.merged(version, SCALE))
         assert tensors.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -176,12 +176,12 @@ def test_adapters_without_base_weights_or_of_another_version_are_refused(sent: S
 def test_a_corrupted_factor_is_named(sent: Sent) -> None:
     engine = AdaptedWeights(sent.source.shape)
     engine.receive(buckets(sent.send(1, with_base=True)[0]), 1)
-    stored, parts = sent.send(2, with_base=False)
+    stored, digests = sent.send(2, with_base=False)
     chunk = stored[0][1][0][1][0]
     stored[0][1][0][2][chunk.offset] ^= 1
     engine.receive(buckets(stored), 2)
     with pytest.raises(VerificationError, match=mentions(f"{chunk.name}[{chunk.index}]")):
-        check_digests(parts, {0: [engine.digests()]})
+        check_digests(digests, {0: [engine.digests()]})
 
 
 class RecordingEngine:
@@ -201,9 +201,9 @@ def make_actor(sent: Sent, engine: RecordingEngine) -> RolloutActor:
     """Return an actor as it is after its start, with another engine than vLLM."""
     unused: Any = None
     actor = RolloutActor(unused, "cpu")
-    parts = {"_shape": sent.source.shape, "_adapted": AdaptedWeights(sent.source.shape)}
+    attributes = {"_shape": sent.source.shape, "_adapted": AdaptedWeights(sent.source.shape)}
     loop = SimpleNamespace(update=lambda _, apply: apply())
-    vars(actor).update(parts, _engine=engine, _loop=loop)
+    vars(actor).update(attributes, _engine=engine, _loop=loop)
     return actor
 
 

@@ -452,16 +452,16 @@ def test_a_resumed_run_keeps_filtered_groups_for_the_statistics() -> None:
     with make_rollouts(options, groups=REFILL, scorer=RowScoring()) as rollouts:
         first = train(rollouts, range(2), update_s=0.1)
         state = json.loads(json.dumps(rollouts.state()))
-    kept = [item["prompt_index"] for item in state["rollouts"]["filtered"]]
-    assert kept, "nothing was filtered during the updates"
-    rest = {"state": state, "start_step": 2, "groups": REFILL, "scorer": RowScoring()}
-    with make_rollouts(options, **rest) as rollouts:
+    filtered = [item["prompt_index"] for item in state["rollouts"]["filtered"]]
+    assert filtered, "nothing was filtered during the updates"
+    settings = {"state": state, "start_step": 2, "groups": REFILL, "scorer": RowScoring()}
+    with make_rollouts(options, **settings) as rollouts:
         batch = rollouts.take(2, Clock())
         second = [batch.train_groups]
         rollouts.publish(3)
         second += train(rollouts, range(3, STEPS))
     dropped = [group.rollout.prompt.index for group in batch.dropped_groups]
-    assert set(kept) <= set(dropped)
+    assert set(filtered) <= set(dropped)
     order = rows_in_order(make_job(options), 20 * BATCH)
     expected = [row for row in order if row % 2 == 0][: STEPS * BATCH]
     assert row_numbers([*first, *second]) == expected

@@ -135,14 +135,14 @@ def test_the_gap_has_mean_percentile_and_maximum() -> None:
 def test_filters_keep_the_tokens_that_sampling_keeps() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 
-    def kept(**options: float) -> list[bool]:
+    def allowed(**options: float) -> list[bool]:
         sampling = SamplingParams(max_tokens=1, **options)  # pyright: ignore[reportArgumentType]
         return torch.isfinite(filtered(logits, sampling))[0].tolist()
 
-    assert kept() == [True, True, True, True]
-    assert kept(top_p=0.6) == [True, True, False, False]
-    assert kept(top_k=3) == [True, True, True, False]
-    assert kept(min_p=0.4) == [True, True, False, False]
+    assert allowed() == [True, True, True, True]
+    assert allowed(top_p=0.6) == [True, True, False, False]
+    assert allowed(top_k=3) == [True, True, True, False]
+    assert allowed(min_p=0.4) == [True, True, False, False]
 
 
 def test_the_output_has_differences_verdict_and_remedy() -> None:

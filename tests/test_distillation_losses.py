@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, float]]] = [
     ("forward_kl", {}),
     *(("jensen_shannon", {"beta": beta}) for beta in BETAS),
 ]
-TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
+TOLERANCE: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-6}
 
 
 def plugin(name: str, **options: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -57,8 +57,8 @@ def exact(name: str, student: Tensor, teacher: Tensor, beta: float = 0.5) -> Ten
     if name == "forward_kl":
         return (q * (teacher - student)).sum(-1)
     mixture = (beta * q + (1 - beta) * p).log()
-    parts = beta * q * (teacher - mixture) + (1 - beta) * p * (student - mixture)
-    return parts.sum(-1)
+    terms = beta * q * (teacher - mixture) + (1 - beta) * p * (student - mixture)
+    return terms.sum(-1)
 
 
 @pytest.mark.parametrize("name", golden.DIVERGENCES)
@@ -136,7 +136,8 @@ def test_a_divergence_has_the_value_and_the_gradient_of_trl(
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -163,8 +164,10 @@ def test_gradients_of_several_teachers_agree_with_torch_for_any_chunk_size(
 
     leaf = hidden.double().requires_grad_()
     student = (leaf @ head.double().t())[:, :VOCAB].div(0.7).log_softmax(-1)
-    others = [(hidden @ t.t())[:, :VOCAB].double().div(0.7).log_softmax(-1) for t in teachers]
-    pairs = zip(CASES, others, strict=True)
+    teacher_logprobs = [
+        (hidden @ t.t())[:, :VOCAB].double().div(0.7).log_softmax(-1) for t in teachers
+    ]
+    pairs = zip(CASES, teacher_logprobs, strict=True)
     expected = torch.stack([exact(n, student, q, **o) for (n, o), q in pairs], -1)
     (expected * factors).sum().backward()
 

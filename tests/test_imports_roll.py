@@ -84,8 +84,8 @@ ADVANTAGES: dict[str, list[str]] = {
 def file_with(lines: list[str], worker: str = "") -> str:
     """Return the file with top-level lines that replace those of the same key."""
     keys = {line.split(":")[0] for line in lines}
-    kept = [line for line in FILE.splitlines() if line.split(":")[0] not in keys]
-    text = "\n".join([*kept, *lines]) + "\n"
+    unchanged = [line for line in FILE.splitlines() if line.split(":")[0] not in keys]
+    text = "\n".join([*unchanged, *lines]) + "\n"
     return changed(text, ("  infer_batch_size: 4\n", worker)) if worker else text
 
 

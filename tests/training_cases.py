@@ -282,28 +282,28 @@ SPREAD: dict[str, dict[str, Any]] = {
 }
 
 
-def _others(names: Iterable[str], core: Collection[str], label: str = "{}") -> list[str]:
+def _outside(names: Iterable[str], core: Collection[str], label: str = "{}") -> list[str]:
     """Return the names of the cases of a table that only the full tables need."""
     return [label.format(name) for name in names if name not in core]
 
 
 FULL_CASES = frozenset(
     {
-        *_others(LAYOUTS, CHANGING_BATCHES, "{} qwen2 tied"),
-        *_others(LAYOUTS, POLICY_UPDATES, "policy {}"),
-        *_others([*TABLE, "lora tp2"], TEN_STEPS, "table {}"),
+        *_outside(LAYOUTS, CHANGING_BATCHES, "{} qwen2 tied"),
+        *_outside(LAYOUTS, POLICY_UPDATES, "policy {}"),
+        *_outside([*TABLE, "lora tp2"], TEN_STEPS, "table {}"),
         "table lora",
-        *_others([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} single"),
-        *_others([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} split"),
-        *_others(("tp2 dp2", "tp2 pp2", "tp2 cp2"), EXACT_DIVERGENCES, "full {}"),
-        *_others(BFLOAT16_CASES, FIRST_BFLOAT16, "first bf16 {}"),
-        *_others(RESUMES, RESUMED),
+        *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} single"),
+        *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} split"),
+        *_outside(("tp2 dp2", "tp2 pp2", "tp2 cp2"), EXACT_DIVERGENCES, "full {}"),
+        *_outside(BFLOAT16_CASES, FIRST_BFLOAT16, "first bf16 {}"),
+        *_outside(RESUMES, RESUMED),
         "saved tp2 pp2",
-        *_others(LORAS, SPLIT_LORAS),
-        *_others(DROPOUT_LAYOUTS, SPLIT_DROPOUT),
-        *_others(DROPOUT_LAYOUTS, SPLIT_DROPOUT, "{} recomputed"),
-        *_others(CRITICS, SPLIT_CRITICS, "critic {}"),
-        *_others(POISONED, NOT_POISONED_BY),
+        *_outside(LORAS, SPLIT_LORAS),
+        *_outside(DROPOUT_LAYOUTS, SPLIT_DROPOUT),
+        *_outside(DROPOUT_LAYOUTS, SPLIT_DROPOUT, "{} recomputed"),
+        *_outside(CRITICS, SPLIT_CRITICS, "critic {}"),
+        *_outside(POISONED, NOT_POISONED_BY),
         "product dp2 split",
     }
 )

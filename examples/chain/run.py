@@ -58,7 +58,8 @@ class Chain:
     """All stages for one seed in one folder."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.runner, self.folder, self.seed = Runner(folder, seed), folder, seed
+        self.runner = Runner(folder, seed)  # pyright: ignore[reportCallIssue]
+        self.folder, self.seed = folder, seed
 
     def run(self) -> Results:
         """Run all stages; exit with the exit code of the first command that fails."""
@@ -130,13 +131,13 @@ def wrong_answer(source: random.Random, problem: quickstart_inputs.Problem) -> s
     if kind == SLOPPY:
         return quickstart_inputs.demonstration(problem, sloppy=True)
     right = quickstart_inputs.demonstration(problem, sloppy=False)
-    thinking, boxed, rest = right.partition("\\boxed{")
+    thinking, boxed, tail = right.partition("\\boxed{")
     if kind == WRONG_STEP:
         start, _, _ = thinking.rpartition(" </think>")
         head, equals, number = start.rpartition("=")
         thinking = f"{head}{equals}{other_number(source, int(number))} </think><answer> "
     wrong = other_number(source, problem.result)
-    return f"{thinking}{boxed}{wrong}{rest.removeprefix(str(problem.result))}"
+    return f"{thinking}{boxed}{wrong}{tail.removeprefix(str(problem.result))}"
 
 
 def other_number(source: random.Random, number: int) -> int:

@@ -74,9 +74,9 @@ def layer_output(output: Any) -> Tensor:
     """
     if not isinstance(output, tuple):
         return output
-    hidden, *others = output
-    if others and getattr(others[0], "shape", None) == hidden.shape:
-        return hidden + others[0]
+    hidden, *residuals = output
+    if residuals and getattr(residuals[0], "shape", None) == hidden.shape:
+        return hidden + residuals[0]
     return hidden
 
 

@@ -69,7 +69,7 @@ class AdaptedWeights:
     def digests(self) -> dict[str, TensorDigest]:
         """Return the digests of the tensors that arrived last, by shard for adapters."""
         base = self._base if self._is_base_new else {}
-        parts: list[Mapping[str, TensorDigest]] = [
+        base_digests: list[Mapping[str, TensorDigest]] = [
             dict(shard_digests(self._rules[name], number, shard.chunk.count, shard.tensor))
             for (name, number), shard in base.items()
         ]
@@ -77,7 +77,7 @@ class AdaptedWeights:
             factor_digest(name, number, shard.tensor)
             for (name, number), shard in self._factors.items()
         ]
-        return add_digests([*parts, dict(factors)])
+        return add_digests([*base_digests, dict(factors)])
 
     def merged(
         self, version: int, scale: float, memory: Mapping[str, Tensor] | None = None

@@ -114,11 +114,11 @@ def factor_digest(name: str, index: int, factor: Tensor) -> tuple[str, TensorDig
     return f"{name}[{index}]", _digest(factor)
 
 
-def add_digests(parts: Iterable[Digests]) -> dict[str, TensorDigest]:
-    """Return the digests of tensors whose shards are in different parts."""
+def add_digests(mappings: Iterable[Digests]) -> dict[str, TensorDigest]:
+    """Return the digests of tensors whose shards are in different mappings."""
     total: dict[str, TensorDigest] = {}
-    for part in parts:
-        for name, digest in part.items():
+    for mapping in mappings:
+        for name, digest in mapping.items():
             total[name] = total[name] + digest if name in total else digest
     return total
 
@@ -181,7 +181,7 @@ def _positions(number: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _piece_value(
     words: NDArray[np.unsignedinteger], rows: Tensor, columns: Tensor
 ) -> tuple[int | None, int]:
-    """Return the number of a piece's Hugging Face tensor and its part of the digest.
+    """Return the number of a piece's Hugging Face tensor and its mapping of the digest.
 
     The number is None for padding, which belongs to no tensor.
 

@@ -354,14 +354,14 @@ def _joined(
     recordings: Sequence[tuple[RankRecording, Mapping[str, Floats]]],
 ) -> dict[str, Floats]:
     """Return the values of the first model replica; tokens that ranks split are joined again."""
-    parts: dict[str, dict[int, Floats]] = {}
+    shards: dict[str, dict[int, Floats]] = {}
     for rank, values in recordings:
         for name, rows in values.items():
             index = rank.tp_rank if rank.is_split else 0
-            parts.setdefault(name, {}).setdefault(index, rows)
+            shards.setdefault(name, {}).setdefault(index, rows)
     return {
         name: np.concatenate([rows[index] for index in sorted(rows)])
-        for name, rows in parts.items()
+        for name, rows in shards.items()
     }
 
 
@@ -389,9 +389,9 @@ def _digests(source: WeightSource, dtype: str) -> dict[str, str]:
 
     digests: dict[str, str] = {}
     for rule in all_rules(source.shape):
-        wanted = cast_to(rule, BY_HF_NAME[dtype])
+        target_dtype = cast_to(rule, BY_HF_NAME[dtype])
         for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
-            cast = tensor if wanted is None else tensor.to(wanted)
+            cast = tensor if target_dtype is None else tensor.to(target_dtype)
             digests |= _as_text(dict(file_digests(name, cast, 0)))
     return digests
 

@@ -151,9 +151,9 @@ def result_table(results: Iterable[Result]) -> list[str]:
     """Return the results as lines of a table: accuracies with their intervals, and other means."""
     entries = list(results)
     names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
-    others = [name for name in _OTHERS if any(name in entry.metrics for entry in entries)]
-    header = ["checkpoint", *names, *(_OTHERS[name][0] for name in others)]
-    rows = [header, *(_row(entry, names, others) for entry in entries)]
+    means = [name for name in _OTHERS if any(name in entry.metrics for entry in entries)]
+    header = ["checkpoint", *names, *(_OTHERS[name][0] for name in means)]
+    rows = [header, *(_row(entry, names, means) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -162,11 +162,11 @@ def result_table(results: Iterable[Result]) -> list[str]:
     return lines
 
 
-def _row(entry: Result, names: Iterable[str], others: Iterable[str]) -> list[str]:
+def _row(entry: Result, names: Iterable[str], means: Iterable[str]) -> list[str]:
     return [
         entry.label,
         *(_accuracy(entry, name) for name in names),
-        *(_mean(entry, name) for name in others),
+        *(_mean(entry, name) for name in means),
     ]
 
 

@@ -21,7 +21,7 @@ from msrl.rollout.weights.digest import Digests
 from msrl.rollout.weights.verification import check_digests
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.weight_offer import WeightOffer
-from msrl.workflows.training.train_worker import DeviceGroup, SenderAddress, WeightParts
+from msrl.workflows.training.train_worker import DeviceGroup, SenderAddress, WeightContent
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers, wait_together
@@ -164,7 +164,7 @@ class HostTransfer(WeightTransfer):
 
     def _run(self, method: str, version: int) -> None:
         """Send a version and call this method of all engines at the same time."""
-        sending, stages = self._send(version, self._parts())
+        sending, stages = self._send(version, self._content())
         offer = WeightOffer(
             version, stages, self._must_verify, self._timeout_s, self._adapter_scale
         )
@@ -184,14 +184,16 @@ class HostTransfer(WeightTransfer):
     def _end_sending(self, sending: Calls, version: int) -> None:
         """End the calls of ranks that wait for a lost engine."""
 
-    def _parts(self) -> WeightParts:
+    def _content(self) -> WeightContent:
         """Return what the ranks send: adapters alone only if all engines have the base weights."""
         if self._adapter_scale is None:
             return "merged"
         return "adapters" if all(self._engines.workers.call("has_base")) else "separate"
 
     @abstractmethod
-    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+    def _send(
+        self, version: int, content: WeightContent
+    ) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
         """Begin to send a version; return the calls and what engines receive it from, by stage."""
 
     @abstractmethod
@@ -209,8 +211,10 @@ class HostTransfer(WeightTransfer):
 class SharedMemoryTransfer(HostTransfer):
     """Through memory that the processes of one machine share: two buckets per sender."""
 
-    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
-        arguments = (version, self._engines.workers.size, self._must_verify, parts)
+    def _send(
+        self, version: int, content: WeightContent
+    ) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+        arguments = (version, self._engines.workers.size, self._must_verify, content)
         calls = self._ranks.begin_each("send_weights", dict.fromkeys(self._senders, arguments))
         channels = {rank: sender.channel for rank, sender in self._senders.items()}
         return calls, self._by_stage(channels)
@@ -231,8 +235,10 @@ class SharedMemoryTransfer(HostTransfer):
 class RayTransfer(HostTransfer):
     """Through Ray's object store, which holds one copy of the model in buckets."""
 
-    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
-        arguments = (version, self._must_verify, parts)
+    def _send(
+        self, version: int, content: WeightContent
+    ) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+        arguments = (version, self._must_verify, content)
         calls = self._ranks.begin_each("store_weights", dict.fromkeys(self._senders, arguments))
         stored = [references for references, _ in self._ranks.wait(calls)]
         return calls, self._by_stage(dict(zip(self._senders, stored, strict=True)))

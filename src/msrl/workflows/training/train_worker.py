@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from msrl.rollout.weights.sender import Factor, WeightSender
     from msrl.trainer.objective.losses import Loss, ValuesLoss
 
-WeightParts = Literal["merged", "separate", "adapters"]
+WeightContent = Literal["merged", "separate", "adapters"]
 """Weights with their adapters, weights and adapters, or adapters alone."""
 
 
@@ -190,30 +190,30 @@ class TrainWorker:
         return SenderAddress(self._training_rank.position.pp_rank, self._sender.address)
 
     def send_weights(
-        self, version: int, num_receivers: int, verify: bool, parts: WeightParts = "merged"
+        self, version: int, num_receivers: int, verify: bool, content: WeightContent = "merged"
     ) -> Digests:
         """Send the weights of this rank through shared memory.
 
         Returns:
             The parts of the weights' digests that they contribute, if requested.
         """
-        shards, factors = self._sent_weights(parts)
+        shards, factors = self._sent_weights(content)
         return self._sender.send(shards, version, num_receivers, verify=verify, factors=factors)
 
     def _sent_weights(
-        self, parts: WeightParts
+        self, content: WeightContent
     ) -> tuple[Iterator[tuple[StageTensor, Tensor]], Iterator[Factor]]:
         """Return the shards of weights and of adapters that this rank sends."""
         from msrl.trainer.weights import adapter_factors, base_shards, local_shards
 
         policy = self._training_rank.policy
-        if parts == "merged":
+        if content == "merged":
             return local_shards(policy), iter(())
-        shards = base_shards(policy) if parts == "separate" else iter(())
+        shards = base_shards(policy) if content == "separate" else iter(())
         return shards, adapter_factors(policy)
 
     def store_weights(
-        self, version: int, verify: bool, parts: WeightParts = "merged"
+        self, version: int, verify: bool, content: WeightContent = "merged"
     ) -> tuple[list[Any], Digests]:
         """Copy the weights of this rank to Ray's object store.
 
@@ -222,7 +222,7 @@ class TrainWorker:
         """
         import ray
 
-        shards, factors = self._sent_weights(parts)
+        shards, factors = self._sent_weights(content)
         return self._sender.store(shards, version, ray.put, verify=verify, factors=factors)
 
     def connect_devices(self, group: DeviceGroup) -> None:
