@@ -265,9 +265,9 @@ def install_peers(session: nox.Session, folder: Path) -> None:
         return
     if stamp_file.exists() and stamp_file.read_text() == requirements:
         return
-    session.run(sys.executable, "-m", "venv", str(folder))
+    session.run_install(sys.executable, "-m", "venv", str(folder))
     install_command = ("-m", "pip", "install", "-q", "-r", "benchmarks/peers.txt")
-    session.run(str(folder / "bin" / "python"), *install_command, *torch_index(session))
+    session.run_install(str(folder / "bin" / "python"), *install_command, *torch_index(session))
     stamp_file.write_text(requirements)
 
 
@@ -317,8 +317,8 @@ def axe_script(session: nox.Session, folder: Path) -> str | None:
 
 
 def pip(session: nox.Session, *args: str) -> None:
-    """Run this environment's pip."""
-    session.run(sys.executable, "-m", "pip", *args, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    """Run this environment's pip, also under `--install-only`."""
+    session.run_install(sys.executable, "-m", "pip", *args, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
 
 
 def update_pip(session: nox.Session) -> None:
