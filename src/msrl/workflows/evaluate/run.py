@@ -245,7 +245,7 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
             _print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
 
 
-class Sampler(Protocol):
+class ResponseSampler(Protocol):
     """Source of responses: an engine, or episodes with one."""
 
     def generate(
@@ -272,7 +272,7 @@ class _Engines:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def load(self, model: EvaluatedModel) -> Sampler:
+    def load(self, model: EvaluatedModel) -> ResponseSampler:
         """Return a sampler of responses by the weights of a checkpoint."""
         engine, episodes = self._engine(model), self._setup.episodes
         if self._pool is None or episodes is None:
@@ -316,7 +316,7 @@ def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
 
 
 def _evaluate(
-    setup: EvaluationSetup, model: EvaluatedModel, sampler: Sampler, scorer: Scorer
+    setup: EvaluationSetup, model: EvaluatedModel, sampler: ResponseSampler, scorer: Scorer
 ) -> tuple[Result, list[dict[str, object]]]:
     """Return the result of one checkpoint, and a row for each of its responses."""
     started = time.perf_counter()
@@ -342,7 +342,7 @@ def _evaluate(
 
 
 def _score_all(
-    setup: EvaluationSetup, checkpoint: Checkpoint, sampler: Sampler, scorer: Scorer
+    setup: EvaluationSetup, checkpoint: Checkpoint, sampler: ResponseSampler, scorer: Scorer
 ) -> Scores:
     """Return the scored responses to all prompts.
 
