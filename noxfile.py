@@ -199,19 +199,28 @@ def agent(session: nox.Session) -> None:
     python(session, "examples/agent/run.py", *session.posargs)
 
 
+@nox.session
+def chain(session: nox.Session) -> None:
+    """Run SFT, a reward model, GRPO against it and a distillation: `-- [--seeds N]`."""
+    install(session, "cpu,dev")
+    python(session, "examples/chain/run.py", *session.posargs)
+
+
 def python(session: nox.Session, *args: str) -> None:
     """Run this environment's Python, offline and with one OpenMP thread per process."""
     session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD)
 
 
 def parallel_options() -> tuple[str, ...]:
-    """Return pytest-xdist's options for as many workers as cores and memory allow.
+    """Return pytest-xdist's options for one worker more than cores, as far as memory allows.
 
-    One worker runs all tests of a file, so that the file's ranks start once.
+    Two workers kept two cores busy for 70% of the time, because tests also wait for processes and
+    time limits. One worker runs all tests of a file, so that the file's ranks start once.
     """
     if sys.platform != "linux":
         return ()
-    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)), available_bytes() // BYTES_PER_WORKER)
+    cores = len(os.sched_getaffinity(0))
+    workers = min(MAX_WORKERS, cores + 1, available_bytes() // BYTES_PER_WORKER)
     if workers <= 1:
         return ()
     return ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")
@@ -263,7 +272,7 @@ def install_peers(session: nox.Session, folder: Path) -> None:
 
 
 def install_torch_npu(session: nox.Session, folder: Path) -> None:
-    """Install torch_npu into a folder of its own: torch loads it wherever it finds it.
+    """Install torch_npu into a separate folder, because torch loads it wherever it is installed.
 
     Skips the session if there is no wheel for this Python and machine.
     """

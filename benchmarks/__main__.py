@@ -1,43 +1,48 @@
 """Compare msrl with peers: `nox -s bench -- [NAME...] [--rounds N] [--write]`.
 
 Both sides run alternately, and the medians and their ratios are printed as a table. The ratio is
-the result, since absolute figures depend on the load of the machine. The scripts of the peers and
-of their inputs are in `../shared/bench` (or `--scripts`); the nox session creates their
-environment. The benchmark `device` needs none of this (see `device.py`), and `imports FOLDER`
-counts the outcomes of importing foreign files (see `imports.py`). `simulate` compares schedules of
-generation and training (see `simulation.py`), and `episodes` compares episodes with slow tools with
-plain generation (see `episodes.py`).
+the result, since absolute figures depend on the load of the machine. `--write` saves the medians in
+results.json. The scripts of the peers and of their inputs are in `../shared/bench` (or
+`--scripts`); the nox session creates their environment. The benchmark `device` needs none of this
+(see `device.py`), and `imports FOLDER` counts the outcomes of importing foreign files (see
+`imports.py`). `simulate` compares schedules of generation and training (see `simulation.py`), and
+`async` measures synchronous and asynchronous trainings (see `asynchronous.py`). `episodes` compares
+episodes with slow tools with plain generation (see `episodes.py`). `resharding` adds up the bytes
+that two plans of a weight transfer send (see `resharding.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from benchmarks import device, episodes, imports, simulation
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
+from benchmarks.results import RESULTS, Samples, additional_medians, figure, result, table, write
 
-RESULTS = ROOT / "benchmarks" / "results.md"
-HEAD = ("| work | ours | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
-Samples = Mapping[str, Sequence[Sample]]
+# Modules of the benchmarks without peers, which have separate options.
+SEPARATE = {
+    "async": "asynchronous",
+    "device": "device",
+    "episodes": "episodes",
+    "imports": "imports",
+    "resharding": "resharding",
+    "simulate": "simulation",
+}
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["device"]:
-        return device.main(sys.argv[2:])
-    if sys.argv[1:2] == ["imports"]:
-        return imports.main(sys.argv[2:])
-    if sys.argv[1:2] == ["episodes"]:
-        return episodes.main(sys.argv[2:])
-    if sys.argv[1:2] == ["simulate"]:
-        return simulation.main(sys.argv[2:])
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in SEPARATE:
+        # Each has its own needs: the device benchmark lacks packages that others import.
+        return importlib.import_module(f"benchmarks.{SEPARATE[name]}").main(sys.argv[2:])
     args = arguments()
     bench = Bench(args.scripts, args.peers / "bin" / "python", args.inputs)
     cases = select_cases(args.names)
@@ -47,7 +52,7 @@ def main() -> int:
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2
-    rows: list[str] = []
+    results: dict[str, Any] = {}
     details: list[str] = []
     failed = False
     for case in cases:
@@ -55,14 +60,13 @@ def main() -> int:
             samples = measure(case, bench, args.rounds)
         except BenchError as error:
             failed = True
-            print(f"{case.name}: {error}", file=sys.stderr)
-            rows.append(f"| {case.work} | failed | | | | |")
+            print(f"{case.name}: failed: {error}", file=sys.stderr)
             continue
-        rows += table_rows(case, samples)
+        results[case.name] = result(case, samples)
+        if args.write:  # after each benchmark, so that an interruption loses none
+            write(results, stack())
         details += detail_lines(case, samples)
-    print("\n".join([*HEAD, *rows, "", *details]))
-    if args.write:
-        RESULTS.write_text("\n".join([*preamble(args.rounds), *HEAD, *rows, "", *details]) + "\n")
+    print("\n".join([*table(results), "", *details]))
     return int(failed)
 
 
@@ -79,7 +83,9 @@ def arguments() -> argparse.Namespace:
         "--rounds", type=int, default=3, help="Number of runs of each side (default: 3)."
     )
     parser.add_argument(
-        "--write", action="store_true", help=f"Also write {RESULTS.relative_to(ROOT)}."
+        "--write",
+        action="store_true",
+        help=f"Also save the medians in {RESULTS.name}.",
     )
     parser.add_argument(
         "--scripts",
@@ -140,29 +146,6 @@ def measure(case: Case, bench: Bench, rounds: int) -> dict[str, list[Sample]]:
     return samples
 
 
-def table_rows(case: Case, samples: Samples) -> list[str]:
-    return [
-        table_row(case, peer, median(samples["ours"]), median(samples[peer])) for peer in case.peers
-    ]
-
-
-def table_row(case: Case, peer: str, ours: float, theirs: float) -> str:
-    """Return a table row. The ratio is ours / peer: lower is better for seconds, not for rates."""
-    ratio = ours / theirs
-    figures = f"{figure(ours)} {case.unit} | {peer} {figure(theirs)} {case.unit} | {ratio:.2f}"
-    return f"| {case.work} | {figures} | {goal_cells(case, peer, ratio)} |"
-
-
-def goal_cells(case: Case, peer: str, ratio: float) -> str:
-    """Return the table cells of a goal and of whether it is reached."""
-    goal = case.goals.get(peer)
-    if goal is None:
-        return " | "
-    if case.higher_is_better:
-        return f"at least {goal:g} | {'yes' if ratio >= goal else '**no**'}"
-    return f"at most {goal:g} | {'yes' if ratio <= goal else '**no**'}"
-
-
 def detail_lines(case: Case, samples: Samples) -> list[str]:
     """Return lines with all samples, and with the medians of their additional figures."""
     lines = []
@@ -177,39 +160,12 @@ def detail_lines(case: Case, samples: Samples) -> list[str]:
     return lines
 
 
-def additional_medians(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the medians of the additional figures by name."""
-    medians: dict[str, float] = {}
-    for key in samples[0].more:
-        values = [sample.more[key] for sample in samples if key in sample.more]
-        medians[key] = statistics.median(values)
-    return medians
-
-
-def preamble(rounds: int) -> list[str]:
+def stack() -> dict[str, str]:
+    """Return the date, the machine and the versions of the packages."""
     from msrl.tracking.run import stack_versions
 
-    versions = ", ".join(f"{name} {version}" for name, version in stack_versions().items())
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-    return [
-        f"# Benchmarks of {date.today().isoformat()}",
-        "",
-        f"Medians of {rounds} alternating rounds; {machine}; {versions}.",
-        "",
-    ]
-
-
-def median(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.value for sample in samples)
-
-
-def figure(value: float) -> str:
-    """Format a value with three significant digits and without an exponent.
-
-    >>> figure(0.50321), figure(1234.5), figure(11.26)
-    ('0.503', '1,234', '11.3')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return {"date": date.today().isoformat(), "machine": machine, **stack_versions()}
 
 
 def log(line: str) -> None:

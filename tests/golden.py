@@ -193,6 +193,25 @@ PREFERENCES: dict[str, Callable[..., float]] = {
     "kto": _kto,
 }
 
+# --- divergences: algorithms/divergences/ ---
+
+
+def _kl(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(one, other, strict=True))
+
+
+def _jensen_shannon(student: Sequence[float], teacher: Sequence[float]) -> float:
+    mixture = [(a + b) / 2 for a, b in zip(student, teacher, strict=True)]
+    return (_kl(student, mixture) + _kl(teacher, mixture)) / 2
+
+
+# Functions of the probabilities of student and teacher.
+DIVERGENCES: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "reverse_kl": _kl,
+    "forward_kl": lambda student, teacher: _kl(teacher, student),
+    "jensen_shannon": _jensen_shannon,
+}
+
 # --- prompt templates: templates/ ---
 
 # Rendering of user "Hi", assistant "Yes" for a tokenizer with the begin-of-text token <s> and the

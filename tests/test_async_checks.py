@@ -46,6 +46,8 @@ def error(*sets: str) -> str:
         (S1, "rollout.async.allow_uncorrected=true"),
         (S1, TOKEN, "rollout.async.partial=true", "rollout.async.on_stale=drop"),
         (S1, TOKEN, "algo.old_logprobs=log-linear", "train.updates.epochs=2"),
+        (S1, TOKEN, "rollout.filter.kind=all_equal", "rollout.filter.refill=true"),
+        (S1, TOKEN, "algo.advantage.estimator=remax"),
     ],
 )
 def test_a_corrected_asynchronous_run_is_valid(sets: tuple[str, ...]) -> None:
@@ -102,9 +104,10 @@ def test_normalized_weights_need_the_trainers_log_probabilities() -> None:
     assert_mentions(text, "algo.mismatch.normalize", "log-linear")
 
 
-def test_a_refill_is_refused_by_name() -> None:
-    text = error(S1, TOKEN, "rollout.filter.kind=all_equal", "rollout.filter.refill=true")
-    assert_mentions(text, "rollout.filter.refill", "max_staleness")
+def test_additional_prompts_of_a_refill_are_refused_by_name() -> None:
+    refill = ("rollout.filter.kind=all_equal", "rollout.filter.refill=true")
+    text = error(S1, TOKEN, *refill, "rollout.filter.extra_prompts=2")
+    assert_mentions(text, "rollout.filter.extra_prompts", "no effect", "max_staleness")
 
 
 @pytest.mark.parametrize("name", ["cuda", "npu"])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from msrl.algorithms.packing import Sequences
 from msrl.cluster.waiting import WorkerError
-from msrl.config.sections.rollout import AsyncConfig
+from msrl.config.sections.rollout import AsyncConfig, FilterConfig
 from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scores
@@ -141,11 +142,21 @@ class Scoring:
         return Scores(tuple(scored), {"slow/timeout": len(groups)}, ())
 
 
-def make_job(options: AsyncConfig, *, start_step: int = 0, timeout_s: float = 60.0) -> Any:
+def make_job(
+    options: AsyncConfig,
+    *,
+    start_step: int = 0,
+    timeout_s: float = 60.0,
+    groups: FilterConfig | None = None,
+    estimator: str = "group_norm",
+) -> Any:
     dataset: Any = [Prompt(row, np.arange(row, row + 4)) for row in range(ROWS)]
     order = RowOrder(ROWS, BATCH, seed=0, shuffle=True)
     config = SimpleNamespace(
-        rollout=SimpleNamespace(prompts_per_step=BATCH, asynchronous=options),
+        rollout=SimpleNamespace(
+            prompts_per_step=BATCH, asynchronous=options, filter=groups or FilterConfig()
+        ),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator=estimator)),
         cluster=SimpleNamespace(rpc_timeout_s=timeout_s),
     )
     return SimpleNamespace(
@@ -256,7 +267,6 @@ def test_a_checkpoint_of_an_asynchronous_run_is_refused_by_a_synchronous_one() -
         train(rollouts, range(1))
         state = rollouts.state()
     job = make_job(AsyncConfig(), start_step=1)
-    job.config.rollout.filter = None
     engines: Any = None
     with pytest.raises(MsrlError, match=mentions("rollout.async.max_staleness=0")):
         Rollouts(job, engines, engines, state)
@@ -372,6 +382,122 @@ def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_aft
                 versions = np.repeat(*np.transpose(completion.version_runs))
                 assert versions.tolist() == completion.token_ids.tolist()
                 assert step - 1 <= versions.min() <= versions.max() <= step
+
+
+class RowScoring(Scoring):
+    """Scorer whose rewards differ within the groups of even rows only."""
+
+    def score(self, groups: Sequence[RolloutGroup]) -> Scores:
+        time.sleep(self.random.choice([0.0, 0.003]))
+        scored = list[ScoredGroup]()
+        for group in groups:
+            high = float(group.prompt.index % 2 == 0)
+            rewards = [Reward(high * n, {}) for n in range(len(group.completions))]
+            scored.append(ScoredGroup(group, tuple(rewards)))
+        return Scores(tuple(scored), {}, ())
+
+
+REFILL = FilterConfig(kind="all_equal", refill=True)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_filtered_groups_are_replaced_within_the_bound(staleness: int, on_stale: Any) -> None:
+    options = AsyncConfig(max_staleness=staleness, on_stale=on_stale)
+    filtered = list[int]()
+    batches = list[tuple[ScoredGroup, ...]]()
+    with make_rollouts(options, groups=REFILL, scorer=RowScoring()) as rollouts:
+        for step in range(STEPS):
+            batch = rollouts.take(step, Clock())
+            batches.append(batch.train_groups)
+            dropped = [group.rollout.prompt.index for group in batch.dropped_groups]
+            assert batch.metrics["rollout/missing"] == 0
+            assert batch.metrics["rollout/prompts"] == BATCH + len(dropped)
+            assert len(batch.scores.groups) == BATCH + len(dropped)
+            filtered += dropped
+            rollouts.publish(step + 1)
+        state = rollouts.state()["rollouts"]
+    filtered += [item["prompt_index"] for item in state["filtered"]]
+    trained = row_numbers(batches)
+    assert all(row % 2 == 0 for row in trained) and all(row % 2 == 1 for row in filtered)
+    waiting = [item["number"] for item in state["finished"]]
+    waiting += [number for number, _ in state["pending"]]
+    issued = rows_in_order(make_job(options), state["next_number"])
+    left = [issued[number] for number in waiting]
+    assert Counter([*trained, *filtered, *left]) == Counter(issued), "each prompt has one use"
+    if on_stale == "wait":
+        assert trained == [row for row in issued if row % 2 == 0][: STEPS * BATCH]
+    for step, batch in enumerate(batches):
+        for group in batch:
+            versions = [run for c in group.rollout.completions for run, _ in c.version_runs]
+            assert step - staleness <= min(versions) <= max(versions) <= step
+
+
+def test_replacements_end_at_their_limit_and_the_step_reports_it() -> None:
+    section = FilterConfig(kind="mean", low=10.0, refill=True, max_refills=2)
+    with make_rollouts(AsyncConfig(max_staleness=1), groups=section) as rollouts:
+        first = rollouts.take(0, Clock())
+        rollouts.publish(1)
+        second = rollouts.take(1, Clock())
+    for batch in (first, second):
+        assert len(batch.train_groups) == BATCH
+        assert batch.metrics["rollout/missing"] == BATCH
+        assert any("rollout.filter" in note for note in batch.scores.notes)
+    assert len(first.dropped_groups) == 2 * BATCH
+    assert len(second.dropped_groups) <= 2 * BATCH
+
+
+def test_a_resumed_run_keeps_filtered_groups_for_the_statistics() -> None:
+    options = AsyncConfig(max_staleness=2)
+    with make_rollouts(options, groups=REFILL, scorer=RowScoring()) as rollouts:
+        first = train(rollouts, range(2), update_s=0.1)
+        state = json.loads(json.dumps(rollouts.state()))
+    kept = [item["prompt_index"] for item in state["rollouts"]["filtered"]]
+    assert kept, "nothing was filtered during the updates"
+    rest = {"state": state, "start_step": 2, "groups": REFILL, "scorer": RowScoring()}
+    with make_rollouts(options, **rest) as rollouts:
+        batch = rollouts.take(2, Clock())
+        second = [batch.train_groups]
+        rollouts.publish(3)
+        second += train(rollouts, range(3, STEPS))
+    dropped = [group.rollout.prompt.index for group in batch.dropped_groups]
+    assert set(kept) <= set(dropped)
+    order = rows_in_order(make_job(options), 20 * BATCH)
+    expected = [row for row in order if row % 2 == 0][: STEPS * BATCH]
+    assert row_numbers([*first, *second]) == expected
+
+
+def test_a_group_has_the_greedy_response_that_its_estimator_needs() -> None:
+    options, seeds = AsyncConfig(max_staleness=2), list[tuple[float, int | None]]()
+    workers = LocalEngines()
+    for engine in workers.engines:
+        add_request = engine.add_request
+
+        def record(
+            request: str, prompt: Prompt, sampling: SamplingParams, *more: Any, add: Any
+        ) -> None:
+            seeds.append((sampling.temperature, more[0]))
+            add(request, prompt, sampling, *more)
+
+        engine.add_request = partial(record, add=add_request)  # type: ignore[method-assign]
+    with make_rollouts(options, workers, estimator="remax") as rollouts:
+        first = train(rollouts, range(2), update_s=0.1)
+        state = json.loads(json.dumps(rollouts.state()))
+    finished = state["rollouts"]["finished"]
+    assert finished, "nothing was finished during the updates"
+    with make_rollouts(options, state=state, start_step=2, estimator="remax") as rollouts:
+        second = train(rollouts, range(2, STEPS))
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    for batch in [*first, *second]:
+        for group in batch:
+            assert len(group.rollout.completions) == len(group.rewards) == SAMPLING.num_samples
+            assert group.greedy is not None
+            (greedy,) = group.greedy.rollout.completions
+            assert group.greedy.rollout.prompt.index == group.rollout.prompt.index
+            assert group.greedy.rewards[0].total == len(greedy.token_ids)
+    greedy_seeds = [seed for temperature, seed in seeds if temperature == 0.0]
+    assert set(greedy_seeds) == {None}
+    assert len(seeds) == (SAMPLING.num_samples + 1) * len(greedy_seeds)
 
 
 def test_failed_rewards_are_counted_once() -> None:

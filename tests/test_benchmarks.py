@@ -16,26 +16,57 @@ from support import assert_mentions, mentions
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device  # noqa: E402
-from benchmarks.__main__ import detail_lines, figure, table_row  # noqa: E402
+from benchmarks import asynchronous, device, results  # noqa: E402
+from benchmarks.__main__ import detail_lines  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
 from benchmarks.measure import BenchError, quiet_environment, timed  # noqa: E402
+from benchmarks.results import figure  # noqa: E402
 
 BY_NAME = {case.name: case for case in CASES}
 
 
+def measured_row(name: str, ours: float, **peers: float) -> str:
+    """Return the first table row of a benchmark with these values."""
+    samples = {"ours": [Sample(ours)], **{peer: [Sample(value)] for peer, value in peers.items()}}
+    return next(results.rows(results.result(BY_NAME[name], samples)))
+
+
 def test_goals_are_upper_limits_for_seconds_and_lower_limits_for_rates() -> None:
-    assert table_row(BY_NAME["convert"], "copy_floor", 5.0, 4.0).endswith(
+    assert measured_row("convert", 5.0, copy_floor=4.0).endswith(
         "| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |"
     )
-    assert table_row(BY_NAME["convert"], "copy_floor", 5.1, 4.0).endswith(
-        "| 1.27 | at most 1.25 | **no** |"
-    )
-    assert table_row(BY_NAME["preprocess"], "tokenize_ceiling", 300.0, 500.0).endswith(
+    assert measured_row("convert", 5.1, copy_floor=4.0).endswith("| 1.27 | at most 1.25 | **no** |")
+    assert measured_row("preprocess", 300.0, tokenize_ceiling=500.0).endswith(
         "| 0.60 | at least 0.8 | **no** |"
     )
-    assert table_row(BY_NAME["sft-fp32"], "trl_sft", 0.5, 1.0).endswith("| 0.50 |  |  |")
+    assert measured_row("sft-fp32", 0.5, raw_hf=1.0, trl_sft=1.0).endswith(
+        "| 0.50 | at most 1 | yes |"
+    )
+
+
+def test_written_results_replace_only_benchmarks_that_ran(tmp_path: Path) -> None:
+    path, stack = tmp_path / "results.json", {"date": "2026-01-01", "machine": "2 cores"}
+    samples = {"ours": [Sample(5.0, {"MB": 3.0})], "copy_floor": [Sample(4.0)]}
+    first = results.result(BY_NAME["convert"], samples)
+    results.write({"convert": first}, stack, path)
+    results.write({"convert-small": first}, stack | {"date": "2026-01-02"}, path)
+    saved = json.loads(path.read_text())
+    assert saved["convert"]["stack"]["date"] == "2026-01-01"
+    assert saved["convert-small"]["peers"]["copy_floor"]["ratio"] == 1.25
+    assert results.saved_table(path).count("copy_floor 4 s") == 2
+
+
+@pytest.mark.parametrize(("step_s", "reached"), [(0.65, "yes"), (0.66, "no")])
+def test_the_goal_of_asynchronous_steps_is_a_ratio_of_medians(step_s: float, reached: str) -> None:
+    runs = {
+        0: [asynchronous.StepSeconds(step, 0.5) for step in (9.0, 1.0, 0.1)],
+        1: [asynchronous.StepSeconds(step, 0.5) for step in (step_s, 7.0, 0.2)],
+    }
+    assert asynchronous.ratio(runs) == pytest.approx(step_s)
+    lines = asynchronous.table(0.5, runs)
+    assert_mentions(lines[-1], f"{step_s:.2f}", "0.65", f"Reached: {reached}")
+    assert "| synchronous | 1 s | 9, 1, 0.1 |" in lines
 
 
 def test_all_samples_are_printed() -> None:

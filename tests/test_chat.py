@@ -244,6 +244,7 @@ def _never_end(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_stops_a_response_and_then_leaves(tmp_path):
     save_model(tmp_path, tied=False, positions=8192)

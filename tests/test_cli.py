@@ -31,7 +31,8 @@ COMMANDS = [
     ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
     ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
-    ["config", "import"], ["report"], ["view"], ["doctor"],
+    ["config", "import"], ["report"], ["view"], ["diagnose"], ["diagnose", "mismatch"],
+    ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 

@@ -176,6 +176,7 @@ def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
     assert "Authentication token" in run.stderr
 
 
+@pytest.mark.full
 def test_down_ends_the_two_nodes_that_it_recorded_and_nothing_else(head, capsys):
     """`ray stop` would also end the other Ray; `down` ends the recorded nodes, even if a supervisor
     was killed.

@@ -64,6 +64,7 @@ def test_a_run_that_lacks_its_results_gets_them_by_resume_or_report(config: Path
         assert rows(run) == metrics
 
 
+@pytest.mark.full
 def test_a_resumed_run_of_more_steps_goes_beyond_the_completed_one(config: Path):
     copy = shutil.copytree(config.parent / "runs" / "run", config.parent / "runs" / "longer")
     more = ("--name", "longer", "--steps", "3", "--resume", "auto")

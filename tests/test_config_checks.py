@@ -558,6 +558,7 @@ def test_a_profile_of_a_missing_step_or_rank_is_refused(
             ("rollout.weights.transfer=ipc", "rollout.async"),
         ),
         (["bucket_bytes=100"], ("rollout.weights.bucket_bytes=100", "65536")),
+        (["adapters_only=true"], ("rollout.weights.adapters_only=true", "train.lora.rank")),
     ],
 )
 def test_a_way_of_weights_that_cannot_work_is_refused(

@@ -238,6 +238,7 @@ def test_every_mixture_larger_than_memory_is_verified_by_layers(
     _assert_verified_layer_by_layer(tmp_path, name, capsys)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_model_larger_than_memory_is_verified_layer_by_layer(
@@ -354,11 +355,12 @@ def test_an_altered_checkpoint_is_not_converted(
     ("config", "layout", "rank", "name"),
     [
         ({}, ParallelLayout(2), Coords(1), "decoder.layers.1.input_layernorm.weight"),
-        (
+        pytest.param(
             QWEN3_MOE,
             ParallelLayout(ep=2),
             Coords(ep=1),
             "decoder.layers.0.self_attention.linear_qkv.weight",
+            marks=pytest.mark.full,
         ),
         (
             QWEN3_MOE,

@@ -180,6 +180,7 @@ def test_a_platform_that_this_machine_lacks_is_wrong_only_if_it_is_selected(
     assert re.search(r"^wrong  platform: cluster.platform=npu: ", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_libraries_of_this_machine_import():
     findings = doctor.run("cpu", resolved=None, mistakes=(), command=None, imports=True)

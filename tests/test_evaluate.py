@@ -257,6 +257,7 @@ def config(inputs: Path, output: Path, *models: str, **sections: Any) -> Config:
     return Config.model_validate({**values, **sections})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_equal_weights_get_equal_answers_and_only_new_checkpoints_are_evaluated(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

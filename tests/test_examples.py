@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,8 @@ HF2MCORE = (Flag("convert.command", "hf2mcore", "hf2mcore"),)
 COMMANDS = {
     "sft": "train-sft",
     "grpo": "train-grpo",
+    "rm": "train-rm",
+    "distill": "train-distill",
     "lake": "train-grpo",
     "calculator": "train-grpo",
     "convert": "convert-ckpt",
@@ -62,6 +65,17 @@ def make_inputs(config: Config) -> None:
         (checkpoint / "hf" / "config.json").write_text(
             Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
         )
+    rewards = [Path(source.model) for source in config.reward.sources if source.model is not None]
+    teachers = [Path(teacher.model) for teacher in config.algo.distill.teachers]
+    for path in (*rewards, *teachers):
+        architecture = "Qwen2ForSequenceClassification" if path in rewards else "Qwen2ForCausalLM"
+        changes = {"architectures": [architecture], "num_labels": 1}
+        sizes = json.loads(Path("model/config.json").read_text(encoding="utf-8"))
+        checkpoint = make_mcore(path)
+        (checkpoint / "hf" / "config.json").write_text(
+            json.dumps({**sizes, **changes}), encoding="utf-8"
+        )
+        (checkpoint / "hf" / "tokenizer.json").write_text("{}", encoding="utf-8")
     for prefix in (config.data.train, config.data.eval):
         if prefix is not None:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)

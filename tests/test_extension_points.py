@@ -55,6 +55,9 @@ KINDS = {
     "preference loss": Kind(
         plugins("msrl.algorithms.preference"), golden.PREFERENCES, "PREFERENCES in tests/golden.py"
     ),
+    "divergence": Kind(
+        plugins(registry.DIVERGENCES), golden.DIVERGENCES, "DIVERGENCES in tests/golden.py"
+    ),
     "dataset handler": Kind(plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/golden.py"),
     "tracker": Kind(plugins(TRACKERS), golden.TRACKERS, "TRACKERS in tests/golden.py"),
     "prompt template": Kind(template_names, golden.TEMPLATES, "TEMPLATES in tests/golden.py"),

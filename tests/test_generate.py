@@ -268,7 +268,7 @@ def test_rows_of_an_environment_need_no_prompt_and_reach_it_as_text(folder, tmp_
     first, second = setup.prompts
     assert not len(first.token_ids) and (first.answer, first.extra) == ("4", {"id": "1"})
     assert len(second.token_ids) and second.extra == {"level": "hard"}
-    assert setup.longest_prompt == 512
+    assert setup.engine.engine.max_model_len == 512  # the most that the model has
     retry = {"name": "retry", "options": {"verifier": "acc"}}
     changed = {"environment": retry, "generate": setup_values(folder, tmp_path)}
     with pytest.raises(MsrlError, match=mentions("environment", "row 0", "prompt")):

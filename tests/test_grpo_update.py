@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,13 @@ from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.training.train_worker import WorkerPosition
+from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
@@ -39,18 +45,19 @@ class Ranks:
         self.report, self.losses = report, list[Any]()
         self.sequences, self.statistics = list[Sequences](), list[str]()
 
-    def logprobs(
+    def begin_logprobs(
         self,
         sequences: Sequences,
         limits: object,
         temperature: float,
         *,
         of_reference: bool = False,
-    ) -> tuple[Floats, ...]:
-        return tuple(
+    ) -> Any:
+        values = tuple(
             np.full(len(ids), -1.5 if of_reference else -1.0, np.float32)
             for ids in sequences.token_ids
         )
+        return SimpleNamespace(wait=lambda: values)
 
     def token_statistic(
         self, sequences: Sequences, limits: object, temperature: float, name: str
@@ -269,3 +276,52 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
     # Equal norms: the baseline of the first token is the mean, that of the second is 0.
     values = [sample.advantages.tolist() for sample in prepared.samples]
     assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]
+
+
+class RecordedRank(Workers):
+    """Rank of a model whose calls are recorded, with log-probabilities of `value`."""
+
+    def __init__(self, name: str, value: float, events: list[tuple[str, str]]) -> None:
+        super().__init__(1)
+        self.name, self.value, self.events = name, value, events
+
+    def rendezvous(self) -> str:
+        return ""
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def share(self, value: object) -> Any:
+        return value
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        self.events.append(("begin", self.name))
+        return Calls({0: (method, arguments[0])})
+
+    def wait(self, calls: Calls) -> list[Any]:
+        method, arguments = calls.references[0]
+        self.events.append(("end", self.name))
+        if method == "start":
+            return [(WorkerPosition(0, True, 1), {})]
+        lengths = [int(batch.cu_seqlens[-1]) for batch in arguments[0]]
+        return [[np.full(length, self.value, np.float32) for length in lengths]]
+
+
+def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: Path):
+    events = list[tuple[str, str]]()
+    policy = RecordedRank("policy", -1.0, events)
+    reference = TrainerGroup(RecordedRank("reference", -1.5, events))
+    saves: Any = None
+    separate = SeparateGroup(reference, None, saves, is_critic=False)
+    groups = ModelGroups(TrainerGroup(policy), {"reference": separate}, shares_devices=False)
+    groups.start(None, saves)
+    groups.start_separate(None)
+    events.clear()
+    config = load(["grpo.yaml"], ["algo.kl.reward.coef=0.1"], command="train-grpo").config
+    prepared = Updater(config, groups, 1, {}).prepare([group(0, 1.0, 0.0)], Clock())
+    order = [("begin", "policy"), ("begin", "reference"), ("end", "policy"), ("end", "reference")]
+    assert events == order
+    assert prepared.metrics["reward_kl"] > 0

@@ -81,6 +81,7 @@ def test_the_quickstart_with_ppo_as_a_mindspeed_file_trains_a_critic():
     assert theirs.reward == native.reward and theirs.train.parallel == native.train.parallel
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_file_of_mindspeed_trains_from_mindspeeds_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

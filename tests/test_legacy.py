@@ -171,6 +171,7 @@ def test_an_unknown_legacy_tensor_is_reported(tmp_path: Path) -> None:
         open_weights(tmp_path / "legacy")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_conversion_to_legacy_names_is_verified_by_real_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

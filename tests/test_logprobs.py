@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from msrl.algorithms.divergences.reverse_kl import divergence as reverse_kl
 from msrl.trainer.objective.chunked import chunked_logprobs
 from msrl.trainer.objective.logprobs import (
     Distribution,
+    DistributionComparison,
     VocabColumns,
     make_columns,
     vocab_parallel_logprobs,
@@ -74,6 +76,7 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk_size(
         torch.randn(ROWS),
     )
     other, reference = other_model(vocab)
+    comparisons = [DistributionComparison(other, reverse_kl)]
 
     exact = hidden.double().requires_grad_()
     expected = plain(exact @ head.double().t(), reference.double(), labels)
@@ -81,9 +84,12 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk_size(
 
     leaf = hidden.clone().requires_grad_()
     if num_rows is None:
-        actual = vocab_parallel_logprobs(leaf @ head.t(), labels, vocab, other)
+        actual = vocab_parallel_logprobs(leaf @ head.t(), labels, vocab, comparisons)
     else:
-        actual = chunked_logprobs(leaf, head, labels, vocab, num_rows=num_rows, other=other)
+        actual = chunked_logprobs(
+            leaf, head, labels, vocab, num_rows=num_rows, comparisons=comparisons
+        )
+    actual = (*actual[:2], actual[2].squeeze(-1))
     for value, exact_value in zip(actual, expected, strict=True):
         assert value is not None
         torch.testing.assert_close(value.double(), exact_value, rtol=1e-4, atol=1e-5)
@@ -95,7 +101,8 @@ def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(grou
     vocab = columns(group, 100, with_entropy=False)
     other, logits = other_model(vocab)
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, vocab, other)
+    comparisons = [DistributionComparison(other, reverse_kl)]
+    _, entropy, divergence = vocab_parallel_logprobs(logits, labels, vocab, comparisons)
     assert entropy is None and divergence is not None
     assert divergence.abs().max() < 1e-5
     assert vocab_parallel_logprobs(logits, labels, vocab)[2] is None

@@ -38,7 +38,7 @@ from test_mixture_exactness import _assert_same
 from test_mixture_training import _trained
 from training_ranks import Case, Result
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
 LORAS = {
     # Only some of the modules of the fused layers.

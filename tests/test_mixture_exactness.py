@@ -25,7 +25,7 @@ from reference_gradients import _file_gradients
 from test_mixture_training import _trained
 from training_ranks import Case, Result, sequences
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 MODELS = {"qwen3 moe": QWEN3_MOE, "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2}}
 FULL, MOE = (
     RecomputeConfig(granularity="full"),

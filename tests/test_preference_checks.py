@@ -14,6 +14,7 @@ from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import resolve
+from msrl.workflows.preference.rows import checked_rows, row_order
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
 from tiny_qwen2 import save_model
@@ -67,7 +68,12 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ),
         ("train-dpo", ("algo.preference.loss=kto",), ("data.train", "pairs", "labeled")),
         ("train-dpo", ("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-dpo")),
-        ("train-dpo", ("data.blend={x: 1.0}", "data.train=null"), ("data.blend", "datasets")),
+        ("train-dpo", ("data.blend={x: 1.0}",), ("data.blend", "data.train")),
+        (
+            "train-rm",
+            ("data.blend={x: 1.0}", "data.train=null", "data.eval_fraction=0.1"),
+            ("data.eval_fraction", 0.1, "data.eval"),
+        ),
         ("train-dpo", ("data.handler=pretrain",), ("data.handler", "pretrain", "train-sft")),
         (
             "train-dpo",
@@ -145,6 +151,23 @@ def test_the_memory_has_a_reference_only_where_the_ranks_hold_one(inputs: Path) 
     assert "logits" not in scores and scores["weights"] < own["weights"]
     single = memory_rows(resolve(check(inputs, "train-dpo").config, "train-sft"))
     assert "activations" not in single
+
+
+def test_a_blend_reads_rows_of_all_datasets_in_proportion(inputs: Path) -> None:
+    pairs, margins = (str(inputs / name) for name in ("pairs", "margins"))
+    blend = (f"data.blend={{'{pairs}': 3, '{margins}': 1}}", "data.train=null")
+    plan = resolve(check(inputs, "train-rm", *blend).config, "train-rm")
+    rows, held_out = checked_rows(plan, "pairs", reads_margins=True)
+    assert held_out is None and rows.counts == (12, 12) and len(rows) == 24
+    assert [rows.examples(number).value for number in (11, 12)] == [0.0, 0.5]
+    order = row_order(plan.config, rows)
+    for step in range(3):
+        numbers = order.of_step(step)
+        assert sum(number < 12 for number in numbers) == 3
+    packed = resolve(check(inputs, "train-rm", *blend, "data.pack=true").config, "train-rm")
+    together, _ = checked_rows(packed, "pairs", reads_margins=True)
+    assert sum(together.counts) == len(together.members)
+    assert {n // 12 for row in together.members[: together.counts[0]] for n in row} == {0}
 
 
 def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,6 +317,7 @@ def reward_run(inputs: Path) -> tuple[Path, dict[str, Any]]:
     return run_in_process(config, "train-rm"), config
 
 
+@pytest.mark.full
 def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resumes(
     reward_run: tuple[Path, dict[str, Any]], inputs: Path, tmp_path: Path
 ) -> None:

@@ -112,6 +112,14 @@ def _checkpoints(folder: Path) -> None:
     (folder / "used" / "iter_0000007").mkdir(parents=True)
 
 
+def _small_heads(folder: Path) -> None:
+    """Split the same weights into twice as many heads, of 16 channels."""
+    path = folder / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["num_attention_heads"], config["num_key_value_heads"] = 8, 4
+    path.write_text(json.dumps(config))
+
+
 def _text(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
@@ -168,6 +176,22 @@ REFUSALS = {
     ),
     "train-grpo, ground truth that the verifier cannot use": Refusal(
         "train-grpo", ("reward.sources=[{verifier: code}]",), ("data.train=prompts",)
+    ),
+    **{
+        f"{command}, head size without a kernel": Refusal(
+            command, (), ("config.json", "num_attention_heads=8", "32, 64"), _small_heads
+        )
+        for command in ("train-grpo", "generate", "chat", "serve", "eval")
+    },
+    "train-grpo, fewer tokens per step than a sequence": Refusal(
+        "train-grpo",
+        ("rollout.engine.max_num_batched_tokens=150",),
+        ("rollout.engine.max_num_batched_tokens=150", "200"),
+    ),
+    "train-grpo, engine longer than the model": Refusal(
+        "train-grpo",
+        ("rollout.engine.max_model_len=257",),
+        ("rollout.engine.max_model_len=257", "256"),
     ),
     "generate, existing output": Refusal(
         "generate", (), ("generate.output=answers.jsonl", "exists"), _text("answers.jsonl", "")

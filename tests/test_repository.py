@@ -56,6 +56,7 @@ def test_all_documented_nox_sessions_exist() -> None:
     assert mentioned <= sessions
     assert sessions == {
         "agent",
+        "chain",
         "quickstart",
         "fuzz",
         "tests",

@@ -76,6 +76,7 @@ def test_adapter_dropout_resumed_at_another_tensor_parallel_size_keeps_copies_eq
     ]
 
 
+@pytest.mark.full
 def test_an_offloaded_optimizer_is_absent_during_forward_and_backward(tmp_path: Path):
     """This includes the steps after a save or a load, which onload the optimizer for a moment."""
     from msrl.platforms import get

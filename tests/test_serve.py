@@ -340,10 +340,11 @@ def test_an_interrupt_ends_the_server_and_its_children(
     kind: str, stub: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("msrl.workflows.serve.server_process._END_S", 1.0)
-    port, pids = free_port("127.0.0.1", 0), list[int]()
+    port, pids = free_port("127.0.0.1", 0), set[int]()
+    before = set(children(os.getpid()))  # such as a resource tracker of an earlier test
 
     def interrupt() -> None:
-        pids.extend(children(os.getpid()))
+        pids.update(set(children(os.getpid())) - before)
         raise KeyboardInterrupt
 
     with temporary.owned_folder("msrl-test-") as folder, pytest.raises(KeyboardInterrupt):

@@ -605,6 +605,7 @@ def resumed(inputs) -> Resumed:
     return attempt
 
 
+@pytest.mark.full
 def test_a_dead_rank_is_reported_and_the_resumed_run_equals_the_uninterrupted_one(whole, resumed):
     assert resumed.code == 1, resumed.output
     assert resumed.ended_in_s < 90  # half of rpc_timeout_s
@@ -614,6 +615,7 @@ def test_a_dead_rank_is_reported_and_the_resumed_run_equals_the_uninterrupted_on
         assert rollouts(resumed.run, step) == rollouts(whole, step)
 
 
+@pytest.mark.full
 def test_evaluations_do_not_change_the_training_and_a_resume_repeats_and_skips_none(
     whole, resumed, inputs, tmp_path
 ):
@@ -636,6 +638,7 @@ def test_evaluations_do_not_change_the_training_and_a_resume_repeats_and_skips_n
     )
 
 
+@pytest.mark.full
 def test_sampled_evaluations_use_the_policy_of_their_step_and_keep_the_best_checkpoint(
     whole, resumed, inputs, tmp_path
 ):
@@ -670,12 +673,11 @@ def test_sampled_evaluations_use_the_policy_of_their_step_and_keep_the_best_chec
     assert saved_steps(resumed.run / "checkpoints") == sorted({best, STEPS})
 
 
-@pytest.fixture(scope="module")
-def adapted(inputs) -> Path:
-    """Train adapters for three steps on two TP ranks with a KL loss; evaluate at the end."""
+def adapter_settings(inputs: Path, name: str) -> dict[str, Any]:
+    """Return a run of three steps on two TP ranks with a KL loss and an evaluation at the end."""
     changes = settings(
         inputs,
-        "adapted",
+        name,
         "untied",
         algo={"kl": {"loss": {"coef": 0.05}}},
         checkpoint={"export_hf": True},
@@ -688,7 +690,14 @@ def adapted(inputs) -> Path:
         "lora": {"rank": 4, "alpha": 8.0},
     }
     changes["eval"] = {"every_steps": 3, "sampling": {"temperature": 0.9}}
-    changes["rollout"]["engine"]["tp"], tmp = 2, make_tmp()
+    changes["rollout"]["engine"]["tp"] = 2
+    return changes
+
+
+@pytest.fixture(scope="module")
+def adapted(inputs) -> Path:
+    """Train adapters."""
+    changes, tmp = adapter_settings(inputs, "adapted"), make_tmp()
     succeed(
         "train-grpo",
         "-c",
@@ -715,6 +724,23 @@ def test_eval_of_a_run_repeats_the_evaluations_of_its_training(adapted, tmp_path
     for name in ("pass@1", "reward", "response_length", "truncated"):
         assert entry["metrics"][name] == pytest.approx(values[f"eval/{name}"]), name
     assert "not evaluated again" in succeed("eval", *words, log=tmp_path / "again.log")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["shared_memory", "ray"])
+def test_adapters_sent_alone_give_the_run_of_merged_weights_bit_for_bit(
+    adapted: Path, inputs: Path, way: str
+):
+    changes = adapter_settings(inputs, f"alone-{way}")
+    weights = {"adapters_only": True, "transfer": way, "verify": "every", "bucket_bytes": 1 << 16}
+    changes["rollout"]["weights"] = weights
+    file = write_config(inputs / f"alone-{way}.yaml", changes)
+    succeed("train-grpo", "-c", str(file), log=inputs / f"alone-{way}.log")
+    run = inputs / "runs" / f"alone-{way}"
+    assert metrics(run) == metrics(adapted)
+    for step in (1, 2, 3):
+        assert rollouts(run, step) == rollouts(adapted, step)
+    assert rollouts(run, 3, "eval") == rollouts(adapted, 3, "eval")
 
 
 @pytest.mark.full
@@ -781,6 +807,7 @@ def fail_with(inputs: Path, name: str, function: str, **sections: Any) -> Comman
     )
 
 
+@pytest.mark.full
 def test_a_reward_function_that_always_raises_ends_the_run_at_its_first_step_with_the_cause(inputs):
     command = fail_with(inputs, "raises", "raises")
     assert command.wait() == 2, command.output()

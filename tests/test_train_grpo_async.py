@@ -162,6 +162,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs: Path) -> None:
     """Run the loop of asynchronous training with a bound of 0, which users cannot select."""
     for name in ("sync", "bound-0"):

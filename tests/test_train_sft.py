@@ -263,7 +263,12 @@ def test_a_run_removes_its_temporary_files(complete_run, inputs):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM, signal.SIGHUP]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
+    ],
 )
 def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwise_equal(
     complete_run, config, inputs, number
@@ -305,6 +310,7 @@ def test_an_interrupt_while_ranks_start_ends_the_run_immediately(config, inputs)
     )
 
 
+@pytest.mark.full
 def test_a_kill_during_a_save_keeps_the_last_checkpoint_and_the_resumed_run_is_bitwise_equal(
     complete_run, config, inputs
 ):

@@ -65,6 +65,7 @@ def test_workers_answer_again_after_a_restart(workers):
     assert workers.call("add", [1], 2) == [(0, 1, 3), (1, 1, 3)]
 
 
+@pytest.mark.full
 def test_a_worker_without_heartbeats_counts_as_dead_and_is_named():
     env = {"PYTHONPATH": python_path()}
     with local_workers(

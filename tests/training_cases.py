@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from msrl.algorithms.mismatch import Correction
 from msrl.config.sections.train import LoraConfig, OffloadConfig, RecomputeConfig
+from msrl.trainer.objective.losses import Distillation
 from msrl.trainer.settings import Layout
 from poisoned_ranks import Poisoned
 from product_ranks import Product
@@ -52,18 +54,27 @@ LAYOUTS = {
     "micro-batches of 8": Case("", Path(), micro_batch=8),
     "micro-batches by tokens": Case("", Path(), max_tokens=64),
 }
-# Layouts of the policy loss and of changing batches outside of the full tables. Every layout runs
-# the ten steps of `TABLE`.
-CHANGING_BATCHES = (
-    "pp2",
+# Cases of the tables outside of the full tables: each parallel dimension and each option once.
+CHANGING_BATCHES = ("pp2", "tp2 dp2", "micro-batches by tokens")
+POLICY_UPDATES = ("tp2 pp2", "vpp dp2", "chunked logits")
+TEN_STEPS = (
+    "tp2 pp2",
     "tp2 sp cp2",
     "vpp with empty",
     "tp2 dp2",
+    "full recompute",
+    "chunked logits cp2",
     "offload",
     "micro-batches of 1",
-    "micro-batches by tokens",
 )
-POLICY_UPDATES = ("tp2 pp2", "cp2", "vpp dp2", "chunked logits", "micro-batches by tokens")
+SPLIT_POLICIES = ("gspo", "tis", "cispo", "dppo")
+EXACT_DIVERGENCES = ("tp2 cp2",)
+FIRST_BFLOAT16 = ("qwen3", "qwen3 tp2 sp", "gemma2")
+RESUMED = ("resumed tp2 pp2", "resumed vpp from vpp")
+SPLIT_LORAS = ("lora single", "lora tp2 sp", "lora pp2 cp2")
+SPLIT_DROPOUT = ("lora dropout tp2 sp",)
+SPLIT_CRITICS = ("tp2 pp2", "vpp dp2")
+NOT_POISONED_BY = ("poisoned single", "poisoned cp2", "poisoned tp2 sp cp2 chunked")
 TABLE = {
     **LAYOUTS,
     "pp2 vpp": Case("", Path(), Layout(pp=2, vpp=1)),
@@ -89,6 +100,13 @@ POISONED: dict[str, tuple[Layout, dict[str, Any]]] = {
     "poisoned cp2": (Layout(cp=2), {}),
     "poisoned tp2 sp cp2 chunked": (Layout(tp=2, sp=True, cp=2), {"logit_chunk": 5}),
 }
+RESUMES = (
+    "resumed tp2 pp2",
+    "resumed pp2 cp2",
+    "resumed uneven from vpp",
+    "resumed vpp from vpp",
+    "resumed dp2 from tp2 pp2",
+)
 TRANSFORMERS_STEPS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 for other families
 DROPOUT = LoraConfig(
     rank=4,
@@ -264,10 +282,28 @@ SPREAD: dict[str, dict[str, Any]] = {
 }
 
 
+def _others(names: Iterable[str], core: Collection[str], label: str = "{}") -> list[str]:
+    """Return the names of the cases of a table that only the full tables need."""
+    return [label.format(name) for name in names if name not in core]
+
+
 FULL_CASES = frozenset(
     {
-        *(f"{layout} qwen2 tied" for layout in LAYOUTS if layout not in CHANGING_BATCHES),
-        *(f"policy {layout}" for layout in LAYOUTS if layout not in POLICY_UPDATES),
+        *_others(LAYOUTS, CHANGING_BATCHES, "{} qwen2 tied"),
+        *_others(LAYOUTS, POLICY_UPDATES, "policy {}"),
+        *_others([*TABLE, "lora tp2"], TEN_STEPS, "table {}"),
+        "table lora",
+        *_others([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} single"),
+        *_others([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} split"),
+        *_others(("tp2 dp2", "tp2 pp2", "tp2 cp2"), EXACT_DIVERGENCES, "full {}"),
+        *_others(BFLOAT16_CASES, FIRST_BFLOAT16, "first bf16 {}"),
+        *_others(RESUMES, RESUMED),
+        "saved tp2 pp2",
+        *_others(LORAS, SPLIT_LORAS),
+        *_others(DROPOUT_LAYOUTS, SPLIT_DROPOUT),
+        *_others(DROPOUT_LAYOUTS, SPLIT_DROPOUT, "{} recomputed"),
+        *_others(CRITICS, SPLIT_CRITICS, "critic {}"),
+        *_others(POISONED, NOT_POISONED_BY),
         "product dp2 split",
     }
 )
@@ -290,6 +326,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
     cases = [
         Case(f"single {family}", folder, steps=TRANSFORMERS_STEPS.get(family, 8))
         for family, folder in folders.items()
+        if family != "scored"
     ]
     cases += [
         _with(case, name=f"{layout} qwen2 tied", model=folders["qwen2 tied"], steps=5)
@@ -333,7 +370,13 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         folders["qwen2"],
         reference=folders["qwen2 tied"],
         loss="policy",
-        policy={"kl_estimator": "full"},
+        policy={
+            "kl_estimator": "full",
+            "distillation": Distillation(
+                0.5, {"a": 1.0, "b": 0.5}, "jensen_shannon", {"beta": 0.3}
+            ),
+        },
+        teachers={"a": folders["qwen2 tied"], "b": folders["llama"]},
         steps=2,
     )
     cases += [

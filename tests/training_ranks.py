@@ -53,6 +53,7 @@ class Case:
     aggregate: Mode = "token-mean"
     dtype: str = "float32"
     reference: Path | None = None
+    teachers: Mapping[str, Path] = field(default_factory=dict)
     save_at: int | None = None
     save_to: Path | None = None
     resume_from: Path | None = None
@@ -219,6 +220,9 @@ def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
         policy=policy,
         reference=reference,
         critic=critic,
+        teachers={
+            name: ReplicaSettings(path, offload=offload) for name, path in case.teachers.items()
+        },
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
 from msrl.config.sections.rollout import AsyncConfig
-from msrl.plan.derived import needs_greedy, num_separate_devices, updates_per_step
+from msrl.plan.derived import num_separate_devices, updates_per_step
 from msrl.registry import LOSSES
 from msrl.registry.declarations import declaration
 from msrl.rewards.sources import Source
@@ -88,19 +88,14 @@ def _check_combinations(resolved: Resolved, options: AsyncConfig) -> Iterator[st
 
 
 def _check_unsupported(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each other key that asynchronous rollouts do not support yet."""
+    """Yield a line for each other key that asynchronous rollouts cannot use."""
     config = resolved.config
     has_ranks = num_separate_devices(config.cluster.roles.reward) > 0
-    if config.rollout.filter.refill:
+    if config.rollout.filter.extra_prompts:
         yield resolved.mistake(
-            "rollout.filter.refill",
-            "is not supported with rollout.async.max_staleness above 0 yet. Set it to false.",
-        )
-    if needs_greedy(config):
-        yield resolved.mistake(
-            "algo.advantage.estimator",
-            "needs greedy completions, which are not supported with "
-            "rollout.async.max_staleness above 0 yet. Choose another estimator.",
+            "rollout.filter.extra_prompts",
+            "has no effect with rollout.async.max_staleness above 0, where engines sample groups "
+            "of later steps meanwhile. Remove it.",
         )
     for number, section in enumerate(config.reward.sources):
         source = Source.of(section)

@@ -15,7 +15,7 @@ from msrl.checks.inputs import (
     inside_of_run,
     path_hint,
 )
-from msrl.checks.sampling import check_temperature
+from msrl.checks.rollout import check_temperature
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.config.templates import template_names

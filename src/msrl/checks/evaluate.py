@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msrl.checks.evaluation import check_eval_sampling, check_eval_source
 from msrl.checks.inputs import path_hint
-from msrl.checks.sampling import check_temperature
+from msrl.checks.rollout import check_temperature
 from msrl.config.loader import Resolved
 from msrl.errors import hub_hint
 from msrl.models.paths import (

@@ -109,7 +109,7 @@ def _check_text(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the settings of continued pretraining."""
     yield from check_kind(resolved, plan, "pretrain", "with handler pretrain")
     data = resolved.config.data
-    yield from _check_blend(resolved)
+    yield from check_blend(resolved)
     if data.seq_length is None or data.seq_length < 2:
         message = (
             "data.handler=pretrain splits documents into rows of this length. Set it to 2 or more."
@@ -135,14 +135,19 @@ def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         return
     remedy = "with a handler for examples such as alpaca, or --kind sft"
     yield from check_kind(resolved, plan, "sft", remedy)
-    yield from _check_blend(resolved)
+    yield from check_blend(resolved)
+    yield from check_blend_fraction(resolved)
+
+
+def check_blend_fraction(resolved: Resolved) -> Iterator[str]:
+    """Check that no part of a blend is held out."""
     if resolved.config.data.blend and resolved.config.data.eval_fraction > 0:
         yield resolved.mistake(
             "data.eval_fraction", "holds out rows of data.train only. Set data.eval for a blend."
         )
 
 
-def _check_blend(resolved: Resolved) -> Iterator[str]:
+def check_blend(resolved: Resolved) -> Iterator[str]:
     """Check the settings that a blend of datasets needs or excludes."""
     data = resolved.config.data
     if data.blend and data.train is not None:
@@ -158,6 +163,6 @@ def _check_blend(resolved: Resolved) -> Iterator[str]:
 def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if resolved.config.data.handler is not None:
         yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
-    yield from _check_blend(resolved)
+    yield from check_blend(resolved)
     remedy = "with a handler for prompts such as r1, or --kind prompts"
     yield from check_kind(resolved, plan, "prompts", remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from msrl.checks import plugins
-from msrl.checks.inputs import check_kind, check_model_path
+from msrl.checks.inputs import check_blend, check_blend_fraction, check_kind, check_model_path
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.plan.derived import preference_plan
@@ -108,16 +108,13 @@ def check_preference_data(resolved: Resolved) -> Iterator[str]:
     data = resolved.config.data
     if data.handler is not None:
         yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
-    if data.blend:
-        yield (
-            "data.blend: several datasets of preference data are not supported. Preprocess their "
-            "files together and set data.train."
-        )
+    yield from check_blend(resolved)
+    yield from check_blend_fraction(resolved)
 
 
 def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]:
     """Yield a line for each key of `algo` outside of the section `own` that is changed."""
-    for key in _changed_keys(resolved, "algo"):
+    for key in changed_keys(resolved, "algo"):
         if key.split(".")[1] != own:
             yield resolved.mistake(key, f"has no effect in {command}. Remove it.")
 
@@ -125,11 +122,11 @@ def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]
 def check_no_preference(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each changed key of `algo` that only train-dpo or train-rm reads."""
     for section, command in (("preference", "train-dpo"), ("reward_model", "train-rm")):
-        for key in _changed_keys(resolved, f"algo.{section}"):
+        for key in changed_keys(resolved, f"algo.{section}"):
             yield resolved.mistake(key, f"is a key of {command} only. Remove it.")
 
 
-def _changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
+def changed_keys(resolved: Resolved, section: str) -> Iterator[str]:
     """Yield the keys below a section that are set to another value than the default."""
     defaults = Resolved(Config(), {})
     for key, origin in resolved.origins.items():

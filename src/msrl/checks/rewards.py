@@ -14,11 +14,12 @@ def check_rewards(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources, the reward models on training ranks, and the reward processing."""
     sections, environment = resolved.config.reward.sources, resolved.config.environment
     gives_rewards = environment.is_on and not environment.is_single_turn
+    is_optional = gives_rewards or plan.is_distillation
     for number, key, message in sources.mistakes(
         [sources.Source.of(section) for section in sections], plan.hf_config
     ):
-        if not sections and gives_rewards:
-            continue  # of the environment
+        if not sections and is_optional:
+            continue
         if number is None:
             yield f"reward.sources: {message}"
         else:

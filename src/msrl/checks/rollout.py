@@ -1,4 +1,4 @@
-"""Checks of `rollout.filter`."""
+"""Checks of `rollout.sampling`, `rollout.filter` and `rollout.weights`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,29 @@ from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.rewards import sources
 
+# vLLM raises temperatures between 0 and 0.01 to 0.01 (vllm/sampling_params.py).
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 _BOUNDS = {"none": (), "all_equal": (), "mean": ("low", "high"), "std": ("low",)}
+
+
+def check_temperature(resolved: Resolved, key: str) -> Iterator[str]:
+    """Check that the engine supports the temperature under `key`.
+
+    Otherwise the recorded log-probabilities would belong to another temperature.
+    """
+    value = resolved.value(key)
+    if isinstance(value, float) and value and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        yield resolved.mistake(
+            key,
+            f"the engine supports temperatures from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}. "
+            "Set a value in this range.",
+        )
+
+
+def check_grpo_temperatures(resolved: Resolved) -> Iterator[str]:
+    """Check the temperatures of rollouts and evaluations."""
+    yield from check_temperature(resolved, "rollout.sampling.temperature")
+    yield from check_temperature(resolved, "eval.sampling.temperature")
 
 
 def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
@@ -72,6 +94,8 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
 def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
     """Yield a line if the ranks cannot reach the engines in the configured way."""
     config = resolved.config
+    if config.rollout.weights.adapters_only:
+        yield from _check_adapters_only(resolved)
     if config.rollout.weights.transfer == "shared_memory" and config.cluster.nodes > 1:
         yield resolved.mistake(
             "rollout.weights.transfer",
@@ -95,3 +119,14 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
 
 def _has_weight_engine(platform: Platform, way: str) -> bool:
     return way in platform.weight_engines and not platform.shares_main_memory
+
+
+def _check_adapters_only(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if there are no adapters, or if the ranks cannot send them alone."""
+    config, key = resolved.config, "rollout.weights.adapters_only"
+    if config.train.lora.rank is None:
+        yield resolved.mistake(key, "needs LoRA adapters. Set train.lora.rank.")
+    way = config.rollout.weights.transfer
+    if way in DEVICE_WAYS:
+        message = f"needs a way through main memory, but rollout.weights.transfer={way}. Set it to "
+        yield resolved.mistake(key, f"{message}auto.")

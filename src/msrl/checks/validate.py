@@ -12,6 +12,12 @@ from msrl.checks.asynchronous import check_async, check_old_logprobs
 from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
 from msrl.checks.critic import check_critic
+from msrl.checks.distillation import (
+    check_distill,
+    check_no_distillation,
+    check_teachers,
+    check_train_distill,
+)
 from msrl.checks.engine import check_engine_options, check_engines
 from msrl.checks.environment import check_environment
 from msrl.checks.evaluate import (
@@ -29,8 +35,11 @@ from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_roles
-from msrl.checks.rollout import check_rollout_filter, check_weight_transfer
-from msrl.checks.sampling import check_grpo_temperatures
+from msrl.checks.rollout import (
+    check_grpo_temperatures,
+    check_rollout_filter,
+    check_weight_transfer,
+)
 from msrl.checks.serve import check_serve
 from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
 from msrl.checks.training import (
@@ -92,6 +101,7 @@ _COMMAND_BY_KEY = {
     "algo.preference": "train-dpo",
     "algo.reward_model": "train-rm",
     "reward.sources": "train-grpo",
+    "algo.distill": "train-distill",
     "generate": "generate",
     "chat": "chat",
     "rollout": "train-grpo",
@@ -119,6 +129,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_grpo_only_keys,
         check_sft_evaluation,
         check_no_preference,
+        check_no_distillation,
     ),
     "train-dpo": (
         *_TRAINING,
@@ -139,10 +150,22 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_sft_only_keys,
         check_no_preference,
         check_algorithm,
+        check_distill,
         check_old_logprobs,
         check_async,
         check_environment,
         check_rollout_filter,
+        check_weight_transfer,
+        check_grpo_temperatures,
+        check_grpo_batches,
+        check_rollout_files,
+        check_engine_options,
+    ),
+    "train-distill": (
+        *_TRAINING,
+        check_sft_only_keys,
+        check_distill,
+        check_train_distill,
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
@@ -180,6 +203,18 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
         check_grpo_evaluation,
         check_engines,
         check_roles,
+        check_teachers,
+    ),
+    "train-distill": (
+        *_MODEL,
+        check_prompts,
+        check_rewards,
+        check_critic,
+        check_grpo_lengths,
+        check_grpo_evaluation,
+        check_engines,
+        check_roles,
+        check_teachers,
     ),
     "eval": (check_evaluation_prompts, check_evaluation_sources),
 }

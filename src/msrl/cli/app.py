@@ -17,6 +17,7 @@ from msrl.cli import (
     completion,
     config,
     convert,
+    diagnose,
     doctor,
     evaluate,
     generate,
@@ -48,12 +49,14 @@ ORDER = (
     "train-dpo",
     "train-rm",
     "train-grpo",
+    "train-distill",
     "generate",
     "chat",
     "serve",
     "eval",
     "report",
     "view",
+    "diagnose",
     "cluster",
     "config",
     "doctor",
@@ -94,16 +97,16 @@ app = typer.Typer(
 )
 app.add_typer(convert.app, name="convert-ckpt")
 app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
-app.command("train-sft", cls=Command, epilog=train.SFT_EXAMPLES)(train.train_sft)
-app.command("train-dpo", cls=Command, epilog=train.DPO_EXAMPLES)(train.train_dpo)
-app.command("train-rm", cls=Command, epilog=train.RM_EXAMPLES)(train.train_rm)
-app.command("train-grpo", cls=Command, epilog=train.GRPO_EXAMPLES)(train.train_grpo)
+for training in train.TRAINING_COMMANDS:
+    command = app.command(training.name, cls=Command, help=training.summary, epilog=training.epilog)
+    command(train.training_function(training.name))
 app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
 app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
 app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
+app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.command(cls=Command, epilog=doctor.EXAMPLES)(doctor.doctor)

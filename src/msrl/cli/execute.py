@@ -28,6 +28,7 @@ WORKFLOWS = {
     "train-dpo": "msrl.workflows.preference.run",
     "train-rm": "msrl.workflows.preference.reward_model",
     "train-grpo": "msrl.workflows.rl.run",
+    "train-distill": "msrl.workflows.rl.run",
     "generate": "msrl.workflows.serve.generate",
     "chat": "msrl.workflows.serve.chat",
     "serve": "msrl.workflows.serve.server",

@@ -33,6 +33,7 @@ _OTHER_WORDS = {
     "ppo": ("train-grpo",),
     "dapo": ("train-grpo",),
     "rlhf": ("train-grpo",),
+    **dict.fromkeys(("distill", "distillation", "gkd", "opd"), ("train-distill",)),
     "convert": ("convert-ckpt",),
     "export": ("convert-ckpt mcore2hf",),
     "tokenize": ("preprocess",),

@@ -38,6 +38,7 @@ _KEYS = {
     "train-dpo": _TRAINING,
     "train-rm": _TRAINING,
     "train-grpo": _TRAINING,
+    "train-distill": _TRAINING,
     "generate": _ENGINE,
     "chat": _ENGINE,
     "serve": _ENGINE,

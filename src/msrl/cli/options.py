@@ -43,6 +43,7 @@ class CommandName(str, Enum):
     dpo = "train-dpo"
     rm = "train-rm"
     grpo = "train-grpo"
+    distill = "train-distill"
     convert = "convert-ckpt"
     preprocess = "preprocess"
     generate = "generate"
@@ -716,6 +717,24 @@ Serve = Annotated[
     _option(
         "--serve",
         help="Serve the pages on 127.0.0.1 and update them while the runs go on, until Ctrl-C.",
+    ),
+]
+DiagnosedTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN",
+        help="Hugging Face folder, mcore checkpoint, or folder of a run, such as runs/grpo.",
+        show_default=False,
+    ),
+]
+DiagnosedTemplate = Annotated[
+    str | None,
+    _option(
+        "--template",
+        metavar="NAME",
+        values=complete.choices("model.template"),
+        help="Template of the prompts that a model is trained on. "
+        "Default: the tokenizer's chat template.",
     ),
 ]
 ViewPort = Annotated[

@@ -1,6 +1,9 @@
-"""msrl train-sft, msrl train-dpo, msrl train-rm and msrl train-grpo."""
+"""The training commands: msrl train-sft, train-dpo, train-rm, train-grpo and train-distill."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import typer
 
@@ -8,107 +11,85 @@ from msrl.cli import options as o
 from msrl.cli.execute import execute
 from msrl.cli.help import examples
 
-SFT_EXAMPLES = examples(
-    "msrl train-sft -c sft.yaml --dry-run",
-    "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --lr 1e-5",
-    "msrl train-sft -c sft.yaml --set train.lora.rank=8 --resume auto",
+
+@dataclass(frozen=True, slots=True)
+class TrainingCommand:
+    """Name and help of a training command. All training commands have the same options."""
+
+    name: str
+    summary: str
+    epilog: str
+
+
+TRAINING_COMMANDS = (
+    TrainingCommand(
+        "train-sft",
+        "Fine-tune a model on examples or text, with Megatron.",
+        examples(
+            "msrl train-sft -c sft.yaml --dry-run",
+            "msrl train-sft -c sft.yaml --model Qwen2.5-0.5B --data data/sft --lr 1e-5",
+            "msrl train-sft -c sft.yaml --set train.lora.rank=8 --resume auto",
+        ),
+    ),
+    TrainingCommand(
+        "train-dpo",
+        "Train a model on preference data with DPO, IPO, SimPO, ORPO, KTO or CPO.",
+        examples(
+            "msrl train-dpo -c dpo.yaml --dry-run",
+            "msrl train-dpo -c dpo.yaml --model runs/sft/hf --data data/pairs --lr 5e-7",
+            "msrl train-dpo -c dpo.yaml --set algo.preference.loss=simpo",
+        ),
+    ),
+    TrainingCommand(
+        "train-rm",
+        "Train a reward model on preference pairs, for train-grpo.",
+        examples(
+            "msrl train-rm -c rm.yaml --dry-run",
+            "msrl train-rm -c rm.yaml --model runs/sft/hf --data data/pairs --lr 1e-5",
+        ),
+    ),
+    TrainingCommand(
+        "train-grpo",
+        "Train a model with GRPO or another RL algorithm, using vLLM and Megatron.",
+        examples(
+            "msrl train-grpo -c grpo.yaml --dry-run",
+            "msrl train-grpo -c grpo.yaml --model runs/sft/checkpoints --name dapo \\",
+            "    --set algo.preset=dapo",
+            "msrl train-grpo -c grpo.yaml --resume auto",
+        ),
+    ),
+    TrainingCommand(
+        "train-distill",
+        "Distill teachers into a model on its own samples, using vLLM and Megatron.",
+        examples(
+            "msrl train-distill -c distill.yaml --dry-run",
+            "msrl train-distill -c distill.yaml --model small --data data/rl --lr 1e-5",
+            "msrl train-distill -c distill.yaml --set algo.distill.divergence=forward_kl",
+        ),
+    ),
 )
-DPO_EXAMPLES = examples(
-    "msrl train-dpo -c dpo.yaml --dry-run",
-    "msrl train-dpo -c dpo.yaml --model runs/sft/hf --data data/pairs --lr 5e-7",
-    "msrl train-dpo -c dpo.yaml --set algo.preference.loss=simpo",
-)
-RM_EXAMPLES = examples(
-    "msrl train-rm -c rm.yaml --dry-run",
-    "msrl train-rm -c rm.yaml --model runs/sft/hf --data data/pairs --lr 1e-5",
-)
-GRPO_EXAMPLES = examples(
-    "msrl train-grpo -c grpo.yaml --dry-run",
-    "msrl train-grpo -c grpo.yaml --model runs/sft/checkpoints --name dapo \\",
-    "    --set algo.preset=dapo",
-    "msrl train-grpo -c grpo.yaml --resume auto",
-)
 
 
-def train_sft(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    sets: o.Sets = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    resume: o.Resume = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
-) -> None:
-    """Fine-tune a model on examples or text, with Megatron."""
-    execute(ctx, "train-sft")
+def training_function(command: str) -> Callable[..., None]:
+    """Return the function that typer calls for a training command."""
 
+    def train(
+        ctx: typer.Context,
+        config: o.Files = None,
+        config_name: o.ConfigName = None,
+        sets: o.Sets = None,
+        model: o.TrainModel = None,
+        data: o.Data = None,
+        name: o.Name = None,
+        steps: o.Steps = None,
+        lr: o.LearningRate = None,
+        tp: o.Tp = None,
+        pp: o.Pp = None,
+        resume: o.Resume = None,
+        platform: o.Platform = None,
+        dry_run: o.DryRun = False,
+        verbose: o.Verbose = False,
+    ) -> None:
+        execute(ctx, command)
 
-def train_dpo(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    sets: o.Sets = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    resume: o.Resume = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
-) -> None:
-    """Train a model on preference data with DPO, IPO, SimPO, ORPO, KTO or CPO."""
-    execute(ctx, "train-dpo")
-
-
-def train_rm(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    sets: o.Sets = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    resume: o.Resume = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
-) -> None:
-    """Train a reward model on preference pairs, for train-grpo."""
-    execute(ctx, "train-rm")
-
-
-def train_grpo(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    sets: o.Sets = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    resume: o.Resume = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
-) -> None:
-    """Train a model with GRPO or another RL algorithm, using vLLM and Megatron."""
-    execute(ctx, "train-grpo")
+    return train

@@ -41,6 +41,7 @@ _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
     "chat": (("chat.model", "weights"),),
     "serve": (("serve.model", "weights"),),
 }
+_KEYS["train-distill"] = _KEYS["train-grpo"]
 _SHOWN_FILES = 5
 _NO_DATA = ("dataset_infos.json", "dataset_dict.json")  # descriptions of a dataset
 
@@ -116,9 +117,11 @@ def download_weights(resolved: Resolved, values: tuple[HubValue, ...]) -> None:
 
 def _hub_values(config: Config, command: str) -> Iterator[HubValue]:
     keys: list[tuple[str, Content]] = [*_KEYS.get(command, ())]
-    if command == "train-grpo":
+    if command in ("train-grpo", "train-distill"):
         for number in range(len(config.reward.sources)):
             keys.append((f"reward.sources.{number}.model", "weights"))
+        for number in range(len(config.algo.distill.teachers)):
+            keys.append((f"algo.distill.teachers.{number}.model", "weights"))
     for key, content in keys:
         text = _value(config, key.split("."))
         name = parse_name(text) if isinstance(text, str) else None

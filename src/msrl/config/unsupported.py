@@ -19,11 +19,23 @@ NOT_YET: dict[str, str] = {
     "rollout.multi_turn": "set environment.name",
     "rollout.max_turns": "set environment.max_turns",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
-    "train.optimizer.name": "the optimizer is always AdamW",
+    "algo.distill.teachers.url": "a teacher runs on the training ranks. Set model",
+    "algo.distill.teachers.tags": "every teacher reads all rows. Set weight",
+    "train.optimizer.name": "the optimizer is AdamW. Muon orthogonalizes complete matrices, but "
+    "Megatron's distributed optimizer splits them over ranks, and megatron-core's Muon needs the "
+    "package emerging_optimizers",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
     "env": "set environment.name",
 }
+
+_NO_TOP_K = (
+    "is refused: the divergence is exact over the full vocabulary. A divergence over the top k "
+    "tokens that serves as an advantage would have no gradient on the policy's own samples. "
+    "Remove it"
+)
+# Keys that are refused with the reason, and are in no version.
+REFUSED: dict[str, str] = {"algo.distill.top_k": _NO_TOP_K, "algo.distill.topk": _NO_TOP_K}
 
 # Keys of earlier versions. The error message names the new key.
 RENAMED = {"convert.layout": "convert.format"}
@@ -57,6 +69,8 @@ def not_yet(key: str, value: object = None) -> str | None:
         return "not in this version yet"
     if isinstance(value, str) and value in REFUSED_VALUES.get(plain, {}):
         return REFUSED_VALUES[plain][value]
+    if plain in REFUSED:
+        return REFUSED[plain]
     if plain in NOT_YET:
         remedy = f"; {NOT_YET[plain]}" if NOT_YET[plain] else ""
         return f"not in this version yet{remedy}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,7 +173,14 @@ class TextDataset:
         return self._documents[number][start:stop].astype(np.int64)
 
 
-def check_templates(datasets: Sequence[SftDataset | PromptDataset]) -> None:
+class HasManifest(Protocol):
+    """A dataset whose template is known, if it has a manifest."""
+
+    @property
+    def manifest(self) -> DatasetManifest | None: ...
+
+
+def check_templates(datasets: Sequence[HasManifest]) -> None:
     """Raise MsrlError if the datasets of a blend were preprocessed with different templates."""
     manifests = [d.manifest for d in datasets if d.manifest is not None]
     templates = {m.chat_template: m.template for m in manifests}

@@ -6,8 +6,10 @@ keeps its prompt.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,10 @@ class PreferenceDataset:
         self._values = open_reader(prefix, values) if has_values else None
         self._check_lengths()
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        return (self.prefix,)
+
     def __len__(self) -> int:
         return len(self._sides[0].ids)
 
@@ -133,6 +139,32 @@ class PreferenceDataset:
         values = self._values
         if values is not None and (len(values) != count or set(values.lengths.tolist()) != {2}):
             raise MsrlError(_mixed(values.name))
+
+
+class PreferenceMixture:
+    """Rows of several datasets of one kind. `[i]` counts through all of them."""
+
+    def __init__(self, datasets: Sequence[PreferenceDataset]) -> None:
+        self._datasets = tuple(datasets)
+        self._ends = list(accumulate(len(dataset) for dataset in datasets))
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        return tuple(dataset.prefix for dataset in self._datasets)
+
+    @property
+    def prefix(self) -> str:
+        """All prefixes, for messages."""
+        return ", ".join(self.prefixes)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> RenderedPreference:
+        index = range(len(self))[number]
+        dataset = bisect_right(self._ends, index)
+        start = self._ends[dataset - 1] if dataset else 0
+        return self._datasets[dataset][index - start]
 
 
 def _mixed(name: str) -> str:

@@ -31,6 +31,7 @@ from msrl.memory.states import (
     reward_model_bytes,
     separate_bytes,
     state_bytes,
+    teacher_bytes,
 )
 from msrl.models.families import rules_for
 from msrl.models.kv_cache import kv_bytes_per_token
@@ -68,6 +69,7 @@ class Memory:
     forward: int = 0
     critic: State = NO_STATE
     reward_models: int = 0
+    teachers: int = 0
     separate: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -78,6 +80,7 @@ class Memory:
     def training(self) -> int:
         """Peak during training: in a backward pass or in the optimizer step."""
         held = self.weights + self.reference + self.gradients + self.reward_models
+        held += self.teachers
         held += self.critic.weights + self.critic.gradients
         optimizer = self.optimizer
         if "optimizer" in self.resting:
@@ -95,7 +98,15 @@ class Memory:
         if not self.engine or self.engine_is_separate:
             return self.engine
         kinds = {
-            "params": self.weights + self.reference + self.critic.weights + self.reward_models,
+            "params": sum(
+                (
+                    self.weights,
+                    self.reference,
+                    self.critic.weights,
+                    self.reward_models,
+                    self.teachers,
+                )
+            ),
             "grads": self.gradients + self.critic.gradients,
             "optimizer": self.optimizer + self.critic.optimizer,
         }
@@ -114,6 +125,7 @@ class Memory:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "reward models' weights": self.reward_models,
+            "teachers' weights": self.teachers,
             "critic's weights": self.critic.weights,
             "critic's gradients": self.critic.gradients,
             "critic's optimizer": self.critic.optimizer,
@@ -137,16 +149,16 @@ def full_pass(plan: RunPlan, longest: int | None = None) -> Pass | None:
 
     `longest` is the length of the longest row in tokens, if it is known from the data.
     """
-    train, is_grpo = plan.train, plan.is_grpo
+    train, has_rollouts = plan.train, plan.has_rollouts
     if longest is None and plan.data.seq_length is not None:
         longest = plan.data.seq_length * plan.sides
-    longest = plan.max_model_len if is_grpo else longest
+    longest = plan.max_model_len if has_rollouts else longest
     tokens = train.max_tokens_per_micro_batch
     if tokens is None and longest is not None:
         tokens = train.micro_batch * longest
     if not tokens:
         return None
-    trained_share = plan.rollout.max_response_tokens / plan.max_model_len if is_grpo else 1.0
+    trained_share = plan.rollout.max_response_tokens / plan.max_model_len if has_rollouts else 1.0
     has_token_budget = train.max_tokens_per_micro_batch is not None
     return Pass(
         num_tokens=tokens,
@@ -228,7 +240,7 @@ def _stage_memory(
     plan: RunPlan, shape: Shape, stage: int, batch: Pass | None, temporary_elements: int
 ) -> Memory:
     """Return the memory of a rank of a pipeline stage, without activations if `batch` is None."""
-    train, is_grpo, state = plan.train, plan.is_grpo, state_bytes(plan, shape, stage)
+    train, has_rollouts, state = plan.train, plan.has_rollouts, state_bytes(plan, shape, stage)
     offload = train.offload.model_dump()
     memory = Memory(
         weights=state["weights"],
@@ -236,8 +248,9 @@ def _stage_memory(
         gradients=state["gradients"],
         optimizer=state["optimizer"],
         resting=frozenset(kind for kind, is_on in offload.items() if is_on),
-        critic=critic_state(plan, stage) if is_grpo else NO_STATE,
-        reward_models=reward_model_bytes(plan, stage) if is_grpo else 0,
+        critic=critic_state(plan, stage) if has_rollouts else NO_STATE,
+        reward_models=reward_model_bytes(plan, stage) if has_rollouts else 0,
+        teachers=teacher_bytes(plan),
         separate=separate_bytes(plan),
     )
     if batch is None:
@@ -250,7 +263,7 @@ def _stage_memory(
     logits = head_bytes(
         shape, batch, spread, train.chunk, temporary_elements, is_trained=is_trained
     )
-    forward = _forward_bytes(train, shape, batch, spread) if is_grpo else 0
+    forward = _forward_bytes(train, shape, batch, spread) if has_rollouts else 0
     return replace(memory, logits=logits, forward=forward)
 
 
@@ -346,7 +359,7 @@ def memory_rows(plan: RunPlan) -> dict[str, int]:
         memory = training_memory(plan)
     except MsrlError:
         return {}
-    if plan.is_grpo:
+    if plan.has_rollouts:
         # The checks refuse this key where vLLM has no sleep mode, so a set level is in effect.
         memory = with_engine(memory, plan, sleeps=bool(plan.rollout.engine.sleep))
     return memory.rows()

@@ -148,6 +148,12 @@ def reward_model_bytes(plan: RunPlan, stage: int) -> int:
     return element_bytes(plan) * num_elements
 
 
+def teacher_bytes(plan: RunPlan) -> int:
+    """Return the bytes of the teachers' weights on a training device."""
+    shapes = [model.require_shape() for model in plan.teachers.values()]
+    return element_bytes(plan) * sum(parameters_per_rank(shape, plan.layout) for shape in shapes)
+
+
 def bytes_per_device(plan: RunPlan) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer on the rank with most of them.
 

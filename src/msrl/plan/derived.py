@@ -12,7 +12,13 @@ from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
 
-_TRAINING = ("train-sft", "train-dpo", "train-rm", "train-grpo")
+_TRAINING = ("train-sft", "train-dpo", "train-rm", "train-grpo", "train-distill")
+_WITH_ROLLOUTS = ("train-grpo", "train-distill")
+
+
+def has_rollouts(command: str) -> bool:
+    """Return True if a training samples responses."""
+    return command in _WITH_ROLLOUTS
 
 
 def layout_from(section: LayoutConfig) -> ParallelLayout:
@@ -170,7 +176,7 @@ def accumulation(config: Config, command: str) -> int | None:
     """Return the micro-batches of one optimizer update on a rank; None if tokens define them."""
     if config.train.max_tokens_per_micro_batch is not None:
         return None
-    batch = samples_per_update(config) if command == "train-grpo" else config.train.global_batch
+    batch = samples_per_update(config) if has_rollouts(command) else config.train.global_batch
     return batch // (dp_size(config) * config.train.micro_batch)
 
 
@@ -211,7 +217,7 @@ def ranks(config: Config, command: str) -> tuple[Rank, ...]:
     """Return the coordinates of all ranks. Engines without separate devices share the first."""
     tp, cp, dp = config.train.parallel.tp, config.train.parallel.cp, dp_size(config)
     engine = config.rollout.engine
-    has_engines = command == "train-grpo" and not num_separate_devices(config.cluster.roles.rollout)
+    has_engines = has_rollouts(command) and not num_separate_devices(config.cluster.roles.rollout)
     num_shared = engine.tp * num_engines(config) if has_engines else 0
     return tuple(
         Rank(
@@ -234,7 +240,7 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
     if command not in _TRAINING or dp_size(config) < 1:
         return {}
     rows: dict[str, str | int] = {"ranks": world_size(config), "data parallel": dp_size(config)}
-    rows.update(_grpo_rows(config) if command == "train-grpo" else _sft_rows(config, command))
+    rows.update(_grpo_rows(config) if has_rollouts(command) else _sft_rows(config, command))
     label = "micro-batches per update on a rank"
     micro_batches = accumulation(config, command)
     if micro_batches is None:
@@ -242,7 +248,7 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
     else:
         rows[label] = micro_batches
     rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
-    if command == "train-grpo":
+    if has_rollouts(command):
         rows.update(_engine_rows(config))
     return rows
 

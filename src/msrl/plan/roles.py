@@ -12,6 +12,7 @@ from msrl.config.sections.train import ParallelConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import runs_on_ranks
 from msrl.plan.derived import (
+    has_rollouts,
     layout_from,
     needs_critic,
     needs_reference,
@@ -105,7 +106,7 @@ def _parallel(policy: ParallelConfig, section: ModelRoleConfig) -> ParallelConfi
 def placed_roles(config: Config, command: str) -> tuple[Role, ...]:
     """Return the workers of a run to place on devices."""
     actor = Role("actor", world_size(config))
-    return (actor, *_further_roles(config)) if command == "train-grpo" else (actor,)
+    return (actor, *_further_roles(config)) if has_rollouts(command) else (actor,)
 
 
 def _further_roles(config: Config) -> Iterator[Role]:

@@ -28,6 +28,7 @@ from msrl.plan.derived import (
     accumulation,
     dp_size,
     has_pairs,
+    has_rollouts,
     layout_from,
     max_model_len,
     needs_critic,
@@ -38,10 +39,11 @@ from msrl.plan.derived import (
     replica_size,
     world_size,
 )
+from msrl.plan.distillation import distillation_config
 from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
 
-TRAININGS = ("train-sft", "train-dpo", "train-rm", "train-grpo")
+TRAININGS = ("train-sft", "train-dpo", "train-rm", "train-grpo", "train-distill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,13 @@ class RunPlan:
     """Values that a training resolves once. Paths are absolute.
 
     Attributes:
-        command: `train-sft`, `train-dpo`, `train-rm` or `train-grpo`.
+        command: A name of `TRAININGS`.
         config: Configuration of the run.
         policy: Trained model; None if no model is set.
         critic: Value model; None for a run without one.
         reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
+        teachers: Models to distill from, by `model` of the teacher.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
         checkpoint_dir: Folder of the run's checkpoints.
@@ -114,6 +117,7 @@ class RunPlan:
     critic: ModelPlan | None
     reference: ModelPlan | None
     reward_models: Mapping[str, ModelPlan]
+    teachers: Mapping[str, ModelPlan]
     datasets: Mapping[str, DatasetPlan]
     run_dir: Path
     checkpoint_dir: Path
@@ -130,8 +134,14 @@ class RunPlan:
         return self.command in TRAININGS
 
     @property
-    def is_grpo(self) -> bool:
-        return self.command == "train-grpo"
+    def has_rollouts(self) -> bool:
+        """True if the training samples responses."""
+        return has_rollouts(self.command)
+
+    @property
+    def is_distillation(self) -> bool:
+        """True if rewards are only reported."""
+        return self.command == "train-distill"
 
     @property
     def dtype(self) -> str:
@@ -265,7 +275,11 @@ class RunPlan:
         Raises:
             MsrlError: The file is absent or not a JSON object.
         """
-        models = (self.policy, self.critic, self.reference, *self.reward_models.values())
+        models = (
+            *(self.policy, self.critic, self.reference),
+            *self.reward_models.values(),
+            *self.teachers.values(),
+        )
         for model in models:
             if model is not None and model.hf_dir == folder.absolute():
                 if model.config is None:
@@ -285,20 +299,26 @@ def resolve(config: Config, command: str) -> RunPlan:
     Invalid models and manifests are recorded in the plan, because the checks report all errors of
     a configuration together.
     """
-    models = _ModelReader()
-    is_grpo = command == "train-grpo"
+    if command == "train-distill":
+        config = distillation_config(config)
+    models, samples = _ModelReader(), has_rollouts(command)
     policy = _policy(config, models, has_score=command == "train-rm")
     has_reference = _needs_reference(config, command)
-    sources = config.reward.sources if is_grpo else ()
+    sources = config.reward.sources if samples else ()
+    teachers = config.algo.distill.teachers if samples else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
     return RunPlan(
         command=command,
         config=config,
         policy=policy,
-        critic=_critic(config, policy, models) if is_grpo and needs_critic(config) else None,
+        critic=_critic(config, policy, models) if samples and needs_critic(config) else None,
         reference=_reference(config, policy, models) if has_reference else None,
         reward_models={name: models.read(name, config_dir(name)) for name in names},
+        teachers={
+            teacher.model: models.read(teacher.model, config_dir(teacher.model))
+            for teacher in teachers
+        },
         datasets=datasets,
         run_dir=run_folder(config),
         checkpoint_dir=checkpoint_folder(config),
@@ -307,7 +327,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         dp_size=dp_size(config),
         replica_size=replica_size(config),
         roles=placed_roles(config, command),
-        separate_models=separate_models(config) if is_grpo else (),
+        separate_models=separate_models(config) if samples else (),
         sampling=_sampling(config, datasets),
     )
 
@@ -316,7 +336,7 @@ def _needs_reference(config: Config, command: str) -> bool:
     """Return True if a training needs a reference model."""
     if command == "train-dpo":
         return preference_plan(config).needs_reference
-    return command == "train-grpo" and needs_reference(config)
+    return has_rollouts(command) and needs_reference(config)
 
 
 def run_folder(config: Config) -> Path:

@@ -138,7 +138,7 @@ def _first_file(facts: Facts, paths: tuple[str, ...]) -> str:
 
 
 def _check_file(facts: Facts, what: str, path: str, remedy: str) -> Iterator[Diagnosis]:
-    # Where a file has both, `Version` is that of a component.
+    # If a file has both, `Version` is the version of a component.
     version = _first_value(facts.files.get(path, ""), "package_version", "Version")
     if version is None:
         yield Diagnosis("wrong", what, f"not found (cat {path}). {remedy}")

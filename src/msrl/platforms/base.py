@@ -110,8 +110,9 @@ class Platform(ABC):
     stack: ClassVar[Mapping[str, str]] = COMMON_STACK
     # Modules that the workers import.
     libraries: tuple[str, ...] = ("torch", "transformers", "ray", "megatron.core", "vllm")
-    # Head dimensions that vLLM's attention kernels support, empty if vLLM selects the kernel.
-    engine_head_dims: tuple[int, ...] = ()
+    # Files of vLLM with the attention backends of this platform; "" if vLLM selects one at start.
+    attention_backend: str = ""
+    latent_attention_backend: str = ""  # of models with latent attention (MLA)
     # vLLM's weight transfer engines by the value of rollout.weights.transfer.
     weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
         "ipc": WeightEngine("ipc"),

@@ -69,7 +69,8 @@ class CpuPlatform(Platform):
     # In bfloat16 the backward pass consists of many products that are too small for oneDNN, and
     # takes ten times as long.
     upcast_attention = True
-    engine_head_dims = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    attention_backend = "v1/attention/backends/cpu_attn.py"
+    latent_attention_backend = "v1/attention/backends/mla/cpu_mla.py"
 
     def missing(self) -> str | None:
         absent = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]

@@ -230,7 +230,7 @@ class NpuPlatform(Platform):
     def collective_environment(
         self, role: Role, *, timeout_s: float, variables: Mapping[str, str]
     ) -> Mapping[str, str]:
-        # Two processes on one device need port ranges of their own. The ranges take precedence over
+        # Two processes on one device need separate port ranges. The ranges take precedence over
         # HCCL_IF_BASE_PORT (CANN 8.5, HCCL_HOST_SOCKET_PORT_RANGE), so they start there.
         host = _base_port(variables) + (_PORTS_PER_ROLE if role == "engine" else 0)
         device = host + _DEVICE_PORT_OFFSET

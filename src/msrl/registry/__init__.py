@@ -20,6 +20,7 @@ from msrl.errors import MsrlError, nearest
 # Packages of plugins. `names` lists their files without an import, so that the schema of the
 # configuration can offer the plugins of packages above it as choices.
 ADVANTAGES = "msrl.algorithms.advantages"
+DIVERGENCES = "msrl.algorithms.divergences"
 ENVIRONMENTS = "msrl.environments.builtin"
 FAMILIES = "msrl.models.families"
 HANDLERS = "msrl.data.handlers"

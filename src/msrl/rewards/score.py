@@ -113,6 +113,7 @@ class Scorer:
         read_config: Function that returns the config.json of a reward model's folder.
         environment_weight: Weight of the rewards of an environment, which makes sources optional;
             None if a response is one turn.
+        is_optional: Whether there may be no source, so that every reward is 0.
 
     Raises:
         ManyErrors: `sources.mistakes` finds mistakes. No process is started.
@@ -127,9 +128,10 @@ class Scorer:
         prompt_text: Callable[[Ints], str] | None = None,
         read_config: ReadConfig = read_hf_config,
         environment_weight: float | None = None,
+        is_optional: bool = False,
     ) -> None:
         self._environment_weight = environment_weight
-        has_none = not sources and environment_weight is not None
+        has_none = not sources and (is_optional or environment_weight is not None)
         self._sources = () if has_none else checked(sources, read_config)
         numbers = range(len(self._sources))
         self._in_pool = [s for s in numbers if self._sources[s].in_pool]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
-from pathlib import Path
+
+from msrl.rollout.engine_source import statements
+
+_FILE = "engine/arg_utils.py"
 
 # Arguments that msrl sets, with the key that controls them; "" if no key does.
 SET_BY_MSRL = {
@@ -54,14 +56,13 @@ def engine_argument_names() -> frozenset[str] | None:
     Raises:
         RuntimeError: The source of vLLM has no class EngineArgs.
     """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    nodes = statements(_FILE)
+    if nodes is None:
         return None
-    path = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py")
-    for node in ast.parse(path.read_bytes()).body:
+    for node in nodes:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             return frozenset(_public_fields(node))
-    raise RuntimeError(f"{path}: no class EngineArgs, which vLLM 0.23 to 0.32 have")
+    raise RuntimeError(f"vllm/{_FILE}: no class EngineArgs, which vLLM 0.23 to 0.32 have")
 
 
 def _public_fields(node: ast.ClassDef) -> list[str]:

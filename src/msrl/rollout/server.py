@@ -24,6 +24,7 @@ _MODULE = "msrl.rollout.vllm_server"
 _OFFLINE_ONLY = ("worker_extension_cls", "use_tqdm_on_load", "disable_log_stats")
 # Allowed values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py).
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_LORA_RANK = _LORA_RANKS[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def lora_rank_limit(rank: int) -> int:
     >>> lora_rank_limit(4), lora_rank_limit(64), lora_rank_limit(65)
     (8, 64, 128)
     """
-    return next((limit for limit in _LORA_RANKS if limit >= rank), rank)
+    return next((limit for limit in _LORA_RANKS if limit >= rank), MAX_LORA_RANK)
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:

@@ -28,17 +28,16 @@ from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
-    BYTES_PER_ELEMENT,
     EngineSettings,
     NewTokens,
     Piece,
-    check_platform,
     check_prompt,
     kv_cache_bytes,
     sample_seeds,
     sleep_level,
     stop_conditions,
 )
+from msrl.rollout.engine_limits import check_limits, model_length
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
@@ -63,12 +62,10 @@ class VllmEngine:
         Raises:
             MsrlError: vLLM cannot serve this model with these settings.
         """
+        check_limits(settings, platform)
         self._shape = load_shape(settings.model_dir)
         self._settings = settings
-        self.max_model_len = _model_length(settings, self._shape)
-        dtype = settings.dtype or self._shape.dtype
-        check_platform(settings.engine, platform)
-        _check_model(settings, self._shape, dtype, platform)
+        self.max_model_len = model_length(settings, self._shape)
         _prepare_environment(platform, settings)
         import torch
 
@@ -77,7 +74,7 @@ class VllmEngine:
         self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
         try:
             self._llm = _start(
-                _arguments(settings, self._shape, dtype, self.max_model_len, platform),
+                _arguments(settings, self._shape, platform),
                 settings,
                 self._folder,
             )
@@ -165,6 +162,11 @@ class VllmEngine:
 
     def text(self, token_ids: Ints) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+
+    def encode(self, text: str) -> Ints:
+        """Return the token ids of a text, without the tokens that a tokenizer adds at its ends."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(ids, dtype=np.int64)
 
     def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
         import vllm
@@ -320,43 +322,6 @@ def _finish_reason(reason: str) -> Literal["stop", "length"]:
     return cast(Literal["stop", "length"], reason)
 
 
-def _model_length(settings: EngineSettings, shape: Shape) -> int:
-    """Return the maximum number of tokens of prompt and response together."""
-    length = settings.engine.max_model_len or shape.max_position_embeddings
-    if length > shape.max_position_embeddings:
-        limit = shape.max_position_embeddings
-        raise MsrlError(
-            f"max_model_len={length}: the model in {settings.model_dir} supports {limit} "
-            f"positions. Set it to {limit} or less."
-        )
-    return length
-
-
-def _check_model(settings: EngineSettings, shape: Shape, dtype: str, platform: Platform) -> None:
-    if dtype not in BYTES_PER_ELEMENT:
-        raise MsrlError(
-            f"{settings.model_dir}: dtype={dtype}: generation does not support it. Supported: "
-            f"{', '.join(BYTES_PER_ELEMENT)}."
-        )
-    supported = platform.engine_head_dims
-    if supported and shape.head_dim not in supported:
-        raise MsrlError(
-            f"{settings.model_dir}: head_dim={shape.head_dim}: vLLM has no attention kernel for "
-            f"it on {platform.name}. Supported: {', '.join(map(str, supported))}."
-        )
-    if shape.family == "qwen2" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
-        raise MsrlError(
-            f"{settings.model_dir}: head_dim={shape.head_dim}: vLLM's Qwen2 requires "
-            "hidden_size / num_attention_heads."
-            " The model can be trained, but not used for generation."
-        )
-    if shape.num_attention_heads % settings.engine.tp:
-        raise MsrlError(
-            f"rollout.engine.tp={settings.engine.tp}: must divide the {shape.num_attention_heads} "
-            "attention heads. Choose another value."
-        )
-
-
 def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, str]:
     """Return the variables that vLLM reads when it is imported. Those of the user come first."""
     common = {
@@ -390,18 +355,13 @@ def checked_arguments(settings: EngineSettings, platform: Platform) -> dict[str,
     Raises:
         MsrlError: vLLM cannot serve this model with these settings.
     """
-    shape = load_shape(settings.model_dir)
-    max_model_len = _model_length(settings, shape)
-    dtype = settings.dtype or shape.dtype
-    check_platform(settings.engine, platform)
-    _check_model(settings, shape, dtype, platform)
-    return _arguments(settings, shape, dtype, max_model_len, platform)
+    check_limits(settings, platform)
+    return _arguments(settings, load_shape(settings.model_dir), platform)
 
 
-def _arguments(
-    settings: EngineSettings, shape: Shape, dtype: str, max_model_len: int, platform: Platform
-) -> dict[str, Any]:
+def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`; those of the platform take precedence."""
+    dtype, max_model_len = settings.dtype or shape.dtype, model_length(settings, shape)
     arguments: dict[str, Any] = {
         "model": str(settings.model_dir),
         "tokenizer": str(settings.tokenizer_dir or settings.model_dir),

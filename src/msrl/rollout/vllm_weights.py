@@ -7,18 +7,18 @@ imports vllm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
-from msrl.models.shape import Shape
 from msrl.rollout.engine import checked_weights, expected_weights
+from msrl.rollout.vllm_recording import ForwardRecorder
 from msrl.rollout.weights.assembly import Assembler
 from msrl.rollout.weights.buckets import Shard
 from msrl.rollout.weights.channel import ChannelAddress, WeightChannel, receive
-from msrl.rollout.weights.digest import TensorDigest, file_digests
+from msrl.rollout.weights.digest import TensorDigest, record_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _VERSION = 0  # of a channel between an engine and its own workers
 
 
-class WeightReceiver:
+class WeightReceiver(ForwardRecorder):
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
 
     model_runner: Any
@@ -78,7 +78,8 @@ class WeightReceiver:
         shape = load_shape(Path(model_dir))
         digests = dict[str, TensorDigest]()
         checked = checked_weights(tensors, expected_weights(shape))
-        self.receive_weights(_recorded(checked, shape, digests) if verify else checked)
+        recorded = record_digests(checked, stack_sizes(shape), digests)
+        self.receive_weights(recorded if verify else checked)
         return digests
 
     def begin_digests(self, model_dir: str) -> None:
@@ -89,7 +90,8 @@ class WeightReceiver:
         model, shape = self.model_runner.get_model(), load_shape(Path(model_dir))
         digests = self._loaded_digests = dict[str, TensorDigest]()
         load = model.load_weights
-        model.load_weights = lambda weights: load(_recorded(weights, shape, digests))
+        stacks = stack_sizes(shape)
+        model.load_weights = lambda weights: load(record_digests(weights, stacks, digests))
 
     def end_digests(self) -> dict[str, TensorDigest]:
         """Return the digests since `begin_digests`."""
@@ -103,16 +105,6 @@ def send_to_workers(
     """Send tensors under their file names to `num` workers that call `load_channel`."""
     shards = (Shard(name, 0, 1, tensor) for name, tensor in tensors)
     channel.send(shards, _VERSION, num)
-
-
-def _recorded(
-    tensors: Iterable[tuple[str, Tensor]], shape: Shape, digests: dict[str, TensorDigest]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors after their digests were added to `digests`, before the engine packs them."""
-    stacks = stack_sizes(shape)
-    for name, tensor in tensors:
-        digests.update(file_digests(name, tensor, stacks.get(name, 0)))
-        yield name, tensor
 
 
 def _unpack_experts(model: Any) -> None:

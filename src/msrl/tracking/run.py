@@ -134,7 +134,7 @@ class RunFolder:
             _refuse_used(path)
 
     def record_end(self, outcome: str, last_step: int, error: str | None = None) -> None:
-        """Add the outcome of this attempt to its line in attempts.jsonl."""
+        """Add the result of this attempt to its line in attempts.jsonl."""
         path = self.path / ATTEMPTS
         *before, line = path.read_text(encoding="utf-8").splitlines()
         row = {

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import yaml
+
 from msrl import registry
 from msrl.types import StepReport
 
@@ -23,6 +25,23 @@ class Tracker(Protocol):
     def log(self, report: StepReport) -> None: ...
 
     def close(self) -> None: ...
+
+
+def scalars(report: StepReport) -> dict[str, float]:
+    """Return the metrics by name, and the seconds per stage as `seconds/<stage>`."""
+    seconds = {f"seconds/{stage}": value for stage, value in report.seconds.items()}
+    return {**report.metrics, **seconds}
+
+
+def attempt_title(name: str, resumed_step: int | None) -> str:
+    """Return the title of an attempt, for services that cannot remove logged steps."""
+    return name if not resumed_step else f"{name} from step {resumed_step}"
+
+
+def resolved_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the resolved configuration of a run, empty before it is written."""
+    config = run_dir / "config.yaml"
+    return yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
 
 
 TrackerOptions = Mapping[str, Mapping[str, Any]]

@@ -1,7 +1,7 @@
 """Replica of a language model, policy or reference: log-probabilities, logits and training.
 
 Letters: N tokens of a packed micro-batch, M of them selected by the loss mask (m on this rank under
-context parallelism), P = m + padding, V columns of the vocabulary on this rank.
+context parallelism), P = m + padding, V columns of the vocabulary on this rank, K comparisons.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from msrl.trainer.objective.device_batch import DeviceBatch, spread
 from msrl.trainer.objective.divergence import reference_distribution
 from msrl.trainer.objective.logprobs import (
     Distribution,
+    DistributionComparison,
     VocabColumns,
     make_columns,
     vocab_parallel_logprobs,
@@ -32,7 +33,7 @@ from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch, TokenStatistic
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
-"""Log-probabilities of the labels, and entropies and divergences if the loss needs them, [M]."""
+"""Log-probabilities [M] of the labels; entropies [M] and divergences [M, K] if they are needed."""
 
 
 class LanguageModelReplica(ModelReplica):
@@ -45,7 +46,7 @@ class LanguageModelReplica(ModelReplica):
         *,
         num_tokens: float,
         lr: float,
-        references: Sequence[Distribution | None] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
@@ -58,7 +59,7 @@ class LanguageModelReplica(ModelReplica):
             num_tokens=num_tokens,
             lr=lr,
             gives_hidden=self._is_chunked,
-            references=references,
+            comparisons=comparisons,
         )
 
     def evaluate(
@@ -198,16 +199,16 @@ class LanguageModelReplica(ModelReplica):
                 columns,
                 num_rows=self.settings.logit_chunk,
                 softcap=output.softcap,
-                other=batch.reference,
+                comparisons=batch.comparisons,
             )
         else:
             labels = F.pad(batch.labels, (0, len(output) - count))
             columns = self._columns(output.shape[-1], temperature, with_entropy=with_entropy)
-            results = vocab_parallel_logprobs(output, labels, columns, batch.reference)
-        entropy, divergence = (
+            results = vocab_parallel_logprobs(output, labels, columns, batch.comparisons)
+        entropy, divergences = (
             None if values is None else batch.gather(values[:count]) for values in results[1:]
         )
-        return batch.gather(results[0][:count]), entropy, divergence
+        return batch.gather(results[0][:count]), entropy, divergences
 
     @property
     def _is_chunked(self) -> bool:
@@ -217,11 +218,11 @@ class LanguageModelReplica(ModelReplica):
     def _minimize(
         self, loss: Loss, num_tokens: float, output: Output, batch: DeviceBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy, divergence = self.label_logprobs(
+        logprobs, entropy, divergences = self.label_logprobs(
             output, batch, loss.temperature, with_entropy=loss.needs_entropy
         )
         return loss(
-            Outputs(logprobs, batch.sequences, entropy, divergence), batch.fields, num_tokens
+            Outputs(logprobs, batch.sequences, entropy, divergences), batch.fields, num_tokens
         )
 
     def _columns(

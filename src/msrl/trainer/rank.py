@@ -1,11 +1,12 @@
 """Training rank: process groups, collectives and model replicas.
 
-Replicas are policy, reference, critic and reward models. Import this after `platform.prepare()`.
-Letters: N tokens of a packed micro-batch.
+Replicas are policy, reference, critic, reward models and teachers. Import this after
+`platform.prepare()`. Letters: N tokens of a packed micro-batch, K compared models.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from msrl import registry
 from msrl.platforms import resolve
 from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
-from msrl.trainer.objective.logprobs import Distribution
-from msrl.trainer.objective.losses import Loss, ValuesLoss
+from msrl.trainer.objective.logprobs import DistributionComparison
+from msrl.trainer.objective.losses import ComparedModel, Loss, ValuesLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
@@ -65,6 +67,10 @@ class TrainingRank:
             name: ValueModelReplica(model, position)
             for name, model in settings.reward_models.items()
         }
+        self.teachers = {
+            name: LanguageModelReplica(teacher, position)
+            for name, teacher in settings.teachers.items()
+        }
 
     @property
     def policy(self) -> LanguageModelReplica:
@@ -74,7 +80,7 @@ class TrainingRank:
 
     @property
     def main(self) -> ModelReplica:
-        """The replica that checkpoints of these ranks are named after: the policy or the critic."""
+        """The replica whose checkpoints these ranks save: the policy or the critic."""
         main = self.critic if self._policy is None else self._policy
         assert main is not None, "built without a model that is trained"
         return main
@@ -89,6 +95,7 @@ class TrainingRank:
         return [
             *(replica for replica in optional if replica is not None),
             *self.reward_models.values(),
+            *self.teachers.values(),
         ]
 
     def trained_replicas(self) -> list[ModelReplica]:
@@ -100,7 +107,7 @@ class TrainingRank:
         """Divisor of every micro-batch's token count, whichever replica runs it."""
         return math.lcm(*(replica.sequence_multiple for replica in self.replicas()))
 
-    # Policy and reference
+    # Policy, reference and teachers
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float, lr: float
@@ -109,12 +116,15 @@ class TrainingRank:
 
         See `ModelReplica.update`.
         """
-        references: Sequence[Distribution | None] = ()
-        if loss.needs_divergence:
-            with self._reference() as reference:
-                references = reference.distributions(micro_batches, loss.temperature)
+        columns = [
+            self._comparisons(micro_batches, model, loss.temperature) for model in loss.compared
+        ]
         return self.policy.train_step(
-            micro_batches, loss, num_tokens=num_tokens, lr=lr, references=references
+            micro_batches,
+            loss,
+            num_tokens=num_tokens,
+            lr=lr,
+            comparisons=list(zip(*columns, strict=True)) if self.position.is_last_stage else (),
         )
 
     def evaluate(
@@ -150,6 +160,29 @@ class TrainingRank:
         None except on the last stage.
         """
         return self.policy.logits(micro_batches)
+
+    def _comparisons(
+        self, micro_batches: Sequence[MicroBatch], model: ComparedModel, temperature: float
+    ) -> list[DistributionComparison]:
+        """Return the comparison with a model for every micro-batch; none except on the last stage.
+
+        The model runs on this rank. It stays on the device until the update has used its head.
+        """
+        if model.teacher is None:
+            with self._reference() as reference:
+                distributions = reference.distributions(micro_batches, temperature)
+        else:
+            teacher = self.teachers[model.teacher]
+            distributions = teacher.distributions(micro_batches, temperature)
+        plugin = registry.load(
+            registry.DIVERGENCES, model.divergence, key="algo.distill.divergence"
+        )
+        divergence = functools.partial(plugin.divergence, **model.options)
+        return [
+            DistributionComparison(other, divergence)
+            for other in distributions
+            if other is not None
+        ]
 
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:
@@ -207,11 +240,11 @@ class TrainingRank:
             replica.host.offload()
 
     def onload(self) -> None:
-        """Onload the parameters of the policy, the reference and the critic.
+        """Onload the parameters of the policy, the reference, the critic and the teachers.
 
         Reward models stay offloaded until `scores` uses them.
         """
-        for replica in (self._policy, self.reference, self.critic):
+        for replica in (self._policy, self.reference, self.critic, *self.teachers.values()):
             if replica is not None:
                 replica.host.onload("params")
 

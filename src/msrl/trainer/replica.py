@@ -35,7 +35,7 @@ from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, to_device
-from msrl.trainer.objective.logprobs import Distribution
+from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
@@ -174,7 +174,7 @@ class ModelReplica:
         num_tokens: float,
         lr: float,
         gives_hidden: bool = False,
-        references: Sequence[Distribution | None] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
@@ -185,7 +185,7 @@ class ModelReplica:
                 divisor that the loss expects.
             lr: Learning rate.
             gives_hidden: See `run`.
-            references: See `run`.
+            comparisons: See `run`.
 
         Returns:
             Metrics per loss token, equal on every rank. `skipped` is 1 if the update was skipped
@@ -209,7 +209,7 @@ class ModelReplica:
             finish,
             is_training=True,
             gives_hidden=gives_hidden,
-            references=references,
+            comparisons=comparisons,
         )
         grad_norm, is_skipped = self._step(micro_batches, lr, self.settings.optimizer.grad_clip)
         balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
@@ -247,7 +247,7 @@ class ModelReplica:
         *,
         is_training: bool = False,
         gives_hidden: bool = False,
-        references: Sequence[Distribution | None] = (),
+        comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> list[Values]:
         """Run Megatron's schedule over the micro-batches, with a backward pass if `is_training`.
 
@@ -256,8 +256,8 @@ class ModelReplica:
             finish: Function that receives the model's output on the last stage.
             is_training: Run backward passes, too.
             gives_hidden: The output is `HiddenStates` in place of logits.
-            references: Distribution of the reference model for each micro-batch, or empty if the
-                loss needs none.
+            comparisons: Comparisons with other models for each micro-batch, or empty if the loss
+                needs none.
 
         Returns:
             The values of `finish` for each micro-batch on the last stage, nothing on other stages.
@@ -265,13 +265,13 @@ class ModelReplica:
         self.model.train(is_training)
         fillers = self._fillers(micro_batches)
         self.host.onload("params")
-        by_number = dict(enumerate(references))
+        by_number = dict(enumerate(comparisons))
 
         def forward_step(
             numbered: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
         ) -> tuple[Output, Any]:
             number, micro_batch = next(numbered)
-            batch = self._to_device(micro_batch, by_number.get(number), is_training=is_training)
+            batch = self._to_device(micro_batch, by_number.get(number, ()), is_training=is_training)
             output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             is_filler = number >= len(micro_batches)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
@@ -293,7 +293,11 @@ class ModelReplica:
         return values[: len(micro_batches)]
 
     def _to_device(
-        self, micro_batch: MicroBatch, reference: Distribution | None, *, is_training: bool
+        self,
+        micro_batch: MicroBatch,
+        comparisons: tuple[DistributionComparison, ...],
+        *,
+        is_training: bool,
     ) -> DeviceBatch:
         position = self.position
         batch = to_device(
@@ -302,7 +306,7 @@ class ModelReplica:
             position.device,
             cp=position.layout.cp,
             multiple=self.sequence_multiple,
-            reference=reference,
+            comparisons=comparisons,
         )
         if self.balance is None or not is_training:
             return batch

@@ -119,6 +119,8 @@ class RankSettings:
     critic: ReplicaSettings | None = None
     # By the name of the reward source.
     reward_models: Mapping[str, ReplicaSettings] = field(default_factory=dict[str, ReplicaSettings])
+    # By name.
+    teachers: Mapping[str, ReplicaSettings] = field(default_factory=dict[str, ReplicaSettings])
     deterministic: bool = False  # refuse operations whose results may differ between runs
     # Chat format of the training data, stored next to the checkpoints.
     chat: ChatFormat | None = None

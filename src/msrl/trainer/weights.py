@@ -41,19 +41,36 @@ def local_shards(replica: ModelReplica) -> Iterator[tuple[StageTensor, Tensor]]:
     merged on its rank.
     """
     replica.host.onload("params")
-    weights, position = megatron.named_weights(replica.model), replica.position
-    for placed in distinct_tensors(
-        replica.shape, position.layout, position.pp_rank, position.stage_rank
-    ):
+    weights = megatron.named_weights(replica.model)
+    for placed in _sent_by(replica):
         yield placed, _effective(replica, weights, placed)
+
+
+def base_shards(replica: ModelReplica) -> Iterator[tuple[StageTensor, Tensor]]:
+    """Yield the shards that this rank sends, without adapters."""
+    replica.host.onload("params")
+    weights = megatron.named_weights(replica.model)
+    for placed in _sent_by(replica):
+        yield placed, weights[placed.name]
+
+
+def adapter_factors(replica: ModelReplica) -> Iterator[tuple[StageTensor, str, Tensor]]:
+    """Yield this rank's shards of the factors "A" and "B" of the weights that it sends."""
+    assert replica.adapters is not None
+    replica.host.onload("params")
+    for placed in _sent_by(replica):
+        for factor, shard in replica.adapters.factors(placed.name):
+            yield placed, factor, shard
+
+
+def _sent_by(replica: ModelReplica) -> Sequence[StageTensor]:
+    position = replica.position
+    return distinct_tensors(replica.shape, position.layout, position.pp_rank, position.stage_rank)
 
 
 def sends_weights(replica: ModelReplica) -> bool:
     """Return True if this rank has shards that it sends to the rollout engines."""
-    position = replica.position
-    return bool(
-        distinct_tensors(replica.shape, position.layout, position.pp_rank, position.stage_rank)
-    )
+    return bool(_sent_by(replica))
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:

@@ -112,6 +112,11 @@ def _logits_from_folder(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
 def _logits_from_weights(
     source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None
 ) -> list[Tensor]:
+    return _forward(transformers_model(source, dtype), tokens, source.shape)
+
+
+def transformers_model(source: WeightSource, dtype: torch.dtype | None) -> Any:
+    """Return transformers' model in float32 with the tensors of `source`, rounded to `dtype`."""
     config = layerwise.model_config(source.shape, source.hf_dir)
     tensors = (
         named_tensor
@@ -142,7 +147,7 @@ def _logits_from_weights(
             f"transformers' {source.shape.architecture} and the weight rules disagree on "
             f"{', '.join(mismatched[:5])}"
         )
-    return _forward(model, tokens, source.shape)
+    return model.eval()
 
 
 def _cast(

@@ -77,7 +77,7 @@ def _memory(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
     memory_fit = fit(plan, platform) if is_known else None
     if memory_fit is not None:
         yield finding(memory_fit, plan.train)
-        if plan.is_grpo:
+        if plan.has_rollouts:
             yield from _cache(plan, memory_fit.memory.kv_cache)
 
 

@@ -135,6 +135,7 @@ _TRAININGS = {
     "train-dpo": _train_dpo,
     "train-rm": _train_rm,
     "train-grpo": _train_grpo,
+    "train-distill": _train_grpo,
 }
 _CHECKS = {
     "preprocess": _preprocess,

@@ -18,6 +18,7 @@ from msrl.config.sections.base import (
     Positive,
     Section,
     Size,
+    Text,
     UpToOne,
 )
 from msrl.config.unsupported import not_yet
@@ -29,6 +30,7 @@ def _supported(key: str, package: str) -> OneOf:
 
 
 Estimator = Annotated[str, _supported("algo.advantage.estimator", registry.ADVANTAGES)]
+DivergenceName = Annotated[str, OneOf(registry.names(registry.DIVERGENCES))]
 PreferenceLossName = Annotated[str, OneOf(registry.names(registry.PREFERENCES))]
 PolicyLossName = Annotated[str, _supported("algo.policy_loss", registry.LOSSES)]
 
@@ -311,6 +313,45 @@ class RewardModelConfig(Section):
     )
 
 
+class TeacherConfig(Section):
+    """Teacher: a frozen model on the training ranks, with their parallel layout."""
+
+    model: Text = Field(
+        description="Hugging Face or mcore folder of the teacher, which has the same tokenizer "
+        "as the policy."
+    )
+    weight: Positive = Field(default=1.0, description="Weight of the divergence from it.")
+
+
+class DistillConfig(Section):
+    """Term of the loss: exact divergence of the policy from teachers, on the policy's samples."""
+
+    teachers: tuple[TeacherConfig, ...] = Field(
+        default=(),
+        description="Teachers, whose weighted divergences are added up. Without any, there is no "
+        "term.",
+        examples=[[{"model": "runs/grpo/hf"}]],
+    )
+    coef: NonNegative = Field(
+        default=1.0,
+        description="Coefficient of the term. train-grpo adds it to the policy loss, whose "
+        "coefficient is algo.rl_coef.",
+    )
+    divergence: DivergenceName = Field(
+        default="reverse_kl",
+        description="Divergence at every response token, over the full vocabulary and at the "
+        "sampling temperature.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Additional options of the divergence, by name.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.teachers)
+
+
 class AlgoConfig(Section):
     """Advantages and losses."""
 
@@ -338,6 +379,10 @@ class AlgoConfig(Section):
     )
     reward_model: RewardModelConfig = Field(
         default=RewardModelConfig(), description="Loss of train-rm on preference pairs."
+    )
+    distill: DistillConfig = Field(
+        default=DistillConfig(),
+        description="Divergence from teachers in the loss of train-distill and train-grpo.",
     )
     old_logprobs: Literal["trainer", "behavior", "log-linear"] = Field(
         default="trainer",

@@ -128,6 +128,11 @@ class WeightsConfig(Section):
         description="Versions whose weights in the engines are compared with those of the training "
         "ranks by digests.",
     )
+    adapters_only: Bool = Field(
+        default=False,
+        description="Send only the LoRA adapters after the first version. Engines then keep a copy "
+        "of the base weights in main memory and add the adapters to them.",
+    )
 
 
 class FilterConfig(Section):

@@ -5,7 +5,8 @@ version v (the number of updates of the policy), staleness bound S.
 
 With `on_stale: wait`, a batch has the B lowest numbers, and the trainer waits for them. Since at
 most (S + v + 1) B groups have been started at version v, no group of a batch has a token of a
-version below v - S.
+version below v - S. A group that is filtered out gives its place to one with a higher number, so it
+only moves later groups to earlier batches.
 
 With `on_stale: drop`, a batch has any B finished groups. A group that became too old is dropped and
 its prompt issued again, once. A group that was issued again is not dropped: the trainer waits for
@@ -53,12 +54,14 @@ class BufferState(Generic[Group]):
         taken: Number of groups that were taken for training.
         pending: Groups that must be generated again after a resume.
         finished: Groups that are ready for training.
+        filtered: Groups that were filtered out since the last batch.
     """
 
     next_number: int
     taken: int
     pending: tuple[Ticket, ...] = ()
     finished: tuple[FinishedGroup[Group], ...] = ()
+    filtered: tuple[FinishedGroup[Group], ...] = ()
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class GroupBuffer(Generic[Group]):
         for item in state.finished:
             slot = _Slot(item.ticket, "finished", item.oldest_version, item.group)
             self._slots[item.ticket.number] = slot
+        self._filtered = list(state.filtered)
         self.num_dropped = 0
         self.num_reissued = 0
 
@@ -119,7 +123,9 @@ class GroupBuffer(Generic[Group]):
         finished = self._in_stage("finished")
         pending = [slot.ticket for slot in self._ordered() if slot.stage != "finished"]
         groups = [FinishedGroup(slot.ticket, slot.version, slot.group) for slot in finished]
-        return BufferState(self._next_number, self._taken, tuple(pending), tuple(groups))
+        return BufferState(
+            self._next_number, self._taken, tuple(pending), tuple(groups), tuple(self._filtered)
+        )
 
     def count(self, stage: Stage) -> int:
         """Return the number of groups in a stage."""
@@ -170,6 +176,29 @@ class GroupBuffer(Generic[Group]):
         slot = self._slots[ticket.number]
         slot.stage, slot.group = "finished", group
         return True
+
+    def filter_out(self, ticket: Ticket, group: Group) -> bool:
+        """Remove a scored group that is not trained on; another one may start in its place.
+
+        Returns:
+            False if the group was dropped in the meantime.
+        """
+        if not self.is_current(ticket):
+            return False
+        slot = self._slots.pop(ticket.number)
+        self._filtered.append(FinishedGroup(ticket, slot.version, group))
+        return True
+
+    @property
+    def num_filtered(self) -> int:
+        """Number of groups that were filtered out since the last call of `take_filtered`."""
+        return len(self._filtered)
+
+    def take_filtered(self) -> tuple[FinishedGroup[Group], ...]:
+        """Return the groups that were filtered out since the last call, in the order of prompts."""
+        filtered = sorted(self._filtered, key=lambda item: item.ticket.number)
+        self._filtered = []
+        return tuple(filtered)
 
     def requeue(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         """Issue running groups again, as after the loss of an engine; return those affected."""

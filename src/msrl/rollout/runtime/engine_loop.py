@@ -22,12 +22,29 @@ from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingP
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Request for all completions of one prompt. `key` is unique among the running requests."""
+    """Request for all completions of one prompt.
+
+    Attributes:
+        key: Name that is unique among the running requests.
+        prompt: The prompt.
+        sampling: Sampling of the completions.
+        seeds: Seed of each completion.
+        greedy: Sampling of one more completion, which is the last one of the finished group.
+    """
 
     key: str
     prompt: Prompt
     sampling: SamplingParams
-    seeds: tuple[int | None, ...]  # one per completion
+    seeds: tuple[int | None, ...]
+    greedy: SamplingParams | None = None
+
+    @property
+    def samples(self) -> list[tuple[SamplingParams, int | None]]:
+        """Sampling and seed of each completion."""
+        samples: list[tuple[SamplingParams, int | None]] = [
+            (self.sampling, seed) for seed in self.seeds
+        ]
+        return samples if self.greedy is None else [*samples, (self.greedy, None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,13 +411,14 @@ class EngineLoop:
         return self._groups[key].samples[int(number)]
 
     def _admit(self, request: GroupRequest) -> None:
-        self._groups[request.key] = _Group(request, [_Sample() for _ in request.seeds])
-        for n, seed in enumerate(request.seeds):
+        samples = request.samples
+        self._groups[request.key] = _Group(request, [_Sample() for _ in samples])
+        for n, (sampling, seed) in enumerate(samples):
             name = _request_name(request.key, n)
             if self._episodes is not None:
-                self._episodes.start(name, request.prompt, request.sampling, seed)
+                self._episodes.start(name, request.prompt, sampling, seed)
             else:
-                self._start_turn(TurnRequest(name, request.prompt, request.sampling, seed))
+                self._start_turn(TurnRequest(name, request.prompt, sampling, seed))
 
     def _start_turn(self, turn: TurnRequest) -> None:
         self._engine.add_request(

@@ -53,9 +53,10 @@ class Assembler:
                         f"{version} is expected."
                     )
                 yield from self.add(chunk, chunk.rows(bucket.content))
-        self._check_complete(version)
+        self.check_complete(version)
 
-    def _check_complete(self, version: int) -> None:
+    def check_complete(self, version: int) -> None:
+        """Raise WeightTransferError if parts of tensors are missing."""
         incomplete = [*self._missing_rows, *self._complete_entries]
         if incomplete:
             raise WeightTransferError(

@@ -95,6 +95,25 @@ def file_digests(name: str, tensor: Tensor, num_entries: int) -> Iterator[tuple[
         yield name, _digest(tensor)
 
 
+def record_digests(
+    tensors: Iterable[tuple[str, Tensor]],
+    stacks: Mapping[str, int],
+    digests: dict[str, TensorDigest],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face tensors after their digests were added to `digests`.
+
+    `stacks` has the numbers of experts of stacked tensors by name.
+    """
+    for name, tensor in tensors:
+        digests.update(file_digests(name, tensor, stacks.get(name, 0)))
+        yield name, tensor
+
+
+def factor_digest(name: str, index: int, factor: Tensor) -> tuple[str, TensorDigest]:
+    """Return the name and the digest of a rank's shard of an adapter's factor."""
+    return f"{name}[{index}]", _digest(factor)
+
+
 def add_digests(parts: Iterable[Digests]) -> dict[str, TensorDigest]:
     """Return the digests of tensors whose shards are in different parts."""
     total: dict[str, TensorDigest] = {}

@@ -10,10 +10,13 @@ from msrl.models.rules import Replicated
 from msrl.models.stages import StageTensor
 from msrl.rollout.weights.buckets import ALIGNMENT, Bucket, Shard, ShardRows, as_tensor, pack
 from msrl.rollout.weights.channel import ChannelAddress, WeightChannel
-from msrl.rollout.weights.digest import Digests, TensorDigest, shard_digests
+from msrl.rollout.weights.digest import Digests, TensorDigest, factor_digest, shard_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Factor = tuple[StageTensor, str, "Tensor"]
+"""Adapted weight, "A" or "B", and the rank's shard of that factor."""
 
 StoredBucket = tuple[int, tuple[ShardRows, ...], Any]
 """Version, chunks and bytes of a bucket.
@@ -47,10 +50,14 @@ class WeightSender:
         num_receivers: int,
         *,
         verify: bool,
+        factors: Iterable[Factor] = (),
     ) -> Digests:
-        """Send shards through shared memory; return their parts of the digests, if requested."""
+        """Send shards through shared memory; return their parts of the digests, if requested.
+
+        `factors` are those of adapters that the receivers add to the weights.
+        """
         digests = dict[str, TensorDigest]()
-        shards = _shards(weights, digests if verify else None)
+        shards = _all_shards(weights, factors, digests if verify else None)
         self._channel.send(shards, version, num_receivers)
         return digests
 
@@ -61,12 +68,13 @@ class WeightSender:
         put: Callable[[StoredBucket], Any],
         *,
         verify: bool,
+        factors: Iterable[Factor] = (),
     ) -> tuple[list[Any], Digests]:
         """Call `put` with each bucket; return its results and the parts of the digests."""
         import torch
 
         digests = dict[str, TensorDigest]()
-        shards = _shards(weights, digests if verify else None)
+        shards = _all_shards(weights, factors, digests if verify else None)
         size = -(-self._bucket_bytes // ALIGNMENT) * ALIGNMENT
         buffer = torch.empty(size, dtype=torch.uint8)
         stored = [
@@ -92,6 +100,21 @@ def digest_parts(weights: Iterable[tuple[StageTensor, Tensor]]) -> Digests:
     for _ in _shards(weights, digests):
         pass
     return digests
+
+
+def _all_shards(
+    weights: Iterable[tuple[StageTensor, Tensor]],
+    factors: Iterable[Factor],
+    digests: dict[str, TensorDigest] | None,
+) -> Iterator[Shard]:
+    """Yield shards of weights, then of factors; add to `digests` unless it is None."""
+    yield from _shards(weights, digests)
+    for placed, factor, tensor in factors:
+        shard = Shard(f"{placed.rule.mcore}.lora_{factor}", placed.shard, placed.num_shards, tensor)
+        if digests is not None:
+            name, digest = factor_digest(shard.name, shard.index, tensor)
+            digests[name] = digest
+        yield shard
 
 
 def _shards(

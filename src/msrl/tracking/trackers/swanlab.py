@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from msrl.errors import MsrlError
+from msrl.tracking.tracker import attempt_title, resolved_settings, scalars
 from msrl.types import StepReport
 
 
@@ -59,22 +58,19 @@ def open_tracker(
     """
     check({"mode": mode})
     swanlab = importlib.import_module("swanlab")
-    config = run_dir / "config.yaml"
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
-    title = name or run_dir.name
     folder = Path(dir) if dir is not None else run_dir / "swanlab"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         run = swanlab.init(
             project=project or os.environ.get("SWANLAB_PROJ_NAME", "msrl"),
             workspace=workspace,
-            name=title if not resumed_step else f"{title} from step {resumed_step}",
+            name=attempt_title(name or run_dir.name, resumed_step),
             group=group or run_dir.name,
             tags=tags,
             description=notes,
             log_dir=str(folder),
             mode=mode,
-            config=settings,
+            config=resolved_settings(run_dir),
             settings=swanlab.Settings(terminal={"proxy_type": "none"}),  # log.txt has all lines
         )
     except (RuntimeError, ValueError, OSError) as error:
@@ -100,10 +96,7 @@ class SwanLabTracker:
         self._run = run
 
     def log(self, report: StepReport) -> None:
-        scalars = dict(report.metrics) | {
-            f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()
-        }
-        self._run.log(scalars, step=report.step)
+        self._run.log(scalars(report), step=report.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.errors import MsrlError
+from msrl.tracking.tracker import scalars
 from msrl.types import StepReport
 
 if TYPE_CHECKING:
@@ -60,12 +61,9 @@ class TensorBoardTracker:
             )
 
     def log(self, report: StepReport) -> None:
-        scalars = dict(report.metrics) | {
-            f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()
-        }
         values = [
             self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in scalars.items()
+            for name, value in scalars(report).items()
         ]
         self._writer.add_event(
             self._event(

@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from msrl.errors import MsrlError
+from msrl.tracking.tracker import attempt_title, resolved_settings, scalars
 from msrl.types import StepReport
 
 
@@ -64,21 +63,18 @@ def open_tracker(
     check({"mode": mode})
     import wandb
 
-    config = run_dir / "config.yaml"
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
-    title = name or run_dir.name
     try:
         run = wandb.init(
             project=project or os.environ.get("WANDB_PROJECT", "msrl"),
             entity=entity,
-            name=title if not resumed_step else f"{title} from step {resumed_step}",
+            name=attempt_title(name or run_dir.name, resumed_step),
             group=group or run_dir.name,
             tags=tags,
             notes=notes,
             id=id if id is None or not resumed_step else f"{id}-from-step-{resumed_step}",
             dir=dir or run_dir,
             mode=mode,
-            config=settings,
+            config=resolved_settings(run_dir),
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
@@ -96,10 +92,7 @@ class WandbTracker:
         self._run = run
 
     def log(self, report: StepReport) -> None:
-        scalars = dict(report.metrics) | {
-            f"seconds/{stage}": seconds for stage, seconds in report.seconds.items()
-        }
-        self._run.log(scalars, step=report.step)
+        self._run.log(scalars(report), step=report.step)
 
     def close(self) -> None:
         import wandb

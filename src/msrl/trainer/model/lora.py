@@ -254,6 +254,13 @@ class Adapters:
         finally:
             self._is_enabled = True
 
+    def factors(self, name: str) -> list[tuple[str, Tensor]]:
+        """Return "A" and "B" of a base weight of this rank; nothing without an adapter."""
+        adapted = self._by_name.get(name)
+        if adapted is None:
+            return []
+        return [(factor, adapted.parameter(factor).detach()) for factor in "AB"]
+
     def merged(self, name: str) -> Tensor | None:
         """Return a base weight of this rank plus its adapter, added in float32.
 

@@ -4,18 +4,23 @@ The logits of a micro-batch never exist all at once.
 
 Logits are recomputed in the backward pass, so memory is R * V whatever M is, at the cost of one
 more product with the output weights. Letters: M positions, c channels, V vocabulary columns of this
-rank, R rows of a logit chunk.
+rank, R rows of a logit chunk, K comparisons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from msrl.trainer.objective.logprobs import Distribution, VocabColumns, gradient_in_place, measure
+from msrl.trainer.objective.logprobs import (
+    DistributionComparison,
+    VocabColumns,
+    gradient_in_place,
+    measure,
+)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -28,7 +33,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         columns: VocabColumns,
         num_rows: int,
         softcap: float | None,
-        other: Distribution | None,
+        comparisons: Sequence[DistributionComparison],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         results: list[tuple[Tensor | None, ...]] = []
         for start, (h, ids) in zip(
@@ -36,26 +41,26 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ):
             logits = compute_logits(h, weight, softcap)
             measured = measure(logits, ids, columns)
-            divergence = (
-                columns.divergence(logits, measured[2], other.select(slice(start, start + len(h))))
-                if other
-                else None
-            )
-            results.append((*measured, divergence))
+            selected = [item.select(slice(start, start + len(h))) for item in comparisons]
+            divergences = slopes = None
+            if selected:
+                divergences, slopes = columns.divergences(logits, measured[2], selected)
+            results.append((*measured, divergences, slopes))
             del logits  # free them before the next chunk
-        logprobs, entropy, normalizer, divergence = (
+        logprobs, entropy, normalizer, divergences, slopes = (
             _concatenate(column) for column in zip(*results, strict=True)
         )
         assert logprobs is not None
-        ctx.save_for_backward(hidden, weight, labels, normalizer, entropy, divergence)
-        ctx.columns, ctx.num_rows, ctx.softcap, ctx.other = columns, num_rows, softcap, other
+        ctx.save_for_backward(hidden, weight, labels, normalizer, entropy, slopes)
+        ctx.columns, ctx.num_rows, ctx.softcap = columns, num_rows, softcap
+        ctx.comparisons = comparisons
         ctx.set_materialize_grads(False)
-        return logprobs, entropy, divergence
+        return logprobs, entropy, divergences
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, normalizer, entropy, divergence = ctx.saved_tensors
-        per_row = (entropy, *grads, divergence)
+        hidden, weight, labels, normalizer, entropy, sums_of_slopes = ctx.saved_tensors
+        per_row = (entropy, *grads, sums_of_slopes)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -67,7 +72,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             # Derivative of the softcap, from its output.
             slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
             own_entropy, *slopes = [None if x is None else x[rows] for x in per_row]
-            other = ctx.other.select(rows) if ctx.other else None
+            comparisons = [item.select(rows) for item in ctx.comparisons]
             gradient_in_place(
                 logits,
                 ids,
@@ -78,7 +83,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 slopes[1],
                 slopes[2],
                 slopes[3],
-                other,
+                comparisons,
             )
             if slope is not None:
                 logits.mul_(slope)
@@ -130,10 +135,10 @@ def chunked_logprobs(
     *,
     num_rows: int,
     softcap: float | None = None,
-    other: Distribution | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
+    comparisons: Sequence[DistributionComparison] = (),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M], [M], [M, K]
     """Return `vocab_parallel_logprobs` of the logits hidden @ weight^T.
 
     With `softcap`, the logits are softcap * tanh(logits / softcap).
     """
-    return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, other)  # pyright: ignore[reportReturnType]
+    return _ChunkedLogprobs.apply(hidden, weight, labels, columns, num_rows, softcap, comparisons)  # pyright: ignore[reportReturnType]

@@ -18,7 +18,7 @@ from msrl.trainer import groups
 from msrl.trainer.model import context
 from msrl.trainer.model.packed import PackedSequences, select_share
 from msrl.trainer.model.rope import RotaryTable
-from msrl.trainer.objective.logprobs import Distribution
+from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
 
 
@@ -37,8 +37,8 @@ class DeviceBatch:
     rows: Tensor | None
     sequences: Tensor  # [M], number of the sequence in the micro-batch
     fields: dict[str, Tensor]  # each [M]
-    # Of the reference model at the m positions, for an exact divergence.
-    reference: Distribution | None = None
+    # With other models at the m positions, for exact divergences.
+    comparisons: tuple[DistributionComparison, ...] = ()
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the [M, ...] values of all ranks from the [m, ...] of this one.
@@ -78,7 +78,7 @@ def to_device(
     *,
     cp: int,
     multiple: int,
-    reference: Distribution | None = None,
+    comparisons: tuple[DistributionComparison, ...] = (),
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`."""
     tokens, labels, mask = (
@@ -95,7 +95,7 @@ def to_device(
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
     if cp == 1:
         return DeviceBatch(
-            tokens[None], packed, mask, labels[mask], None, sequences, fields, reference
+            tokens[None], packed, mask, labels[mask], None, sequences, fields, comparisons
         )
     share = context.share(packed.lengths, groups.cp_group(), multiple, device)
     is_token, at = share.rows >= 0, share.clamped_rows
@@ -109,7 +109,7 @@ def to_device(
         rows=numbering[selected],
         sequences=sequences,
         fields=fields,
-        reference=reference,
+        comparisons=comparisons,
     )
 
 

@@ -3,12 +3,12 @@
 Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are
 processed R at a time, probabilities are recomputed in the backward pass, and the gradient
 overwrites the logits. Results are float32 for every dtype of the logits. Letters: M positions, V
-vocabulary columns of this rank, c channels, R rows that are processed at once.
+vocabulary columns of this rank, c channels, R rows that are processed at once, K comparisons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LEAST = torch.finfo(torch.float32).min  # maximum over no columns
+
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Elementwise function of two log-probabilities, see `msrl.algorithms.divergences`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,24 @@ class Distribution:
     def select(self, rows: slice) -> Distribution:
         """Return the distribution at some of the positions."""
         return Distribution(self.hidden[rows], self.project, self.normalizer[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionComparison:
+    """Another distribution, and the divergence of the model from it."""
+
+    other: Distribution
+    divergence: Divergence
+
+    def __call__(
+        self, rows: slice, logprobs: Tensor, columns: VocabColumns
+    ) -> tuple[Tensor, Tensor]:  # [R, V]
+        """Return the divergence's terms and slopes for some rows' log-probabilities."""
+        return self.divergence(logprobs, self.other.logprobs(rows, columns))
+
+    def select(self, rows: slice) -> DistributionComparison:
+        """Return the comparison at some of the positions."""
+        return DistributionComparison(self.other.select(rows), self.divergence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +113,18 @@ class VocabColumns:
         highest = self.all_reduce(top.clone(), dist.ReduceOp.MAX)
         return highest + self.all_reduce(total * (top - highest).exp(), dist.ReduceOp.SUM).log()
 
-    def divergence(self, logits: Tensor, normalizer: Tensor, other: Distribution) -> Tensor:
-        """Return the sum over the vocabulary of p (log p - log q), [M]."""
-        total = torch.zeros_like(normalizer)
+    def divergences(
+        self, logits: Tensor, normalizer: Tensor, comparisons: Sequence[DistributionComparison]
+    ) -> Tensor:
+        """Return the sums over the vocabulary of each comparison's terms and slopes, [2, M, K]."""
+        totals = normalizer.new_zeros((2, len(logits), len(comparisons)))
         for rows in self.row_slices(len(logits)):
-            surprise = self.shifted(logits[rows], normalizer[rows])
-            ratio = other.logprobs(rows, self).neg_().add_(surprise)
-            total[rows] = surprise.exp_().mul_(ratio).sum(-1)
-        return self.all_reduce(total, dist.ReduceOp.SUM)
+            logprobs = self.shifted(logits[rows], normalizer[rows])
+            for number, comparison in enumerate(comparisons):
+                terms, slopes = comparison(rows, logprobs, self)
+                totals[0, rows, number] = terms.sum(-1)
+                totals[1, rows, number] = slopes.sum(-1)
+        return self.all_reduce(totals, dist.ReduceOp.SUM)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if dist.get_world_size(self.group) > 1:
@@ -137,9 +162,9 @@ def gradient_in_place(
     columns: VocabColumns,
     for_logprobs: Tensor | None,  # [M]
     for_entropy: Tensor | None,  # [M]
-    for_divergence: Tensor | None = None,  # [M]
-    divergence: Tensor | None = None,  # [M], from `VocabColumns.divergence`
-    other: Distribution | None = None,
+    for_divergences: Tensor | None = None,  # [M, K]
+    slopes: Tensor | None = None,  # [M, K], the second result of `VocabColumns.divergences`
+    comparisons: Sequence[DistributionComparison] = (),
 ) -> None:
     """Overwrite the logits with their gradient.
 
@@ -152,38 +177,64 @@ def gradient_in_place(
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.row_slices(len(logits)):
         surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
-        # With respect to a logit, the derivative of the entropy is -p (log p + H), and that of the
-        # divergence is p (log p - log q - D).
+        # With respect to a logit, the derivative of the entropy is -p (log p + H).
         factor: Tensor = -slope[rows, None]
-        if for_divergence is not None:
-            assert divergence is not None and other is not None
-            ratio = other.logprobs(rows, columns).neg_().add_(surprise).sub_(divergence[rows, None])
-            factor = ratio.mul_(for_divergence[rows, None] / columns.temperature).add_(factor)
+        further: Tensor | None = None
+        if for_divergences is not None:
+            assert slopes is not None
+            weights = for_divergences[rows] / columns.temperature
+            further = _divergence_gradient(rows, surprise, comparisons, weights, columns)
+            factor = factor - (weights * slopes[rows]).sum(-1, keepdim=True)
         if for_entropy is not None:
             assert entropy is not None
             weight = for_entropy[rows, None] / columns.temperature
             factor = torch.addcmul(factor, surprise + entropy[rows, None], weight, value=-1.0)
         grad = surprise.exp_().mul_(factor)
+        grad = grad if further is None else grad.add_(further)
         logits[rows, : columns.num_valid] = grad.scatter_add_(-1, local[rows], at_label[rows])
     logits[:, columns.num_valid :] = 0.0
+
+
+def _divergence_gradient(
+    rows: slice,
+    logprobs: Tensor,  # [R, V]
+    comparisons: Sequence[DistributionComparison],
+    weights: Tensor,  # [R, K]
+    columns: VocabColumns,
+) -> Tensor:  # [R, V]
+    """Return the weighted sum of the slopes.
+
+    With respect to a logit, the derivative of a divergence is its slope minus p times the sum of
+    all slopes, which the caller subtracts.
+    """
+    total = torch.zeros_like(logprobs)
+    for number, comparison in enumerate(comparisons):
+        total.addcmul_(comparison(rows, logprobs, columns)[1], weights[:, number, None])
+    return total
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, columns: VocabColumns, other: Distribution | None
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        columns: VocabColumns,
+        comparisons: Sequence[DistributionComparison],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logprobs, entropy, normalizer = measure(logits, labels, columns)
-        divergence = columns.divergence(logits, normalizer, other) if other else None
-        ctx.save_for_backward(logits, labels, normalizer, entropy, divergence)
-        ctx.columns, ctx.other = columns, other
+        divergences = slopes = None
+        if comparisons:
+            divergences, slopes = columns.divergences(logits, normalizer, comparisons)
+        ctx.save_for_backward(logits, labels, normalizer, entropy, slopes)
+        ctx.columns, ctx.comparisons = columns, comparisons
         ctx.set_materialize_grads(False)
-        return logprobs, entropy, divergence
+        return logprobs, entropy, divergences
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, normalizer, entropy, divergence = ctx.saved_tensors
-        for_logprobs, for_entropy, for_divergence = grads
+        logits, labels, normalizer, entropy, slopes = ctx.saved_tensors
+        for_logprobs, for_entropy, for_divergences = grads
         gradient_in_place(
             logits,
             labels,
@@ -192,9 +243,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             ctx.columns,
             for_logprobs,
             for_entropy,
-            for_divergence,
-            divergence,
-            ctx.other,
+            for_divergences,
+            slopes,
+            ctx.comparisons,
         )
         return logits, None, None, None
 
@@ -227,8 +278,8 @@ def vocab_parallel_logprobs(
     logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
     labels: Tensor,  # [M], token ids of the full vocabulary
     columns: VocabColumns,
-    other: Distribution | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M] each
+    comparisons: Sequence[DistributionComparison] = (),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # [M], [M], [M, K]
     """Return log-probabilities, entropies and divergences over the unpadded vocabulary.
 
     The distribution is p = softmax(logits / temperature).
@@ -237,7 +288,7 @@ def vocab_parallel_logprobs(
     model.
 
     Returns:
-        Log-probability of each label; entropy of each row if `columns` wants it; exact divergence,
-        the sum of p (log p - log q), from the other distribution q if there is one.
+        Log-probability of each label; entropy of each row if `columns` wants it; exact divergence
+        of each comparison if there are any.
     """
-    return _VocabParallelLogprobs.apply(logits, labels, columns, other)  # pyright: ignore[reportReturnType]
+    return _VocabParallelLogprobs.apply(logits, labels, columns, comparisons)  # pyright: ignore[reportReturnType]

@@ -2,7 +2,7 @@
 
 Each loss returns the scalar to minimize and sums for the metrics, which are added up over
 micro-batches and data-parallel ranks and then divided by `num_tokens`. Letters: M positions whose
-loss mask is set.
+loss mask is set, K compared models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msrl.algorithms.value import value_loss
 
 OldLogprobs = Literal["trainer", "behavior", "log-linear"]
 Sums = dict[str, Tensor]
-_MEANS = ("kl", "entropy")  # reported as means over tokens for every aggregation
+_MEANS = ("kl", "entropy", "distill")  # reported as means over tokens for every aggregation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,23 @@ class Outputs:
     logprobs: Tensor  # [M] of the labels
     sequences: Tensor  # [M], number of each position's sequence in the micro-batch, ascending
     entropy: Tensor | None = None  # [M] if the loss needs it
-    # [M] exact KL(policy || reference) over the vocabulary, if the loss needs it.
-    divergence: Tensor | None = None
+    # [M, K] exact divergences from the models of `Loss.compared`, in their order.
+    divergences: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedModel:
+    """A model from whose distribution a loss needs the exact divergence at every position.
+
+    Attributes:
+        teacher: Name of the teacher; None for the reference.
+        divergence: Name of the divergence.
+        options: Options of the divergence.
+    """
+
+    teacher: str | None = None
+    divergence: str = "reverse_kl"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Loss(Protocol):
@@ -49,7 +64,7 @@ class Loss(Protocol):
     def needs_entropy(self) -> bool: ...
 
     @property
-    def needs_divergence(self) -> bool: ...
+    def compared(self) -> tuple[ComparedModel, ...]: ...
 
     def __call__(
         self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
@@ -70,7 +85,7 @@ class SftLoss:
 
     temperature: float = 1.0
     needs_entropy: bool = False
-    needs_divergence: bool = False
+    compared: tuple[ComparedModel, ...] = ()
 
     def __call__(
         self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
@@ -80,11 +95,29 @@ class SftLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class Distillation:
+    """Term of a loss: coef times the weighted sum of the exact divergences from the teachers."""
+
+    coef: float
+    weights: Mapping[str, float]  # of the teachers, by name
+    divergence: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def compared(self) -> tuple[ComparedModel, ...]:
+        return tuple(ComparedModel(name, self.divergence, self.options) for name in self.weights)
+
+    def per_token(self, divergences: Tensor) -> Tensor:  # [M, K] -> [M]
+        """Return the weighted sum over the teachers."""
+        return divergences @ divergences.new_tensor(tuple(self.weights.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Policy loss with KL, likelihood and entropy terms.
+    """Policy loss with KL, likelihood, entropy and distillation terms.
 
     It is rl_coef * (policy loss + kl_coef * KL to the reference) + sft_coef * likelihood of good
-    samples - entropy_coef * entropy.
+    samples - entropy_coef * entropy + distillation.
 
     Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and
     its global denominators. The mismatch correction multiplies each token's policy loss and no
@@ -113,9 +146,15 @@ class PolicyLoss:
     off_policy_limit: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs_entropy: bool = True
+    distillation: Distillation | None = None
 
     @property
-    def needs_divergence(self) -> bool:
+    def compared(self) -> tuple[ComparedModel, ...]:
+        reference = (ComparedModel(),) if self._has_exact_kl else ()
+        return reference if self.distillation is None else reference + self.distillation.compared
+
+    @property
+    def _has_exact_kl(self) -> bool:
         return self.kl_coef > 0 and self.kl_estimator == "full"
 
     def __call__(
@@ -198,8 +237,8 @@ class PolicyLoss:
     ) -> dict[str, tuple[float, Tensor]]:
         """Return the coefficient and the values per token of the terms besides the policy loss."""
         terms: dict[str, tuple[float, Tensor]] = {}
-        if self.needs_divergence:
-            terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergence))
+        if self._has_exact_kl:
+            terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergences)[:, 0])
         elif "reference_logprobs" in fields:
             values = kl.per_token(
                 self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], tokens.mask
@@ -213,6 +252,12 @@ class PolicyLoss:
             terms["sft_loss"] = (self.sft_coef, -outputs.logprobs.masked_fill(~is_good, 0.0))
         if outputs.entropy is not None:  # a reported entropy is cheap, a differentiated one is not
             terms["entropy"] = (-self.entropy_coef, outputs.entropy)
+        if self.distillation is not None:
+            from_teachers = _required(outputs.divergences)[:, int(self._has_exact_kl) :]
+            terms["distill"] = (
+                self.distillation.coef,
+                self.distillation.per_token(from_teachers),
+            )
         return terms
 
     def _corrected(
@@ -272,5 +317,5 @@ def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
 
 
 def _required(values: Tensor | None) -> Tensor:
-    assert values is not None, "needs_divergence requests it"
+    assert values is not None, "`compared` requests it"
     return values

@@ -19,7 +19,7 @@ from msrl import registry
 from msrl.algorithms.answers import Answers, LabeledAnswers, PairLosses, Pairs
 from msrl.algorithms.reward_model import bradley_terry
 from msrl.algorithms.tokens import per_sequence
-from msrl.trainer.objective.losses import Outputs, Sums
+from msrl.trainer.objective.losses import ComparedModel, Outputs, Sums
 
 VALUE, WEIGHT, REFERENCE = "values", "weights", "reference_logprobs"
 
@@ -39,7 +39,7 @@ class PreferenceLoss:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     temperature: float = 1.0
     needs_entropy: bool = False
-    needs_divergence: bool = False
+    compared: tuple[ComparedModel, ...] = ()
 
     def __call__(
         self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float

@@ -32,6 +32,7 @@ from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
+from msrl.rollout.engine import EngineSettings
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
@@ -49,6 +50,7 @@ from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judg
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.serve.engine import (
+    check_engine,
     early_environment,
     engine_settings,
     hf_weights,
@@ -111,6 +113,9 @@ def prepare(config: Config) -> EvaluationSetup:
     longest = _longest_prompt(config, prompts)
     for plan in plans:
         _check_lengths(plan.shape, plan.model.weights, longest, sampling)
+        check_engine(
+            config, _engine_settings(plan, plan.model.hf_dir, longest, len(prompts), sampling)
+        )
     check_functions([Source.of(section) for section in config.reward.sources])
     results = ResultFolder(
         Path(config.evaluate.output),
@@ -245,7 +250,7 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
             _print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
 
 
-class ResponseSampler(Protocol):
+class ResponseSource(Protocol):
     """Source of responses: an engine, or episodes with one."""
 
     def generate(
@@ -272,7 +277,7 @@ class _Engines:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def load(self, model: EvaluatedModel) -> ResponseSampler:
+    def load(self, model: EvaluatedModel) -> ResponseSource:
         """Return a sampler of responses by the weights of a checkpoint."""
         engine, episodes = self._engine(model), self._setup.episodes
         if self._pool is None or episodes is None:
@@ -287,17 +292,29 @@ class _Engines:
             return engine
         self._stack.close()
         plan = model.plan
-        settings = engine_settings(
-            plan.config,
+        settings = _engine_settings(
+            plan,
             source.hf_dir,
-            dtype=plan.dtype,
-            max_model_len=self._setup.longest_prompt + self._setup.sampling.max_tokens,
-            max_num_seqs=len(self._setup.prompts) * self._setup.sampling.num_samples,
-            random_weights=True,
+            self._setup.longest_prompt,
+            len(self._setup.prompts),
+            self._setup.sampling,
         )
         engine = self._stack.enter_context(running_engine(plan.config, source, settings))
         self._current = source.shape, engine
         return engine
+
+
+def _engine_settings(
+    plan: RunPlan, hf_dir: Path, longest_prompt: int, num_prompts: int, sampling: SamplingParams
+) -> EngineSettings:
+    return engine_settings(
+        plan.config,
+        hf_dir,
+        dtype=plan.dtype,
+        max_model_len=longest_prompt + sampling.max_tokens,
+        max_num_seqs=num_prompts * sampling.num_samples,
+        random_weights=True,
+    )
 
 
 def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
@@ -316,7 +333,7 @@ def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
 
 
 def _evaluate(
-    setup: EvaluationSetup, model: EvaluatedModel, sampler: ResponseSampler, scorer: Scorer
+    setup: EvaluationSetup, model: EvaluatedModel, sampler: ResponseSource, scorer: Scorer
 ) -> tuple[Result, list[dict[str, object]]]:
     """Return the result of one checkpoint, and a row for each of its responses."""
     started = time.perf_counter()
@@ -342,7 +359,7 @@ def _evaluate(
 
 
 def _score_all(
-    setup: EvaluationSetup, checkpoint: Checkpoint, sampler: ResponseSampler, scorer: Scorer
+    setup: EvaluationSetup, checkpoint: Checkpoint, sampler: ResponseSource, scorer: Scorer
 ) -> Scores:
     """Return the scored responses to all prompts.
 

@@ -56,7 +56,10 @@ class StoredReference:
         config = self._plan.config
         assert self._plan.reference is not None
         key = {
-            "data": {prefix: fingerprint(prefix) for prefix in self._sources},
+            "data": {
+                prefix: [fingerprint(each) for each in rows.dataset.prefixes]
+                for prefix, rows in self._sources.items()
+            },
             "rows": self._numbers,
             "weights": weights_digest(self._plan.reference.weights),
             "dtype": config.model.dtype,

@@ -12,14 +12,14 @@ import numpy as np
 
 from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
-from msrl.data.order import RowOrder
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.objective.preference import ScoreLoss
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
 from msrl.workflows.preference.batches import PreferenceBatch, make_batch
-from msrl.workflows.preference.rows import PreferenceRows, checked_rows
+from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
 from msrl.workflows.preference.run import PreferenceSetup
 from msrl.workflows.training import supervised
 from msrl.workflows.training.session import TrainingSession
@@ -47,9 +47,8 @@ class RewardModelTask:
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
         return checked_rows(plan, "pairs", reads_margins=True, num_added=1)
 
-    def order(self, config: Config, rows: PreferenceRows) -> RowOrder:
-        batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-        return RowOrder(len(rows), batch, seed, shuffle)
+    def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
+        return row_order(config, rows)
 
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         return reward_model_rank_settings(plan, platform.name)

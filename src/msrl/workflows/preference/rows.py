@@ -10,10 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msrl.algorithms.packing import bins
 from msrl.config.schema import Config
-from msrl.data.preferences import PreferenceDataset, fit
+from msrl.data.dataset import check_templates
+from msrl.data.order import BlendOrder, RowOrder
+from msrl.data.preferences import PreferenceDataset, PreferenceMixture, fit
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.types import RenderedPreference
@@ -25,8 +28,9 @@ from msrl.workflows.training.data_checks import check_data, verify_data
 class PreferenceRows:
     """Rows of a dataset; row i holds the rows `members[i]` of the dataset."""
 
-    dataset: PreferenceDataset
+    dataset: PreferenceDataset | PreferenceMixture
     members: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]  # rows of each dataset, one after the other
     lengths: tuple[int, ...]  # tokens of each row
     limit: int | None  # each side is truncated to this length
     dropped: Mapping[str, int]  # rows of the dataset, by reason
@@ -70,22 +74,18 @@ def checked_rows(
     """
     config, data = plan.config, plan.config.data
     datasets: dict[str, PreferenceDataset] = {}
-    for prefix in dict.fromkeys((str(data.train), data.eval)):
+    trained_prefixes = tuple(data.blend) or (str(data.train),)
+    for prefix in dict.fromkeys((*trained_prefixes, data.eval)):
         if prefix is not None:
             dataset = datasets[prefix] = PreferenceDataset(prefix, kind)
             check_data(dataset.manifest, plan, prefix)
             verify_data(dataset, plan)
             if kind == "pairs" and not reads_margins:
                 _refuse_margins(dataset, config)
-    dataset = datasets[str(data.train)]
-    trained, held_out = split(len(dataset), data.eval_fraction, config.run.seed)
-    if held_out and not trained:
-        raise MsrlError(
-            f"data.eval_fraction={data.eval_fraction}: all {len(held_out)} rows of {data.train} "
-            "are held out. Lower it, or set data.eval instead."
-        )
-    train = open_rows(config, dataset, trained)
-    evaluated = open_rows(config, dataset, held_out) if held_out else None
+    if data.blend:
+        train, evaluated = _open_blend(config, [datasets[prefix] for prefix in data.blend]), None
+    else:
+        train, evaluated = _open_split(config, datasets[str(data.train)])
     if data.eval is not None:
         other = datasets[data.eval]
         evaluated = open_rows(config, other, range(len(other)))
@@ -94,6 +94,57 @@ def checked_rows(
             _check_length(config, rows, num_added)
             _print_notes(name, rows)
     return train, evaluated
+
+
+def _open_split(
+    config: Config, dataset: PreferenceDataset
+) -> tuple[PreferenceRows, PreferenceRows | None]:
+    """Return the rows to train on and those that `data.eval_fraction` holds out, if any.
+
+    Raises:
+        MsrlError: All rows are held out, or `open_rows` raises it.
+    """
+    fraction = config.data.eval_fraction
+    trained, held_out = split(len(dataset), fraction, config.run.seed)
+    if held_out and not trained:
+        raise MsrlError(
+            f"data.eval_fraction={fraction}: all {len(held_out)} rows of {dataset.prefix} are held "
+            "out. Lower it, or set data.eval instead."
+        )
+    train = open_rows(config, dataset, trained)
+    return train, open_rows(config, dataset, held_out) if held_out else None
+
+
+def _open_blend(config: Config, datasets: Sequence[PreferenceDataset]) -> PreferenceRows:
+    """Return the rows of several datasets, which are packed separately.
+
+    Raises:
+        MsrlError: The datasets have different templates, or `open_rows` raises it.
+    """
+    check_templates(datasets)
+    opened = [open_rows(config, dataset, range(len(dataset))) for dataset in datasets]
+    starts = accumulate((len(dataset) for dataset in datasets), initial=0)
+    members: list[tuple[int, ...]] = []
+    for rows, start in zip(opened, starts, strict=False):
+        members += [tuple(number + start for number in row) for row in rows.members]
+    return PreferenceRows(
+        PreferenceMixture(datasets),
+        tuple(members),
+        tuple(map(len, opened)),
+        tuple(length for rows in opened for length in rows.lengths),
+        config.data.seq_length,
+        sum((Counter(rows.dropped) for rows in opened), Counter[str]()),
+        sum(rows.num_truncated for rows in opened),
+    )
+
+
+def row_order(config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
+    """Return the order in which steps read the rows."""
+    batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
+    if config.data.blend:
+        weights = tuple(config.data.blend.values())
+        return BlendOrder(rows.counts, weights, batch, seed, shuffle)
+    return RowOrder(len(rows), batch, seed, shuffle)
 
 
 def open_rows(config: Config, dataset: PreferenceDataset, numbers: Sequence[int]) -> PreferenceRows:
@@ -129,7 +180,8 @@ def open_rows(config: Config, dataset: PreferenceDataset, numbers: Sequence[int]
         )
     members = _pack(config, dataset, lengths)
     row_lengths = tuple(sum(lengths[number] for number in row) for row in members)
-    return PreferenceRows(dataset, members, row_lengths, limit, dropped, num_truncated)
+    counts = (len(members),)
+    return PreferenceRows(dataset, members, counts, row_lengths, limit, dropped, num_truncated)
 
 
 def _pack(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from msrl.config.schema import Config
-from msrl.data.order import RowOrder
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.derived import PreferencePlan, preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
@@ -28,7 +28,7 @@ from msrl.workflows.preference.reference import (
     no_reference,
     on_the_fly,
 )
-from msrl.workflows.preference.rows import PreferenceRows, checked_rows
+from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
 from msrl.workflows.training import supervised
 from msrl.workflows.training.session import TrainingSession
 from msrl.workflows.training.settings import rank_settings
@@ -70,9 +70,8 @@ class PreferenceTask:
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
         return checked_rows(plan, self._loss.data, reads_margins=self._loss.reads_margins)
 
-    def order(self, config: Config, rows: PreferenceRows) -> RowOrder:
-        batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-        return RowOrder(len(rows), batch, seed, shuffle)
+    def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
+        return row_order(config, rows)
 
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         return rank_settings(plan, platform.name)

@@ -21,7 +21,7 @@ from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats, Ints
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.trainer_group import Rows, TrainerGroup
+from msrl.workflows.training.trainer_group import PendingValues, Rows, TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
 if TYPE_CHECKING:
@@ -85,19 +85,19 @@ class ModelGroups(TrainerGroup):
         """Return True if the model of a role has separate devices."""
         return role in self._separate
 
-    def logprobs(
+    def begin_logprobs(
         self,
         sequences: Sequences,
         limits: BatchLimits,
         temperature: float,
         *,
         of_reference: bool = False,
-    ) -> tuple[Floats, ...]:
+    ) -> PendingValues:
         reference = self._separate.get("reference")
-        if of_reference and reference is not None:
-            limits = reference.limits(limits)
-            return reference.ranks.logprobs(sequences, limits, temperature, of_reference=True)
-        return super().logprobs(sequences, limits, temperature, of_reference=of_reference)
+        if not of_reference or reference is None:
+            return super().begin_logprobs(sequences, limits, temperature, of_reference=of_reference)
+        limits = reference.limits(limits)
+        return reference.ranks.begin_logprobs(sequences, limits, temperature, of_reference=True)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
         critic = self._separate.get("critic")

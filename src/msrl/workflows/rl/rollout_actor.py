@@ -5,18 +5,20 @@ vLLM is imported in methods, so that the driver can import this module without i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msrl.environments.pool import EnvironmentPool
+from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout.runtime.engine_loop import EngineLoop, LoopMessage, LoopReport
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.rollout.weights.channel import machine_id
-from msrl.rollout.weights.digest import Digests
+from msrl.rollout.weights.digest import Digests, TensorDigest, record_digests
+from msrl.rollout.weights.verification import check_digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.rl.weight_offer import WeightOffer, received_tensors
+from msrl.workflows.rl.weight_offer import WeightOffer, offered_buckets, received_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +37,7 @@ class RolloutActor:
         self._environments: EnvironmentPool | None = None
         self._is_offloaded = False
         self._received = dict[str, "Tensor"]()
-        self._must_verify = False
+        self._offer: WeightOffer | None = None  # of the weights that the actor holds
         self._digests = dict[int, Sequence[Digests]]()  # of versions that the loop has loaded
 
     def start(self) -> None:
@@ -45,8 +47,10 @@ class RolloutActor:
         message.
         """
         from msrl.rollout.vllm import VllmEngine
+        from msrl.rollout.weights.adapters import AdaptedWeights
 
         self._shape = load_shape(self._settings.model_dir)
+        self._adapted = AdaptedWeights(self._shape)
         if self._episodes is not None:
             self._environments = self._episodes.pool()
             self._environments.start()
@@ -93,17 +97,47 @@ class RolloutActor:
 
     def load_weights(self, offer: WeightOffer) -> Sequence[Digests]:
         """Receive and load weights, tensor by tensor; return digests if the offer requests them."""
-        tensors = received_tensors(offer, self._shape)
-        return self._engine.load_weights(tensors, verify=offer.verify)
+        return self._load_tensors(self._tensors(offer), offer)
+
+    def has_base(self) -> bool:
+        """Return True if the actor has the base weights, to which it adds adapters."""
+        return self._adapted.has_base
 
     def receive_weights(self, offer: WeightOffer) -> None:
         """Receive weights and hold them in main memory, which later versions overwrite."""
-        self._received = dict(received_tensors(offer, self._shape, self._received))
-        self._must_verify = offer.verify
+        self._received, self._offer = dict(self._tensors(offer, self._received)), offer
 
     def apply_weights(self) -> Sequence[Digests]:
         """Load the weights that were received; return digests if their offer requested them."""
-        return self._engine.load_weights(self._received.items(), verify=self._must_verify)
+        assert self._offer is not None
+        return self._load_tensors(self._received.items(), self._offer)
+
+    def _tensors(
+        self, offer: WeightOffer, memory: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Receive weights, and yield them with their adapters under their Hugging Face names.
+
+        `memory` has tensors of an earlier version, which are overwritten.
+        """
+        if offer.adapter_scale is None:
+            return received_tensors(offer, self._shape, memory)
+        self._adapted.receive(offered_buckets(offer), offer.version)
+        return self._adapted.merged(offer.version, offer.adapter_scale, memory)
+
+    def _load_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], offer: WeightOffer
+    ) -> Sequence[Digests]:
+        """Load weights; return the digests of what the ranks sent, if the offer requests them.
+
+        For adapters that the actor adds, the digests of the sums are compared here: those of the
+        actor with those of each process of the engine.
+        """
+        if offer.adapter_scale is None or not offer.verify:
+            return self._engine.load_weights(tensors, verify=offer.verify)
+        sums = dict[str, TensorDigest]()
+        recorded = record_digests(tensors, stack_sizes(self._shape), sums)
+        check_digests([sums], {0: self._engine.load_weights(recorded, verify=True)})
+        return (self._adapted.digests(),)
 
     def call_vllm(self, method: str, *arguments: Any) -> None:
         """Call a method of vLLM's workers, for transfers from device to device."""
@@ -142,7 +176,7 @@ class RolloutActor:
     def update_weights(self, offer: WeightOffer) -> None:
         """Receive weights, which the loop loads between two steps. Does not wait for that."""
         memory, self._received = self._received, {}  # None of the versions that the loop may read
-        tensors = dict(received_tensors(offer, self._shape, memory))
+        tensors = dict(self._tensors(offer, memory))
         self._loop.update(offer.version, lambda: self._load(tensors, offer))
 
     def loaded_digests(self) -> dict[int, Sequence[Digests]]:
@@ -152,7 +186,7 @@ class RolloutActor:
 
     def _load(self, tensors: dict[str, Tensor], offer: WeightOffer) -> None:
         """Load the weights in the thread of the loop; the next version may use their memory."""
-        digests = self._engine.load_weights(tensors.items(), verify=offer.verify)
+        digests = self._load_tensors(tensors.items(), offer)
         if offer.verify:
             self._digests[offer.version] = digests
         self._received = tensors

@@ -18,11 +18,10 @@ from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
-from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.errors import MsrlError
+from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
-from msrl.rollout.engine import EngineSettings
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -32,16 +31,16 @@ from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
-from msrl.workflows.rl.setup import RLSetup, prepare
+from msrl.workflows.rl.setup import RLSetup, prepare, rollout_engine_settings
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.token_values import TokenValues, ValuesBySample, size_note
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
-from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_start
@@ -58,6 +57,7 @@ CURVES = (
     "reward/mean",
     "rollout/response_length",
     "train/kl",
+    "train/distill",
     "train/entropy",
     "train/grad_norm",
     "train/value_explained_variance",
@@ -126,7 +126,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     updater = Updater(config, trainers, job.num_steps, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
     rollout_log = _rollout_log(job, session)
-    token_values = _token_values(job, trainers, session)
+    token_values, gaps = _token_values(job, trainers, session), _gap_monitor(job, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
     with session.training(trainers, evaluator):
         session.evaluate_at_start()
@@ -141,7 +141,8 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 workers.weights.update(step + 1)
-            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
+            report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
             _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
@@ -166,7 +167,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     publish = workers.weights.publish
     rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
     rollout_log = _rollout_log(job, session)
-    token_values = _token_values(job, trainers, session)
+    token_values, gaps = _token_values(job, trainers, session), _gap_monitor(job, session)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
     trainers.onload()
@@ -185,7 +186,8 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.publish(step + 1)
             if options.partial:
                 rollouts.resume()
-            report = _step_report(job, step + 1, batch, prepared, trained, clock)
+            gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
+            report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
             _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
@@ -199,6 +201,13 @@ def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
 
 def _token_values(job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> TokenValues:
     return TokenValues(job.config, trainers, session.run_dir / "rollouts", session.note)
+
+
+def _gap_monitor(job: RLSetup, session: TrainingSession) -> GapMonitor:
+    config = job.config
+    is_async = config.rollout.asynchronous.is_on
+    has_one_update = updates_per_step(config) == 1 and not is_async
+    return GapMonitor(config.model.dtype, session.run_dir, session.note, has_one_update)
 
 
 def _write_rollouts(
@@ -268,11 +277,13 @@ def _step_report(
     batch: StepRollouts,
     prepared: PreparedStep,
     trained: Mapping[str, float],
+    gap: Mapping[str, float],
     clock: Clock,
 ) -> StepReport:
     """Return the report of a step."""
     metrics = {
         **step_metrics(batch.scores, trained, clock.seconds),
+        **gap,
         **batch.metrics,
         **_mfu(job, prepared, clock),
     }
@@ -317,13 +328,14 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
         ports = None if cluster.ports is None else Ports.parse(cluster.ports)
         engine_env = engine_environments(placed, platform, env, ports)
         trainers = _model_groups(job, scorer, session, placed)
+        arguments = (rollout_engine_settings(job.plan), platform.name, job.episodes)
         engines = EngineGroup(
             RayWorkers(
                 session,
                 placed,
                 "rollout",
                 RolloutActor,
-                [(_engine_settings(job.plan), platform.name, job.episodes)] * len(engine_env),
+                [arguments] * len(engine_env),
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
                 silence_s=cluster.rpc_timeout_s,
@@ -376,9 +388,18 @@ def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightT
         processes_per_engine=job.config.rollout.engine.tp,
         shares_main_memory=job.platform.shares_main_memory,
         shares_devices=not job.plan.has_separate_engines,
+        adapter_scale=_adapter_scale(job),
     )
     weights.update(job.start_step)
     return weights
+
+
+def _adapter_scale(job: RLSetup) -> float | None:
+    """Return the factor of adapters that engines add to the base weights; None if ranks do."""
+    lora = job.config.train.lora
+    if lora.rank is None or not job.config.rollout.weights.adapters_only:
+        return None
+    return lora.alpha / lora.rank
 
 
 def _rank_scores(
@@ -411,28 +432,5 @@ def _scorer(job: RLSetup) -> Scorer:
         prompt_text=prompt_text,
         read_config=job.plan.hf_config,
         environment_weight=environment.reward_weight if environment.is_on else None,
-    )
-
-
-def _engine_settings(plan: RunPlan) -> EngineSettings:
-    """Return the settings of an engine.
-
-    It starts with random weights, which the ranks replace before the first prompt.
-    """
-    settings = engine_settings(
-        plan.config,
-        plan.model.hf_dir,
-        dtype=plan.dtype,
-        max_model_len=plan.max_model_len,
-        random_weights=True,
-    )
-    if plan.has_separate_engines:
-        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
-    rollout = plan.config.rollout
-    way = rollout.weights.transfer
-    return replace(
-        settings,
-        tokenizer_dir=plan.tokenizer_dir,
-        is_stepped=rollout.asynchronous.is_on,
-        weight_backend=way if way in DEVICE_WAYS else None,
+        is_optional=job.plan.is_distillation,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from msrl.cluster.placement import Placement
 from msrl.config.schema import Config
+from msrl.config.sections.rollout import DEVICE_WAYS
 from msrl.data.dataset import PromptDataset, PromptMixture, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
@@ -24,12 +25,15 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
+from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training import resume_checks
-from msrl.workflows.training.data_checks import check_data, verify_data
+from msrl.workflows.training.data_checks import check_data, check_teacher_tokenizers, verify_data
 from msrl.workflows.training.preflight import check_run_folder
 from msrl.workflows.training.settings import (
     check_order,
@@ -88,8 +92,10 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     config = plan.config
     platform = platform or resolve(config.cluster.platform)
     _check_async_platform(plan, platform)
+    check_limits(rollout_engine_settings(plan), platform)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
+    check_teacher_tokenizers(plan)
     prompts = _training_prompts(plan, tokenizer)
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
@@ -111,6 +117,30 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
         episodes=episode_settings(plan, prompts.dataset[prompts.rows[0]]),
+    )
+
+
+def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
+    """Return the settings of an engine of the rollout.
+
+    It starts with random weights, which the ranks replace before the first prompt.
+    """
+    settings = engine_settings(
+        plan.config,
+        plan.model.hf_dir,
+        dtype=plan.dtype,
+        max_model_len=plan.max_model_len,
+        random_weights=True,
+    )
+    if plan.has_separate_engines:
+        settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
+    rollout = plan.config.rollout
+    way = rollout.weights.transfer
+    return replace(
+        settings,
+        tokenizer_dir=plan.tokenizer_dir,
+        is_stepped=rollout.asynchronous.is_on,
+        weight_backend=way if way in DEVICE_WAYS else None,
     )
 
 
@@ -214,7 +244,7 @@ def _fitting_prompts(
     sections = plan.config.reward.sources
     sources = RowSources(
         tuple(Source.of(section) for section in sections),
-        is_optional=plan.config.environment.is_on and not sections,
+        is_optional=not sections and (plan.config.environment.is_on or plan.is_distillation),
     )
     try:
         sources.check(dataset[row] for row in rows)

@@ -31,6 +31,7 @@ from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
+from msrl.config.sections.algo import DistillConfig
 from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
@@ -46,7 +47,7 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.objective.losses import PolicyLoss, required_arguments
+from msrl.trainer.objective.losses import Distillation, PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.rollouts import select_informative
@@ -288,7 +289,7 @@ class Updater:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
         A step with one update needs those of the policy only for the penalty: its loss computes
-        them.
+        them. A reference on separate devices computes beside the policy.
         """
         sequences = padded(unpadded, self._trainers.dp_size)
         kl, temperature, limits = (
@@ -299,15 +300,18 @@ class Updater:
         policy = reference = None
         estimates_norms = needs_distribution(self._config)
         if self._needs_old_logprobs or kl.reward.coef or estimates_norms:
-            policy = self._trainers.logprobs(sequences, limits, temperature)
+            policy = self._trainers.begin_logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
-            reference = self._trainers.logprobs(sequences, limits, temperature, of_reference=True)
+            reference = self._trainers.begin_logprobs(
+                sequences, limits, temperature, of_reference=True
+            )
         squares = entropies = None
         if estimates_norms:
             squares = self._statistic(sequences, "squared_probability")
         if self._config.algo.top_entropy < 1.0:
             entropies = self._statistic(sequences, "entropy")
-        rows = [policy, reference, squares, entropies]
+        begun = (None if values is None else values.wait() for values in (policy, reference))
+        rows = [*begun, squares, entropies]
         count = len(unpadded.token_ids)
         return _StepLogprobs(*(None if row is None else row[:count] for row in rows))
 
@@ -344,7 +348,16 @@ def policy_loss(config: Config) -> PolicyLoss:
             for name, value in algo.options.items()
             if name in registry.plugin_options(plugin)
         },
+        distillation=_distillation(algo.distill),
     )
+
+
+def _distillation(section: DistillConfig) -> Distillation | None:
+    """Return the term of the loss; None without teachers."""
+    if not section.is_on:
+        return None
+    weights = {teacher.model: teacher.weight for teacher in section.teachers}
+    return Distillation(section.coef, weights, section.divergence, section.options)
 
 
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]

@@ -25,12 +25,15 @@ class WeightOffer:
             buckets of each sender.
         verify: Whether the engine returns digests.
         timeout_s: Longest time to wait for a sender, in seconds.
+        adapter_scale: Factor of adapters that are sent beside the base weights, or alone. None if
+            the weights are complete.
     """
 
     version: int
     stages: tuple[tuple[Any, ...], ...]
     verify: bool
     timeout_s: float
+    adapter_scale: float | None = None
 
 
 def received_tensors(
@@ -48,8 +51,12 @@ def received_tensors(
     """
     from msrl.rollout.weights.assembly import Assembler
 
-    stages = ([_buckets(sender, offer) for sender in senders] for senders in offer.stages)
-    yield from Assembler(shape, memory).assemble(merge(stages), offer.version)
+    yield from Assembler(shape, memory).assemble(offered_buckets(offer), offer.version)
+
+
+def offered_buckets(offer: WeightOffer) -> Iterator[Bucket]:
+    """Receive the buckets of all senders."""
+    return merge([_buckets(sender, offer) for sender in senders] for senders in offer.stages)
 
 
 def _buckets(sender: ChannelAddress | Sequence[Any], offer: WeightOffer) -> Iterator[Bucket]:

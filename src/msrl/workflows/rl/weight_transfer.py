@@ -21,7 +21,7 @@ from msrl.rollout.weights.digest import Digests
 from msrl.rollout.weights.verification import check_digests
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.weight_offer import WeightOffer
-from msrl.workflows.training.train_worker import DeviceGroup, SenderAddress
+from msrl.workflows.training.train_worker import DeviceGroup, SenderAddress, WeightParts
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers, wait_together
@@ -97,6 +97,7 @@ class HostTransfer(WeightTransfer):
         config: Settings of the transfer.
         timeout_s: Longest time of a call in seconds.
         is_staged: Hold the weights in main memory until the ranks have released the devices.
+        adapter_scale: Factor of adapters, if engines add them to the base weights; else None.
     """
 
     def __init__(
@@ -108,9 +109,11 @@ class HostTransfer(WeightTransfer):
         timeout_s: float,
         *,
         is_staged: bool,
+        adapter_scale: float | None,
     ) -> None:
         super().__init__(trainers, engines, config)
         self._senders, self._timeout_s, self._is_staged = senders, timeout_s, is_staged
+        self._adapter_scale = adapter_scale
         self._unverified: dict[int, Sequence[Digests]] = {}  # digests of published versions
 
     def reconnect(self) -> None:
@@ -161,8 +164,10 @@ class HostTransfer(WeightTransfer):
 
     def _run(self, method: str, version: int) -> None:
         """Send a version and call this method of all engines at the same time."""
-        sending, stages = self._send(version)
-        offer = WeightOffer(version, stages, self._must_verify, self._timeout_s)
+        sending, stages = self._send(version, self._parts())
+        offer = WeightOffer(
+            version, stages, self._must_verify, self._timeout_s, self._adapter_scale
+        )
         receiving = self._engines.workers.begin(method, offer)
         # The watch of the engines also sees the deaths of ranks.
         calls = [(self._engines.workers, receiving), (self._ranks, sending)]
@@ -179,8 +184,14 @@ class HostTransfer(WeightTransfer):
     def _end_sending(self, sending: Calls, version: int) -> None:
         """End the calls of ranks that wait for a lost engine."""
 
+    def _parts(self) -> WeightParts:
+        """Return what the ranks send: adapters alone only if all engines have the base weights."""
+        if self._adapter_scale is None:
+            return "merged"
+        return "adapters" if all(self._engines.workers.call("has_base")) else "separate"
+
     @abstractmethod
-    def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
         """Begin to send a version; return the calls and what engines receive it from, by stage."""
 
     @abstractmethod
@@ -198,8 +209,8 @@ class HostTransfer(WeightTransfer):
 class SharedMemoryTransfer(HostTransfer):
     """Through memory that the processes of one machine share: two buckets per sender."""
 
-    def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
-        arguments = (version, self._engines.workers.size, self._must_verify)
+    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+        arguments = (version, self._engines.workers.size, self._must_verify, parts)
         calls = self._ranks.begin_each("send_weights", dict.fromkeys(self._senders, arguments))
         channels = {rank: sender.channel for rank, sender in self._senders.items()}
         return calls, self._by_stage(channels)
@@ -220,8 +231,8 @@ class SharedMemoryTransfer(HostTransfer):
 class RayTransfer(HostTransfer):
     """Through Ray's object store, which holds one copy of the model in buckets."""
 
-    def _send(self, version: int) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
-        arguments = (version, self._must_verify)
+    def _send(self, version: int, parts: WeightParts) -> tuple[Calls, tuple[tuple[Any, ...], ...]]:
+        arguments = (version, self._must_verify, parts)
         calls = self._ranks.begin_each("store_weights", dict.fromkeys(self._senders, arguments))
         stored = [references for references, _ in self._ranks.wait(calls)]
         return calls, self._by_stage(dict(zip(self._senders, stored, strict=True)))
@@ -303,6 +314,7 @@ def connect(
     processes_per_engine: int,
     shares_main_memory: bool,
     shares_devices: bool,
+    adapter_scale: float | None = None,
 ) -> WeightTransfer:
     """Return the configured way from the ranks to the engines, which have started.
 
@@ -315,12 +327,15 @@ def connect(
         processes_per_engine: Number of processes of an engine.
         shares_main_memory: Whether the platform's devices use main memory.
         shares_devices: Whether engines use devices of the ranks.
+        adapter_scale: Factor of adapters, if engines add them to the base weights; else None.
 
     Raises:
         MsrlError: The workers are not where the configured way needs them.
     """
     if config.transfer not in DEVICE_WAYS:
-        return _connect_host(trainers, engines, config, timeout_s, is_staged=is_staged)
+        return _connect_host(
+            trainers, engines, config, timeout_s, is_staged=is_staged, adapter_scale=adapter_scale
+        )
     if shares_main_memory:
         raise MsrlError(
             f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
@@ -341,6 +356,7 @@ def _connect_host(
     timeout_s: float,
     *,
     is_staged: bool,
+    adapter_scale: float | None,
 ) -> HostTransfer:
     senders = _senders(trainers, config, timeout_s)
     machines = {sender.channel.machine for sender in senders.values()}
@@ -352,7 +368,15 @@ def _connect_host(
         )
     uses_memory = config.transfer != "ray" and len(machines) == 1
     way = SharedMemoryTransfer if uses_memory else RayTransfer
-    return way(trainers, engines, senders, config, timeout_s, is_staged=is_staged)
+    return way(
+        trainers,
+        engines,
+        senders,
+        config,
+        timeout_s,
+        is_staged=is_staged,
+        adapter_scale=adapter_scale,
+    )
 
 
 def _senders(

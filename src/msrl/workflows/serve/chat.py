@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
 from msrl.limits import printable
-from msrl.rollout.engine import Engine, Piece, sample_seed
+from msrl.rollout.engine import Engine, EngineSettings, Piece, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import (
+    check_engine,
     choose_renderer,
     engine_settings,
     needs_weight_transfer,
@@ -71,13 +72,7 @@ def run(config: Config) -> None:
     source, renderer = prepare(config)
     system = system_turns(section.system)
     sampling = sampling_params(config, section, renderer.stop_token_ids)
-    settings = engine_settings(
-        config,
-        source.hf_dir,
-        dtype=section.dtype,
-        max_num_seqs=1,
-        random_weights=needs_weight_transfer(source, section.model),
-    )
+    settings = _engine_settings(config, source)
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
         with children_ignore_interrupts() if settings.engine.tp > 1 else contextlib.nullcontext():
@@ -101,7 +96,19 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
         _print_note(warning)
     system = system_turns(config.chat.system)
     renderer.prompt(Conversation((*system, Message("user", "?"))))
+    check_engine(config, _engine_settings(config, source))
     return source, renderer
+
+
+def _engine_settings(config: Config, source: WeightSource) -> EngineSettings:
+    section = config.chat
+    return engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_num_seqs=1,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
 
 
 def converse(

@@ -20,8 +20,10 @@ from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_limits import check_limits
 from msrl.types import Conversation, Ints, Message, SamplingParams
 from msrl.workflows.training.integrity import verify_models
+from msrl.workflows.training.preflight import planned_platform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +59,15 @@ def engine_settings(
         random_weights=random_weights,
         verbose=bool(os.environ.get("MSRL_VERBOSE")),
     )
+
+
+def check_engine(config: Config, settings: EngineSettings) -> None:
+    """Check the limits of the engine on the platform of `config`, without starting it.
+
+    Raises:
+        MsrlError: vLLM cannot serve this model with these settings.
+    """
+    check_limits(settings, planned_platform(config))
 
 
 def early_environment() -> None:

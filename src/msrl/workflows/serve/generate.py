@@ -24,7 +24,7 @@ from msrl.data.render import Renderer, with_system
 from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
-from msrl.rollout.engine import Engine
+from msrl.rollout.engine import Engine, EngineSettings
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import progress
@@ -47,6 +47,7 @@ from msrl.workflows.serve.answers import (
     requires_ascii,
 )
 from msrl.workflows.serve.engine import (
+    check_engine,
     choose_renderer,
     engine_settings,
     needs_weight_transfer,
@@ -87,17 +88,10 @@ class GenerateSetup:
     source: WeightSource
     renderer: Renderer
     requests: list[Request]
-    limit: int  # maximum tokens of prompt and response
+    engine: EngineSettings
     output: Path | None
     prompts: tuple[Prompt, ...]
     episodes: EpisodeSettings | None  # None if a response is one turn
-
-    @property
-    def longest_prompt(self) -> int:
-        """Largest number of tokens before the first answer."""
-        if self.episodes is not None:
-            return self.episodes.max_prompt_tokens
-        return max(len(prompt.token_ids) for prompt in self.prompts)
 
 
 def run(config: Config) -> None:
@@ -107,20 +101,11 @@ def run(config: Config) -> None:
         MsrlError: The input is invalid; it is checked before the engine starts.
     """
     section, setup = config.generate, prepare(config)
-    source, requests = setup.source, setup.requests
-    settings = engine_settings(
-        config,
-        source.hf_dir,
-        dtype=section.dtype,
-        max_model_len=min(setup.limit, setup.longest_prompt + section.max_tokens),
-        max_num_seqs=len(requests) * section.num_samples,
-        random_weights=needs_weight_transfer(source, section.model),
-    )
     stop_token_ids = () if section.raw else setup.renderer.stop_token_ids
     sampling = sampling_params(config, section, stop_token_ids, section.num_samples)
     with (
         running_pool(setup.episodes) as pool,
-        running_engine(config, source, settings) as engine,
+        running_engine(config, setup.source, setup.engine) as engine,
         open_output(setup.output) as write,
     ):
         sampler: Engine | EpisodeSampler = engine
@@ -149,7 +134,23 @@ def prepare(config: Config) -> GenerateSetup:
         for number, request in enumerate(requests)
     )
     episodes = episode_settings(config, source.hf_dir, renderer, prompts)
-    return GenerateSetup(source, renderer, requests, limit, output, prompts, episodes)
+    engine = engine_settings(
+        config,
+        source.hf_dir,
+        dtype=section.dtype,
+        max_model_len=min(limit, _longest_prompt(prompts, episodes) + section.max_tokens),
+        max_num_seqs=len(requests) * section.num_samples,
+        random_weights=needs_weight_transfer(source, section.model),
+    )
+    check_engine(config, engine)
+    return GenerateSetup(source, renderer, requests, engine, output, prompts, episodes)
+
+
+def _longest_prompt(prompts: Sequence[Prompt], episodes: EpisodeSettings | None) -> int:
+    """Return the largest number of tokens before the first answer."""
+    if episodes is not None:
+        return episodes.max_prompt_tokens
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 def read_requests(

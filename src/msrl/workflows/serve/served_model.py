@@ -17,6 +17,7 @@ from msrl.config.sections.commands import ServeConfig
 from msrl.errors import MsrlError
 from msrl.models.paths import is_adapter_folder, is_hf, is_mcore
 from msrl.models.shape import Shape
+from msrl.rollout.server import MAX_LORA_RANK
 from msrl.workflows.serve import model_cache
 from msrl.workflows.serve.engine import early_environment, open_model
 
@@ -166,6 +167,11 @@ def _adapter(name: str, path: Path, shape: Shape) -> ServedAdapter:
             f"Merge it: msrl convert-ckpt hf2hf --load MODEL --lora {path} --save FOLDER"
         )
     rank = max(delta.rank for delta in adapter.deltas.values())
+    if rank > MAX_LORA_RANK:
+        raise MsrlError(
+            f"{path}: r={rank}: vLLM serves adapters of rank {MAX_LORA_RANK} at most. Merge it: "
+            f"msrl convert-ckpt hf2hf --load MODEL --lora {path} --save FOLDER"
+        )
     is_peft = is_adapter_folder(str(path))
     return ServedAdapter(name, path, rank, None if is_peft else adapter)
 

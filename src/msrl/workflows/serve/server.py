@@ -17,10 +17,16 @@ from msrl.config.schema import Config
 from msrl.data.chat_template import chat_template
 from msrl.data.render import Renderer
 from msrl.limits import printable
+from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
 from msrl.workflows.serve import model_cache
-from msrl.workflows.serve.engine import choose_renderer, engine_settings, other_template
+from msrl.workflows.serve.engine import (
+    check_engine,
+    choose_renderer,
+    engine_settings,
+    other_template,
+)
 from msrl.workflows.serve.served_model import ServedModel, open_served_model, write_adapters
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
@@ -51,6 +57,7 @@ def prepare(config: Config) -> ServeSetup:
     section = config.serve
     free_port(section.host, section.port)
     model = open_served_model(section)
+    check_engine(config, _engine_settings(config, model))
     renderer = choose_renderer(model.tokenizer_dir, section.template)
     if warning := other_template(model.tokenizer_dir, renderer):
         _print_note(warning)
@@ -109,6 +116,14 @@ def run(config: Config) -> None:
             )
 
 
+def _engine_settings(config: Config, model: ServedModel) -> EngineSettings:
+    """Return the settings of the engine, with the folder that has config.json already."""
+    config_dir = model.folder if model.source is None else model.source.hf_dir
+    engine = engine_settings(config, config_dir, dtype=config.serve.dtype)
+    awake = engine.engine.model_copy(update={"sleep": 0})  # requests may come at any time
+    return replace(engine, engine=awake, tokenizer_dir=model.tokenizer_dir)
+
+
 def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
     """Return the settings of the server, whose files are written into `folder`."""
     config, model = setup.config, setup.model
@@ -118,10 +133,8 @@ def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
     template = chat_template(setup.renderer)
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    engine = engine_settings(config, model.folder, dtype=config.serve.dtype)
-    awake = engine.engine.model_copy(update={"sleep": 0})  # requests may come at any time
     return ServerSettings(
-        engine=replace(engine, engine=awake, tokenizer_dir=model.tokenizer_dir),
+        engine=replace(_engine_settings(config, model), model_dir=model.folder),
         host=config.serve.host,
         port=free_port(config.serve.host, setup.port),
         name=model.name,

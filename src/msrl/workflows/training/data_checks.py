@@ -113,6 +113,22 @@ def _refuse_other_tokenizer(manifest: DatasetManifest, plan: RunPlan, prefix: st
         )
 
 
+def check_teacher_tokenizers(plan: RunPlan) -> None:
+    """Check that all teachers have the tokenizer of the policy.
+
+    Raises:
+        MsrlError: A teacher has another tokenizer, or none.
+    """
+    for number, section in enumerate(plan.config.algo.distill.teachers):
+        folder = plan.teachers[section.model].hf_dir
+        if _tokenizer_hash(folder) != _tokenizer_hash(plan.tokenizer_dir):
+            raise MsrlError(
+                f"algo.distill.teachers.{number}.model={section.model}: has another tokenizer "
+                f"than {plan.tokenizer_dir}, so its probabilities belong to other tokens. Use a "
+                "teacher with the same tokenizer."
+            )
+
+
 @cache
 def _tokenizer_hash(folder: Path) -> str:
     return tokenizer_hash(open_tokenizer(folder))

@@ -77,7 +77,7 @@ def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
 
     Activations are not counted if no row length is certain.
     """
-    if longest is None or plan.is_grpo:
+    if longest is None or plan.has_rollouts:
         return replace(memory, activations=0, working=0, logits=0, forward=0)
     alone = plan.train.model_copy(update={"micro_batch": 1, "max_tokens_per_micro_batch": None})
     config = plan.config.model_copy(update={"train": alone})
@@ -85,7 +85,7 @@ def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
 
 
 def _with_engine(memory: Memory, plan: RunPlan, platform: Platform) -> Memory:
-    if not plan.is_grpo:
+    if not plan.has_rollouts:
         return memory
     sleeps = sleep_level(plan.rollout.engine, platform) > 0
     return with_engine(

@@ -40,7 +40,7 @@ def check_start(
     if platform.missing() is None:
         check_memory(plan, platform, longest=longest)
     check_trackers(plan.config.log.trackers, plan.config.log.options)
-    if plan.is_grpo:
+    if plan.has_rollouts:
         check_platform(plan.rollout.engine, platform)
         check_functions([Source.of(section) for section in plan.config.reward.sources])
     folders = [path for path in loaded_models(plan, resume) if not is_without_weights(path)]

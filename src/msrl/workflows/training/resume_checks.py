@@ -56,7 +56,7 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         ),
         **(
             {f"data.{name}": getattr(config.data, name) for name in _SFT_KEYS}
-            if not plan.is_grpo
+            if not plan.has_rollouts
             else {}
         ),
     }
@@ -73,6 +73,8 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     if plan.reference is not None and plan.has_own_reference:
         key = "cluster.roles.reference.load"
         contents[key] = weights_digest(plan.reference.weights)
+    for number, teacher in enumerate(plan.teachers.values()):
+        contents[f"algo.distill.teachers.{number}.model"] = weights_digest(teacher.weights)
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 

@@ -128,8 +128,8 @@ class RunLog:
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
         options = self._config.log.options
-        others = open_trackers(self._names, self.path, resumed_step=resumed_step, options=options)
-        return Trackers([metrics, console, *others, *self._prometheus()])
+        trackers = open_trackers(self._names, self.path, resumed_step=resumed_step, options=options)
+        return Trackers([metrics, console, *trackers, *self._prometheus()])
 
     def _prometheus(self) -> tuple[PrometheusTracker, ...]:
         """Return the tracker of `log.prometheus`, if it is set."""

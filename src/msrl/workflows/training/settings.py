@@ -40,7 +40,8 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
         folders.append(plan.reference.weights)
     if plan.critic is not None and resume is None:
         folders.append(plan.critic.weights)
-    return [*folders, *(model.weights for model in plan.reward_models.values())]
+    further = (*plan.reward_models.values(), *plan.teachers.values())
+    return [*folders, *(model.weights for model in further)]
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
@@ -131,6 +132,7 @@ def rank_settings(
         reference=_shared_reference(plan),
         critic=_critic_settings(plan) if plan.separate_model("critic") is None else None,
         reward_models=_reward_settings(plan, reward_models) if has_reward_models else {},
+        teachers=_teacher_settings(plan),
     )
 
 
@@ -194,10 +196,22 @@ def _reward_settings(
     return {name: ReplicaSettings(path, offload=offload) for name, path in (models or {}).items()}
 
 
+def _teacher_settings(plan: RunPlan) -> dict[str, ReplicaSettings]:
+    return {
+        name: ReplicaSettings(
+            model.weights,
+            hf_dir=model.hf_dir,
+            offload=plan.train.offload,
+            logit_chunk=plan.train.chunk,
+        )
+        for name, model in plan.teachers.items()
+    }
+
+
 def separate_critic(plan: RunPlan, saved: SavedTraining) -> SavedTraining:
     """Return the checkpoint that holds the critic of a training's checkpoint.
 
-    A critic with separate devices has checkpoints of its own, in a folder beside the policy's.
+    A critic with separate devices has separate checkpoints, in a folder beside the policy's.
     """
     if plan.separate_model("critic") is None:
         return saved

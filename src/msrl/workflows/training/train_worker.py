@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msrl.platforms import get
 from msrl.rollout.weights.channel import ChannelAddress
@@ -26,9 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.cluster.rendezvous import Rendezvous
+    from msrl.models.stages import StageTensor
     from msrl.rollout.vllm_sender import DeviceSender
-    from msrl.rollout.weights.sender import WeightSender
+    from msrl.rollout.weights.sender import Factor, WeightSender
     from msrl.trainer.objective.losses import Loss, ValuesLoss
+
+WeightParts = Literal["merged", "separate", "adapters"]
+"""Weights with their adapters, weights and adapters, or adapters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +189,32 @@ class TrainWorker:
         self._sender = WeightSender(bucket_bytes, timeout_s)
         return SenderAddress(self._training_rank.position.pp_rank, self._sender.address)
 
-    def send_weights(self, version: int, num_receivers: int, verify: bool) -> Digests:
+    def send_weights(
+        self, version: int, num_receivers: int, verify: bool, parts: WeightParts = "merged"
+    ) -> Digests:
         """Send the weights of this rank through shared memory.
 
         Returns:
             The parts of the weights' digests that they contribute, if requested.
         """
-        from msrl.trainer.weights import local_shards
+        shards, factors = self._sent_weights(parts)
+        return self._sender.send(shards, version, num_receivers, verify=verify, factors=factors)
 
-        shards = local_shards(self._training_rank.policy)
-        return self._sender.send(shards, version, num_receivers, verify=verify)
+    def _sent_weights(
+        self, parts: WeightParts
+    ) -> tuple[Iterator[tuple[StageTensor, Tensor]], Iterator[Factor]]:
+        """Return the shards of weights and of adapters that this rank sends."""
+        from msrl.trainer.weights import adapter_factors, base_shards, local_shards
 
-    def store_weights(self, version: int, verify: bool) -> tuple[list[Any], Digests]:
+        policy = self._training_rank.policy
+        if parts == "merged":
+            return local_shards(policy), iter(())
+        shards = base_shards(policy) if parts == "separate" else iter(())
+        return shards, adapter_factors(policy)
+
+    def store_weights(
+        self, version: int, verify: bool, parts: WeightParts = "merged"
+    ) -> tuple[list[Any], Digests]:
         """Copy the weights of this rank to Ray's object store.
 
         Returns:
@@ -204,10 +222,8 @@ class TrainWorker:
         """
         import ray
 
-        from msrl.trainer.weights import local_shards
-
-        shards = local_shards(self._training_rank.policy)
-        return self._sender.store(shards, version, ray.put, verify=verify)
+        shards, factors = self._sent_weights(parts)
+        return self._sender.store(shards, version, ray.put, verify=verify, factors=factors)
 
     def connect_devices(self, group: DeviceGroup) -> None:
         """Connect vLLM's weight transfer engines with this rank; all ranks must call it."""

@@ -16,8 +16,8 @@ from msrl.algorithms.packing import Sequences, balanced, per_token
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
-from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.transport.base import Workers
+from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
+from msrl.workflows.training.transport.base import Calls, Workers
 
 if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValuesLoss
@@ -105,7 +105,19 @@ class TrainerGroup:
         of_reference: bool = False,
     ) -> tuple[Floats, ...]:
         """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
-        return self._per_token("logprobs", sequences, limits, temperature, of_reference)
+        begun = self.begin_logprobs(sequences, limits, temperature, of_reference=of_reference)
+        return begun.wait()
+
+    def begin_logprobs(
+        self,
+        sequences: Sequences,
+        limits: BatchLimits,
+        temperature: float,
+        *,
+        of_reference: bool = False,
+    ) -> PendingValues:
+        """Begin `logprobs` without waiting for the result."""
+        return self._begin_per_token("logprobs", sequences, limits, temperature, of_reference)
 
     def token_statistic(
         self, sequences: Sequences, limits: BatchLimits, temperature: float, name: TokenStatistic
@@ -220,8 +232,12 @@ class TrainerGroup:
 
     def _call(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> list[Any]:
         """Call a method of all ranks with their micro-batches and further arguments."""
+        return self._workers.wait(self._begin(method, batches, *arguments))
+
+    def _begin(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> Calls:
+        """Begin calls of all ranks with their micro-batches and further arguments."""
         shared = [self._workers.share(own.micro_batches) for own in batches]
-        return self._workers.call_each(
+        return self._workers.begin_each(
             method,
             {
                 rank: (shared[position.dp_rank], *arguments)
@@ -233,17 +249,38 @@ class TrainerGroup:
         self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
     ) -> tuple[Floats, ...]:
         """Call a method of all ranks and return its values of every token, by sequence."""
+        return self._begin_per_token(method, sequences, limits, *arguments).wait()
+
+    def _begin_per_token(
+        self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
+    ) -> PendingValues:
+        """Begin calls of all ranks that return a value of every token."""
         batches = self._split(sequences, limits)
-        results = self._call(method, batches, *arguments)
+        calls = self._begin(method, batches, *arguments)
+        return PendingValues(self._workers, calls, self._positions, batches)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingValues:
+    """Values of every token that ranks compute."""
+
+    workers: Workers
+    calls: Calls
+    positions: Sequence[WorkerPosition]
+    batches: Sequence[_RankBatches]  # by data-parallel rank
+
+    def wait(self) -> tuple[Floats, ...]:
+        """Return the values, by sequence."""
+        results = self.workers.wait(self.calls)
         by_sequence = dict[int, Floats]()
-        for position, rows in zip(self._positions, results, strict=True):
+        for position, rows in zip(self.positions, results, strict=True):
             if position.is_reporter:
-                own = batches[position.dp_rank]
+                own = self.batches[position.dp_rank]
                 for batch, group, values in zip(own.micro_batches, own.groups, rows, strict=True):
                     # The last values may be of padding, which belongs to no sequence.
                     pieces = per_token(values, batch.cu_seqlens)
                     by_sequence.update(zip(group, pieces, strict=False))
-        return tuple(by_sequence[index] for index in range(len(sequences.token_ids)))
+        return tuple(by_sequence[index] for index in range(len(by_sequence)))
 
 
 @dataclass(frozen=True, slots=True)

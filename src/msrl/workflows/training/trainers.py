@@ -127,7 +127,7 @@ def ray_ranks(
 
 
 def _rendezvous_ports(config: Config) -> Sequence[int]:
-    """Return the ports for the rendezvous of the ranks; 0 stands for any free one."""
+    """Return the ports for the rendezvous of the ranks; 0 selects any free port."""
     ports = config.cluster.ports
     return (0,) if ports is None else Ports.parse(ports).rendezvous
 

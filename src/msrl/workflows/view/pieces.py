@@ -55,7 +55,7 @@ class TokenPieces:
 def byte_alphabet() -> dict[str, int]:
     """Return the bytes by the characters that represent them in byte-level vocabularies (GPT-2).
 
-    Printable bytes stand for themselves, the others for the characters from U+0100 on.
+    Printable bytes represent themselves. The others have the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]

@@ -19,8 +19,15 @@ class NumberedPrompts:
     keeps them.
     """
 
-    def __init__(self, prompts: Prompts, batch: int, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        batch: int,
+        sampling: SamplingParams,
+        greedy: SamplingParams | None = None,
+    ) -> None:
         self._prompts, self._batch, self._sampling = prompts, batch, sampling
+        self._greedy = greedy
         self._step = functools.lru_cache(_CACHED_STEPS)(self._load_step)
 
     def find(self, number: int) -> Prompt:
@@ -34,7 +41,8 @@ class NumberedPrompts:
         prompts, seeds = self._step(step)
         count = self._sampling.num_samples
         own_seeds = seeds[position * count : (position + 1) * count]
-        return GroupRequest(key, prompts[position], self._sampling, tuple(own_seeds))
+        prompt = prompts[position]
+        return GroupRequest(key, prompt, self._sampling, tuple(own_seeds), self._greedy)
 
     def _load_step(self, step: int) -> tuple[list[Prompt], list[int | None]]:
         """Return the prompts of a step and the seeds of all their samples."""

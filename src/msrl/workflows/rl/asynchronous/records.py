@@ -31,17 +31,8 @@ def encode(state: BufferState[ScoredGroup]) -> dict[str, Any]:
         "next_number": state.next_number,
         "taken": state.taken,
         "pending": [[ticket.number, ticket.attempt] for ticket in state.pending],
-        "finished": [
-            {
-                "number": item.ticket.number,
-                "attempt": item.ticket.attempt,
-                "oldest_version": item.oldest_version,
-                "prompt_index": item.group.rollout.prompt.index,
-                "completions": [_encode_completion(c) for c in item.group.rollout.completions],
-                "rewards": [[reward.total, dict(reward.scores)] for reward in item.group.rewards],
-            }
-            for item in state.finished
-        ],
+        "finished": [_encode_finished(item) for item in state.finished],
+        "filtered": [_encode_finished(item) for item in state.filtered],
     }
 
 
@@ -57,11 +48,37 @@ def decode(
         next_number=values["next_number"],
         taken=values["taken"],
         pending=tuple(Ticket(number, attempt) for number, attempt in values["pending"]),
-        finished=tuple(_decode_group(item, find_prompt) for item in values["finished"]),
+        finished=tuple(_decode_finished(item, find_prompt) for item in values["finished"]),
+        filtered=tuple(_decode_finished(item, find_prompt) for item in values.get("filtered", ())),
     )
 
 
-def _decode_group(
+def _encode_finished(item: FinishedGroup[ScoredGroup]) -> dict[str, Any]:
+    return {
+        "number": item.ticket.number,
+        "attempt": item.ticket.attempt,
+        "oldest_version": item.oldest_version,
+        "prompt_index": item.group.rollout.prompt.index,
+        **_encode_group(item.group),
+    }
+
+
+def _encode_group(group: ScoredGroup) -> dict[str, Any]:
+    return {
+        "completions": [_encode_completion(item) for item in group.rollout.completions],
+        "rewards": [[reward.total, dict(reward.scores)] for reward in group.rewards],
+        "greedy": None if group.greedy is None else _encode_group(group.greedy),
+    }
+
+
+def _decode_group(values: Mapping[str, Any], prompt: Prompt) -> ScoredGroup:
+    completions = tuple(_decode_completion(item) for item in values["completions"])
+    rewards = tuple(Reward(total, scores) for total, scores in values["rewards"])
+    greedy = _decode_group(values["greedy"], prompt) if values.get("greedy") else None
+    return ScoredGroup(RolloutGroup(prompt, completions), rewards, greedy)
+
+
+def _decode_finished(
     values: Mapping[str, Any], find_prompt: Callable[[int], Prompt]
 ) -> FinishedGroup[ScoredGroup]:
     prompt = find_prompt(values["number"])
@@ -71,11 +88,8 @@ def _decode_group(
             f"checkpoint has a group of row {values['prompt_index']} for it. Resume with the data "
             "of the checkpoint."
         )
-    completions = tuple(_decode_completion(item) for item in values["completions"])
-    rewards = tuple(Reward(total, scores) for total, scores in values["rewards"])
     ticket = Ticket(values["number"], values["attempt"])
-    group = ScoredGroup(RolloutGroup(prompt, completions), rewards)
-    return FinishedGroup(ticket, values["oldest_version"], group)
+    return FinishedGroup(ticket, values["oldest_version"], _decode_group(values, prompt))
 
 
 def _encode_completion(completion: Completion) -> dict[str, Any]:

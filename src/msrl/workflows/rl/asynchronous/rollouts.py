@@ -16,6 +16,7 @@ from typing import Any
 
 from msrl.cluster.waiting import WorkerError
 from msrl.errors import MsrlError, ProcessFailedError
+from msrl.plan.derived import needs_greedy
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
@@ -23,10 +24,11 @@ from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
+from msrl.workflows.rl.asynchronous.filtering import GroupFilter
 from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
 from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
-from msrl.workflows.rl.rollouts import StepRollouts
+from msrl.workflows.rl.rollouts import StepRollouts, greedy_sampling, with_greedy
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
 
@@ -55,7 +57,9 @@ class AsyncRollouts:
         self._job, self._engines, self._scorer, self._publish = job, engines, scorer, publish
         self._options = job.config.rollout.asynchronous
         batch = job.config.rollout.prompts_per_step
-        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling)
+        greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
+        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, greedy)
+        self._filter = GroupFilter(job.config.rollout.filter, batch, len(job.prompts.rows))
         self._buffer = GroupBuffer[ScoredGroup](
             batch,
             self._options.max_staleness,
@@ -68,7 +72,7 @@ class AsyncRollouts:
         self._condition = threading.Condition()
         self._tickets: dict[str, Ticket] = {}  # by the key of the request
         self._aborted: list[str] = []
-        self._to_score: list[tuple[Ticket, RolloutGroup]] = []
+        self._to_score: list[tuple[Ticket, RolloutGroup]] = []  # with greedy completions
         self._direct: list[GroupRequest] = []
         self._direct_requests: dict[str, GroupRequest] = {}
         self._direct_results: dict[str, RolloutGroup | None] = {}
@@ -127,10 +131,16 @@ class AsyncRollouts:
         groups = tuple(item.group for item in finished)
         with self._condition:
             scores, self._scores = self._scores, _NO_SCORES
+            replaced = tuple(item.group for item in self._buffer.take_filtered())
             totals = self._totals()
         scores.require_scores(f"step {step + 1}")
-        metrics = self._statistics.step(step, groups, totals, clock.seconds["wait"], depth)
-        return StepRollouts(replace(scores, groups=groups), groups, (), metrics)
+        notes = (*scores.notes, *self._filter.notes(groups, replaced))
+        metrics = {
+            **self._statistics.step(step, groups, totals, clock.seconds["wait"], depth),
+            **self._filter.metrics(groups, replaced),
+        }
+        scores = replace(scores, groups=(*groups, *replaced), notes=notes)
+        return StepRollouts(scores, groups, replaced, metrics)
 
     def publish(self, version: int) -> None:
         """Send the weights of the trainer to the engines. They load them between two steps."""
@@ -208,10 +218,12 @@ class AsyncRollouts:
     def _wait_for_batch(self, step: int) -> tuple[tuple[FinishedGroup[ScoredGroup], ...], int]:
         """Return the batch of a step, and the number of finished groups that remain."""
         limit_s = self._job.config.cluster.rpc_timeout_s
-        end = time.monotonic() + limit_s
+        end, num_filtered = time.monotonic() + limit_s, 0
         with self._condition:
             while True:
                 self._raise_error()
+                if self._buffer.num_filtered > num_filtered:  # their replacements take time too
+                    end, num_filtered = time.monotonic() + limit_s, self._buffer.num_filtered
                 self._replace_weights(step)
                 self._drop_stale(step)
                 groups = self._buffer.take(step)
@@ -316,7 +328,8 @@ class AsyncRollouts:
             self._direct_results[key] = group
             return
         ticket = self._tickets.pop(key, None)
-        oldest = min(completion.policy_version for completion in group.completions)
+        sampled = group.completions[: self._job.sampling.num_samples]
+        oldest = min(completion.policy_version for completion in sampled)
         if ticket is not None and self._buffer.generated(ticket, oldest):
             self._to_score.append((ticket, group))
 
@@ -327,12 +340,32 @@ class AsyncRollouts:
                 if self._is_closing:
                     return
                 waiting, self._to_score = self._to_score, []
-            scores = self._scorer.score([group for _, group in waiting])
+            scores = self._score_groups([group for _, group in waiting])
             with self._condition:
-                for (ticket, _), group in zip(waiting, scores.groups, strict=True):
-                    self._buffer.scored(ticket, group)
                 self._scores = self._scores.joined(replace(scores, groups=()))
+                for (ticket, _), group in zip(waiting, scores.groups, strict=True):
+                    self._add_scored(ticket, group)
                 self._condition.notify_all()
+
+    def _score_groups(self, groups: Sequence[RolloutGroup]) -> Scores:
+        """Return the scores of groups, of which the greedy completion is the last one, if any."""
+        count = self._job.sampling.num_samples
+        sampled = [replace(group, completions=group.completions[:count]) for group in groups]
+        greedy = [replace(group, completions=group.completions[count:]) for group in groups]
+        scores = self._scorer.score(sampled)
+        if not greedy[0].completions:
+            return scores
+        return with_greedy(scores, self._scorer.score(greedy))
+
+    def _add_scored(self, ticket: Ticket, group: ScoredGroup) -> None:
+        """Add a group to the buffer, or replace it by another one. The caller holds the lock."""
+        if not self._filter.must_replace(group, self._buffer.num_filtered):
+            self._buffer.scored(ticket, group)
+            return
+        self._buffer.filter_out(ticket, group)
+        if self._buffer.num_filtered >= self._job.config.rollout.prompts_per_step:
+            # Before a source without scores makes the run sample more and more prompts.
+            self._scores.require_scores("the replacement of filtered groups")
 
     def _initial_state(self, state: Mapping[str, Any]) -> BufferState[ScoredGroup]:
         batch, start_step = self._job.config.rollout.prompts_per_step, self._job.start_step

@@ -45,7 +45,7 @@ class RayWorkers(Workers):
 
         Args:
             session: Connection to Ray.
-            placed: Placement that has a place for every actor.
+            placed: Placement with a bundle for every actor.
             role: Role of the actors in the placement.
             actor_class: Class of the actors.
             arguments: Arguments of each actor's constructor.

@@ -1,0 +1,97 @@
+"""msrl diagnose: causes of a mismatch between sampling and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from msrl.cli import options as o
+from msrl.cli.help import Command, Group, examples
+from msrl.errors import MsrlError
+from msrl.limits import printable, require_open_files
+
+if TYPE_CHECKING:
+    from msrl.config.schema import Config
+
+_CONFIG = "config.yaml"  # of a run
+# One model replica on this machine reproduces what many of them compute.
+_ONE_REPLICA = ("cluster.address=null", "cluster.nodes=1", "cluster.devices_per_node=null")
+_WIDTH = 100  # of the table, in characters
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Find out why sampling and training disagree.",
+    epilog=examples("msrl diagnose mismatch runs/grpo"),
+)
+
+
+@app.callback()
+def diagnose() -> None:
+    """Find out why sampling and training disagree."""
+
+
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "msrl diagnose mismatch runs/grpo",
+        "msrl diagnose mismatch model --set model.dtype=float32 --set rollout.sampling.top_p=0.9",
+        "msrl diagnose mismatch model --template qwen --json",
+    ),
+)
+def mismatch(
+    ctx: typer.Context,
+    target: o.DiagnosedTarget,
+    sets: o.Sets = None,
+    template: o.DiagnosedTemplate = None,
+    platform: o.Platform = None,
+    verbose: o.Verbose = False,
+    json: o.Json = False,
+) -> None:
+    """Score sampled tokens with engine, trainer and transformers; name the cause of differences.
+
+    Exit with 0 for a healthy model, and with 1 for a cause.
+    """
+    from msrl.cli.execute import set_verbosity
+    from msrl.workflows.diagnose import report
+    from msrl.workflows.diagnose.run import run
+
+    set_verbosity(verbose)
+    require_open_files()
+    folder = Path(target)
+    is_run = (folder / _CONFIG).is_file()
+    config = _config(folder, is_run=is_run, sets=sets or [], template=template, platform=platform)
+    verdict, evidence = run(config, folder if is_run else None)
+    if json:
+        typer.echo(report.as_json(verdict, evidence))
+    else:
+        typer.echo(printable(report.as_text(verdict, evidence, width=_WIDTH)), nl=False)
+    if verdict.cause is not None:
+        raise typer.Exit(1)
+
+
+def _config(
+    folder: Path, *, is_run: bool, sets: list[str], template: str | None, platform: str | None
+) -> Config:
+    """Return the configuration of the run, or the defaults with the model.
+
+    Raises:
+        MsrlError: The folder does not exist, or a setting is invalid.
+    """
+    from msrl.cli.configuration import load_configuration
+    from msrl.config.loader import Flag
+
+    if not folder.is_dir():
+        raise MsrlError(f"{folder}: no such folder. Name a model or a run, as in runs/grpo.")
+    if is_run and template is not None:
+        raise MsrlError("--template: a run has the template of its data. Remove the option.")
+    flags = [Flag("cluster.platform", platform, "--platform")] if platform else []
+    if template is not None:
+        flags.append(Flag("model.template", template, "--template"))
+    if not is_run:
+        flags.append(Flag("model.path", str(folder), "MODEL"))
+    files = [str(folder / _CONFIG)] if is_run else []
+    return load_configuration(files, [*_ONE_REPLICA, *sets], flags).config

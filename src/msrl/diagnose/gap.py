@@ -1,0 +1,61 @@
+"""Differences of log-probabilities, and the range that rounding explains.
+
+N tokens. The limits are for the same tokens scored by two implementations with the same weights,
+in nats per token: the largest values of small and medium models, rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from msrl.types import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class HealthyRange:
+    """Largest mean and 99th percentile of absolute differences that count as healthy, in nats."""
+
+    mean: float
+    p99: float
+
+
+HEALTHY = {
+    "float32": HealthyRange(2e-4, 2e-3),
+    "float16": HealthyRange(4e-3, 4e-2),
+    "bfloat16": HealthyRange(3e-2, 3e-1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Mean, 99th percentile and maximum of absolute differences, in nats, and their number."""
+
+    mean: float
+    p99: float
+    largest: float
+    num_tokens: int
+
+    def exceeds(self, limits: HealthyRange) -> bool:
+        """Return True if rounding does not explain the differences."""
+        return not (self.mean <= limits.mean and self.p99 <= limits.p99)
+
+
+def measure(
+    left: Floats,  # [N]
+    right: Floats,  # [N]
+) -> Gap:
+    """Return the gap between log-probabilities. A value that is not a number counts as infinite."""
+    if not len(left):
+        return Gap(0.0, 0.0, 0.0, 0)
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))
+    difference = np.nan_to_num(difference, nan=np.inf)
+    p99 = np.percentile(difference, 99, method="higher")
+    return Gap(float(difference.mean()), float(p99), float(difference.max()), len(difference))
+
+
+def healthy_range(*dtypes: str) -> HealthyRange:
+    """Return the range of the least precise of these dtypes."""
+    return max((HEALTHY[dtype] for dtype in dtypes), key=lambda limits: limits.mean)

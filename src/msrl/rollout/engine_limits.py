@@ -1,0 +1,150 @@
+"""Limits of vLLM that are known before an engine starts. `--dry-run` makes the same checks."""
+
+from __future__ import annotations
+
+import os
+
+from msrl.errors import MsrlError
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import HfConfig, read_hf_config
+from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
+from msrl.rollout import engine_source
+from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform
+
+_NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
+
+
+def check_limits(settings: EngineSettings, platform: Platform) -> None:
+    """Check that vLLM can serve a model with these settings on a platform.
+
+    A list of vLLM that is not known, because vLLM is not installed or selects its kernels when it
+    starts, is not checked.
+
+    Raises:
+        MsrlError: vLLM cannot serve this model with these settings.
+    """
+    config = read_hf_config(settings.model_dir)
+    shape = shape_from_config(config)
+    length = model_length(settings, shape)
+    check_platform(settings.engine, platform)
+    _check_dtype(settings, settings.dtype or shape.dtype)
+    _check_attention(config, shape, platform)
+    _check_devices(settings, shape)
+    _check_batch(settings, length, platform)
+    if platform.missing() is None:  # else the engine runs elsewhere, with another vLLM
+        _check_architecture(settings, config)
+
+
+def model_length(settings: EngineSettings, shape: Shape) -> int:
+    """Return the maximum number of tokens of prompt and response together.
+
+    Raises:
+        MsrlError: The configured length exceeds that of the model.
+    """
+    length = settings.engine.max_model_len or shape.max_position_embeddings
+    if length > shape.max_position_embeddings:
+        limit = shape.max_position_embeddings
+        raise MsrlError(
+            f"rollout.engine.max_model_len={length}: the model in {settings.model_dir} supports "
+            f"{limit} positions. Set it to {limit} or less."
+        )
+    return length
+
+
+def _check_dtype(settings: EngineSettings, dtype: str) -> None:
+    if dtype not in BYTES_PER_ELEMENT:
+        raise MsrlError(
+            f"{settings.model_dir}: dtype={dtype}: generation does not support it. Supported: "
+            f"{', '.join(BYTES_PER_ELEMENT)}."
+        )
+
+
+def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None:
+    """Check the size of a head, or of the latent that is cached instead of heads."""
+    if shape.mla is not None and not _is_latent_attention_disabled():
+        size = shape.mla.kv_lora_rank + shape.mla.rope_head_dim
+        backend = platform.latent_attention_backend
+        key = f"kv_lora_rank={shape.mla.kv_lora_rank} + qk_rope_head_dim={shape.mla.rope_head_dim}"
+    else:
+        size, backend, key = shape.head_dim, platform.attention_backend, _head_key(config, shape)
+    supported = engine_source.attention_head_sizes(backend) if backend else None
+    if supported is not None and size not in supported:
+        raise MsrlError(
+            f"{config.where}: {key}: vLLM has no attention kernel for a head size of {size} on "
+            f"{platform.name}. Supported: {', '.join(map(str, supported))}."
+        )
+    if shape.family == "qwen2" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise MsrlError(
+            f"{config.where}: {key}: vLLM's Qwen2 requires hidden_size / num_attention_heads. "
+            f"{_NOT_GENERATED}"
+        )
+
+
+def _is_latent_attention_disabled() -> bool:
+    """Return True if the user makes vLLM expand the latents to the keys and values of all heads."""
+    return os.environ.get("VLLM_MLA_DISABLE", "0").strip() not in ("", "0")
+
+
+def _head_key(config: HfConfig, shape: Shape) -> str:
+    for key in ("head_dim", "kv_channels"):
+        if config.values.get(key) == shape.head_dim:
+            return f"{key}={shape.head_dim}"
+    sizes = f"hidden_size={shape.hidden_size} / num_attention_heads={shape.num_attention_heads}"
+    return sizes if shape.mla is None else f"head_dim={shape.head_dim}"
+
+
+def _check_devices(settings: EngineSettings, shape: Shape) -> None:
+    """Check that the heads can be distributed over the devices of an engine."""
+    tp, groups = settings.engine.tp, shape.num_query_groups
+    if shape.num_attention_heads % tp:
+        raise MsrlError(
+            f"rollout.engine.tp={tp}: must divide the {shape.num_attention_heads} attention heads "
+            f"of {settings.model_dir}. Choose another value."
+        )
+    if shape.mla is None and groups % tp and tp % groups:
+        raise MsrlError(
+            f"rollout.engine.tp={tp}: must divide the {groups} key-value heads of "
+            f"{settings.model_dir}, or be a multiple of them. Choose another value."
+        )
+
+
+def _check_batch(settings: EngineSettings, length: int, platform: Platform) -> None:
+    """Check the tokens of a step as vLLM does (`SchedulerConfig.verify_max_model_len`)."""
+    engine, limit = settings.engine, settings.engine.max_num_batched_tokens
+    if limit is None:
+        return
+    key = f"rollout.engine.max_num_batched_tokens={limit}"
+    arguments = {**engine.options, **platform.engine_arguments()}
+    if arguments.get("enable_chunked_prefill") is False and limit < length:
+        raise MsrlError(
+            f"{key}: must be at least the {length} tokens of the longest sequence, because an "
+            f"engine on {platform.name} reads a prompt in one step. Raise it or lower "
+            "rollout.engine.max_model_len."
+        )
+    if limit < engine.max_num_seqs:
+        raise MsrlError(
+            f"{key}: must be at least rollout.engine.max_num_seqs={engine.max_num_seqs}. Raise it "
+            "or lower that key."
+        )
+
+
+def _check_architecture(settings: EngineSettings, config: HfConfig) -> None:
+    """Check that vLLM has the model's class, and that transformers or vLLM has its config class.
+
+    Code that comes with a checkpoint is never run.
+    """
+    architectures = engine_source.architectures()
+    name, model_type = config.architecture(), config.values.get("model_type")
+    if architectures is not None and name not in architectures:
+        raise MsrlError(f"{settings.model_dir}: the installed vLLM has no {name}. {_NOT_GENERATED}")
+    config_types = engine_source.config_types()
+    if config_types is None or not isinstance(model_type, str) or model_type in config_types:
+        return
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise MsrlError(
+            f"{settings.model_dir}: neither the installed vLLM nor transformers has a config class "
+            f"for model_type {model_type}, and code of the checkpoint is not run. {_NOT_GENERATED}"
+        )

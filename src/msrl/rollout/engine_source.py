@@ -1,0 +1,100 @@
+"""Names and numbers that the source of the installed vLLM defines (vLLM 0.23 to 0.32).
+
+Files are parsed and not imported, so that a configuration is checked without loading vLLM. This is
+the only module that knows where vLLM defines them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+_MODELS = "model_executor/models/registry.py"
+_CONFIGS = "transformers_utils/config.py"
+# Dictionaries of models that this version of vLLM does not have.
+_ABSENT_MODELS = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+
+
+@functools.cache
+def statements(file: str) -> tuple[ast.stmt, ...] | None:
+    """Return the top-level statements of a file of vLLM; None if it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], file)
+    return tuple(ast.parse(path.read_bytes()).body) if path.is_file() else None
+
+
+def attention_head_sizes(file: str) -> tuple[int, ...] | None:
+    """Return the head sizes that the attention backend in `file` supports.
+
+    They are the list that `get_supported_head_sizes` of its backend class returns.
+
+    Returns:
+        None if they are not known.
+    """
+    for node in statements(file) or ():
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Backend"):
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef):
+                    sizes = _returned_sizes(function)
+                    if sizes is not None:
+                        return sizes
+    return None
+
+
+def _returned_sizes(function: ast.FunctionDef) -> tuple[int, ...] | None:
+    last = function.body[-1]
+    if function.name != "get_supported_head_sizes" or not isinstance(last, ast.Return):
+        return None
+    try:
+        sizes = ast.literal_eval(last.value) if last.value is not None else None
+    except ValueError:
+        return None
+    return tuple(sizes) if sizes else None
+
+
+@functools.cache
+def architectures() -> frozenset[str] | None:
+    """Return the architectures of vLLM's model registry; None if they are not known."""
+    names: set[str] = set()
+    for target, value in _assignments(_MODELS):
+        is_models = target.endswith("_MODELS") and target not in _ABSENT_MODELS
+        if is_models and isinstance(value, ast.Dict):
+            names |= set(_text_keys(value))
+    return frozenset(names) if names and not _has_model_plugins() else None
+
+
+@functools.cache
+def config_types() -> frozenset[str] | None:
+    """Return the values of `model_type` with a config class in vLLM; None if they are not known."""
+    for target, value in _assignments(_CONFIGS):
+        if target == "_CONFIG_REGISTRY" and isinstance(value, ast.Call):
+            return frozenset(keyword.arg for keyword in value.keywords if keyword.arg)
+        if target == "_CONFIG_REGISTRY" and isinstance(value, ast.Dict):
+            return frozenset(_text_keys(value))
+    return None
+
+
+def _assignments(file: str) -> Iterator[tuple[str, ast.expr]]:
+    for node in statements(file) or ():
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            yield node.target.id, node.value
+
+
+def _text_keys(node: ast.Dict) -> Iterator[str]:
+    for key in node.keys:
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            yield key.value
+
+
+def _has_model_plugins() -> bool:
+    """Return True if other packages can add models to vLLM when it is imported."""
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    return any(not plugin.value.startswith("vllm.") for plugin in plugins)

@@ -1,0 +1,48 @@
+"""Recording of layers and routers in vLLM's worker, for `msrl diagnose`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msrl.diagnose.recorder import Recorder, decoder_layers, first_output, layer_name, layer_output
+from msrl.types import Floats
+
+_ROUTERS = ("gate", "router")
+
+
+class ForwardRecorder:
+    """Methods that vLLM adds to its worker with `WeightReceiver`; `self` is that worker."""
+
+    model_runner: Any
+    _layers: Recorder
+    _router_logits: Recorder
+    _router_biases: dict[str, Floats]
+
+    def describe_model(self) -> dict[str, Any]:
+        """Return dtype, dtype of the KV cache and the model's config as vLLM reads them."""
+        config = self.model_runner.vllm_config
+        model = config.model_config
+        cache = str(config.cache_config.cache_dtype)
+        return {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "cache_dtype": None if cache == "auto" else cache,
+            "config": model.hf_config.to_dict(),
+        }
+
+    def begin_recording(self, num_layers: int, num_experts: int) -> None:
+        """Record the outputs of all layers and routers until `end_recording`."""
+        model = self.model_runner.get_model()
+        self._layers, self._router_logits, self._router_biases = Recorder(), Recorder(), {}
+        for number, layer in decoder_layers(model, num_layers):
+            name = layer_name(number)
+            self._layers.watch(name, layer, layer_output)
+            for inner, module in layer.named_modules() if num_experts else ():
+                if inner.rpartition(".")[2] in _ROUTERS:
+                    self._router_logits.watch(name, module, first_output)
+                    bias = getattr(module, "e_score_correction_bias", None)
+                    if bias is not None:
+                        self._router_biases[name] = bias.detach().float().cpu().numpy()
+
+    def end_recording(self) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
+        """Return outputs of layers [T, H], logits of routers [T, E] and their biases [E]."""
+        return self._layers.end(), self._router_logits.end(), self._router_biases

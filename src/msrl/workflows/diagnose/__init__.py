@@ -1,0 +1,1 @@
+"""`msrl diagnose`: why sampling and training disagree."""

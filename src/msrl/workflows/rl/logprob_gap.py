@@ -1,0 +1,119 @@
+"""Gap between the log-probabilities of engine and trainer in each step, and its alarm.
+
+T tokens of a sequence. Only tokens of the version that the trainer has at the start of a step
+count: the gap of older ones includes the updates since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from msrl.algorithms.packing import Sequences
+from msrl.diagnose.gap import Gap, healthy_range, measure
+from msrl.types import Floats, ScoredGroup
+from msrl.workflows.rl.token_values import ValuesBySample
+from msrl.workflows.rl.update import PreparedStep, with_versions
+
+METRIC = "rollout/logprob_gap"
+_P99 = f"{METRIC}_p99"
+_MEAN_IN_UPDATE = "sampler_logprob_difference"
+
+
+def measured_gap(
+    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: ValuesBySample, version: int
+) -> Gap | None:
+    """Return the gap of the tokens for which the step has the trainer's log-probabilities.
+
+    These are all trained tokens if the step computes them before its first update, else those of
+    `log.tokens`. None: there are none.
+
+    Args:
+        prepared: Prepared step.
+        groups: Its groups.
+        values: Arrays of `log.tokens`.
+        version: Policy version of the trainer.
+    """
+    sequences = prepared.sequences
+    own = dict(enumerate(sequences.fields.get("old_logprobs", ())))
+    rows = own or values.get("trainer_logprobs", {})
+    return _gap(sequences, groups, rows, version) if rows else None
+
+
+def _gap(
+    sequences: Sequences,
+    groups: Sequence[ScoredGroup],
+    trainer_logprobs: Mapping[int, Floats],  # [T] by number of the sequence
+    version: int,
+) -> Gap | None:
+    fields = with_versions(sequences, groups).fields
+    sampled: list[Floats] = []
+    trained: list[Floats] = []
+    for number, row in trainer_logprobs.items():
+        is_current = fields["behavior_versions"][number] == version
+        mask = sequences.loss_masks[number] & is_current
+        sampled.append(fields["sampler_logprobs"][number][mask])
+        trained.append(row[mask])
+    gap = measure(np.concatenate(sampled), np.concatenate(trained))
+    return gap if gap.num_tokens else None
+
+
+@dataclass
+class GapMonitor:
+    """Metrics of the gap in each step, and a warning when it leaves the range of its dtype.
+
+    Attributes:
+        dtype: dtype of engine and trainer.
+        run_dir: Folder of the run.
+        note: Function that logs a line.
+        has_one_update: Whether a step has one update of tokens that the current version sampled.
+            Its loss has measured the mean then.
+    """
+
+    dtype: str
+    run_dir: Path
+    note: Callable[[str], None]
+    has_one_update: bool
+    _is_raised: bool = False
+
+    def metrics(
+        self,
+        step: int,
+        prepared: PreparedStep,
+        groups: Sequence[ScoredGroup],
+        values: ValuesBySample,
+        trained: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Return the metrics of a step, and warn if they were healthy in the step before.
+
+        Args:
+            step: Step, counted from 0, which is the trainer's version.
+            prepared: Prepared step.
+            groups: Its groups.
+            values: Arrays of `log.tokens`.
+            trained: Metrics of the updates.
+        """
+        gap = measured_gap(prepared, groups, values, step)
+        metrics = dict[str, float]()
+        if gap is not None:
+            metrics = {METRIC: gap.mean, f"{METRIC}_p99": gap.p99, f"{METRIC}_max": gap.largest}
+        elif self.has_one_update and _MEAN_IN_UPDATE in trained:
+            metrics = {METRIC: trained[_MEAN_IN_UPDATE]}
+        self._check(step + 1, metrics)
+        return metrics
+
+    def _check(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not metrics:
+            return
+        limits, mean, p99 = healthy_range(self.dtype), metrics[METRIC], metrics.get(_P99, 0.0)
+        is_raised = not (mean <= limits.mean and p99 <= limits.p99)
+        if is_raised and not self._is_raised:
+            self.note(
+                f"warning: step {step}: {METRIC}={mean:.2g} (p99 {p99:.2g}) nats: engine and "
+                f"trainer differ more than {self.dtype} explains (mean {limits.mean:g}, p99 "
+                f"{limits.p99:g}). Find the cause: msrl diagnose mismatch {self.run_dir}"
+            )
+        self._is_raised = is_raised

@@ -1,0 +1,56 @@
+"""Training ranks with a fault for tests of `msrl diagnose`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from msrl.types import Floats, MicroBatch
+from msrl.workflows.diagnose.worker import DiagnoseWorker
+
+
+class FaultyWorker(DiagnoseWorker):
+    """Rank with adapters whose fault is set from outside."""
+
+    _fault = ""
+
+    def set_fault(self, fault: str) -> None:
+        """Inject a fault, or undo it."""
+        from msrl.trainer.model.rope import RotaryTable
+
+        policy, before = self._training_rank.policy, self._fault
+        self._fault = fault
+        if "rope" in (fault, before):
+            theta = 500.0 if fault == "rope" else self._theta
+            self._theta = policy.shape.rope_theta
+            policy.shape = replace(policy.shape, rope_theta=theta)
+            position = policy.position
+            policy.rotary = RotaryTable(policy.shape, position.dtype, position.device)
+        if "adapter" in (fault, before):
+            self._fill_adapters(0.05 if fault == "adapter" else 0.0)
+
+    def _fill_adapters(self, value: float) -> None:
+        import torch
+
+        adapters = self._training_rank.policy.adapters
+        assert adapters is not None
+        with torch.no_grad():
+            for adapted in adapters.all:
+                adapted.parameter("B").fill_(value)
+
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
+    ) -> list[Floats] | None:
+        """Forget the boundaries of sequences, if that is the fault."""
+        if self._fault == "boundaries":
+            micro_batches = [_without_boundaries(batch) for batch in micro_batches]
+        return super().logprobs(micro_batches, temperature, of_reference)
+
+
+def _without_boundaries(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch as one sequence, whose positions go on."""
+    ends: Any = batch.cu_seqlens[[0, -1]]
+    return replace(batch, cu_seqlens=np.ascontiguousarray(ends))

@@ -1,0 +1,175 @@
+"""LoRA adapters that ranks send alone: sums in the engine, and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import families
+import mixture_families
+from families import FAMILIES
+from msrl.checkpoint.source import open_weights
+from msrl.checkpoint.weights import WeightSource
+from msrl.errors import VerificationError
+from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.stages import StageTensor, distinct_tensors
+from msrl.rollout.weights.adapters import AdaptedWeights
+from msrl.rollout.weights.assembly import Assembler
+from msrl.rollout.weights.buckets import merge
+from msrl.rollout.weights.sender import WeightSender, restore
+from msrl.rollout.weights.verification import check_digests
+from support import mentions
+
+BUCKET_BYTES = 1 << 13  # smaller than the embeddings
+SCALE = 0.75
+Weights = list[tuple[StageTensor, Tensor]]
+Factors = list[tuple[StageTensor, str, Tensor]]
+
+
+class Sent:
+    """Weights and adapters of all ranks of a layout."""
+
+    def __init__(self, source: WeightSource, layout: ParallelLayout) -> None:
+        self.source = source
+        ranks = range(layout.ranks_per_model // layout.pp)
+        self.stages = [
+            [self.rank_weights(layout, stage, rank) for rank in ranks] for stage in range(layout.pp)
+        ]
+
+    def rank_weights(self, layout: ParallelLayout, stage: int, rank: int) -> Weights:
+        local = dict(self.source.local_tensors(layout, layout.coords(stage, rank)))
+        placed = distinct_tensors(self.source.shape, layout, stage, rank)
+        return [(each, local[each.name]) for each in placed]
+
+    def factors(self, weights: Weights, version: int) -> Factors:
+        """Return random adapters of every weight that can have one."""
+        factors: Factors = []
+        for number, (placed, weight) in enumerate(weights):
+            if weight.ndim == 2 and "linear" in placed.rule.mcore:
+                random = torch.Generator().manual_seed(1000 * version + number)
+                a = torch.randn(3, weight.shape[1], generator=random).to(weight.dtype)
+                b = torch.randn(weight.shape[0], 3, generator=random).to(weight.dtype)
+                factors += [(placed, "A", a), (placed, "B", b)]
+        return factors
+
+    def merged(self, version: int) -> dict[str, Tensor]:
+        """Return the sums that the ranks compute, under their Hugging Face names."""
+        stages = [[self.rank_sums(rank, version) for rank in ranks] for ranks in self.stages]
+        stored = [[store(weights, [], version)[0] for weights in ranks] for ranks in stages]
+        return dict(Assembler(self.source.shape).assemble(buckets(stored), version))
+
+    def rank_sums(self, weights: Weights, version: int) -> Weights:
+        factors = {
+            (placed.name, factor): value for placed, factor, value in self.factors(weights, version)
+        }
+        sums: Weights = []
+        for placed, weight in weights:
+            if (placed.name, "A") in factors:
+                a, b = factors[placed.name, "A"], factors[placed.name, "B"]
+                product = b.float() @ a.float()
+                sum_ = torch.add(weight.float(), product, alpha=SCALE).to(weight.dtype)
+                sums.append((placed, sum_))
+            else:
+                sums.append((placed, weight))
+        return sums
+
+    def send(self, version: int, *, with_base: bool) -> tuple[list[list[list[Any]]], list[Any]]:
+        """Return the buckets of all ranks by stage, and the parts of the digests."""
+        results = [
+            [
+                store(weights if with_base else [], self.factors(weights, version), version)
+                for weights in ranks
+            ]
+            for ranks in self.stages
+        ]
+        stored = [[stored for stored, _ in ranks] for ranks in results]
+        return stored, [digests for ranks in results for _, digests in ranks]
+
+
+def store(weights: Weights, factors: Factors, version: int) -> tuple[list[Any], Any]:
+    sender = WeightSender(BUCKET_BYTES, 10)
+
+    def copied(stored: Any) -> Any:
+        return (*stored[:2], stored[2].copy())
+
+    stored, digests = sender.store(weights, version, copied, verify=True, factors=factors)
+    sender.close()
+    return stored, digests
+
+
+def buckets(stages: Sequence[Sequence[Any]]) -> Any:
+    return merge([map(restore, sender) for sender in senders] for senders in stages)
+
+
+LAYOUTS = {
+    "qwen2.5, tp 2, pp 2": (FAMILIES["qwen2.5"].config, ParallelLayout(2, 2)),
+    "qwen3 mixture, tp 2, ep 2": (mixture_families.QWEN3_MOE, ParallelLayout(2, ep=2)),
+}
+
+
+@pytest.mark.parametrize(("config", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+def test_adapters_alone_give_the_bits_of_the_sums_of_the_ranks(
+    tmp_path: Path, config: dict[str, Any], layout: ParallelLayout
+) -> None:
+    sent = Sent(open_weights(families.save_model(tmp_path, config)), layout)
+    engine = AdaptedWeights(sent.source.shape)
+    assert not engine.has_base
+    sizes = list[int]()
+    for version, with_base in ((1, True), (2, False), (3, False)):
+        stored, parts = sent.send(version, with_base=with_base)
+        engine.receive(buckets(stored), version)
+        assert engine.has_base
+        check_digests(parts, {0: [engine.digests()]})
+        expected, tensors = sent.merged(version), dict(engine.merged(version, SCALE))
+        assert tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensors[name], tensor), name
+        sizes.append(sum(len(each[2]) for ranks in stored for rank in ranks for each in rank))
+    assert sizes[1] == sizes[2] < sizes[0] / 2
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> Sent:
+    source = open_weights(families.save_model(tmp_path, FAMILIES["qwen2.5"].config))
+    return Sent(source, ParallelLayout(2))
+
+
+def test_a_missing_factor_of_a_later_version_is_named(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AdaptedWeights(sent.source.shape)
+    engine.receive(buckets(sent.send(1, with_base=True)[0]), 1)
+    factors = Sent.factors
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+
+    def incomplete(self: Sent, weights: Weights, version: int) -> Factors:
+        return [each for each in factors(self, weights, version) if each[0].rule.mcore != name]
+
+    monkeypatch.setattr(Sent, "factors", incomplete)
+    with pytest.raises(VerificationError, match=mentions(name, "version 2", "missing")):
+        engine.receive(buckets(sent.send(2, with_base=False)[0]), 2)
+
+
+def test_adapters_without_base_weights_or_of_another_version_are_refused(sent: Sent) -> None:
+    engine = AdaptedWeights(sent.source.shape)
+    alone, _ = sent.send(2, with_base=False)
+    with pytest.raises(VerificationError, match=mentions("base weights", "version 2")):
+        engine.receive(buckets(alone), 2)
+    with pytest.raises(VerificationError, match=mentions("version 2", "version 3")):
+        engine.receive(buckets(alone), 3)
+
+
+def test_a_corrupted_factor_is_named(sent: Sent) -> None:
+    engine = AdaptedWeights(sent.source.shape)
+    engine.receive(buckets(sent.send(1, with_base=True)[0]), 1)
+    stored, parts = sent.send(2, with_base=False)
+    chunk = stored[0][1][0][1][0]
+    stored[0][1][0][2][chunk.offset] ^= 1
+    engine.receive(buckets(stored), 2)
+    with pytest.raises(VerificationError, match=mentions(f"{chunk.name}[{chunk.index}]")):
+        check_digests(parts, {0: [engine.digests()]})

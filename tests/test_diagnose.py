@@ -1,0 +1,205 @@
+"""Verdicts of `msrl diagnose mismatch` on recorded evidence, and its output."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import evidence as recorded
+from msrl.algorithms.packing import rl_sequences
+from msrl.algorithms.samples import training_samples
+from msrl.diagnose.checks import CHECKS
+from msrl.diagnose.gap import HEALTHY, healthy_range, measure
+from msrl.diagnose.verdict import judge
+from msrl.types import (
+    Completion,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    SamplingParams,
+    ScoredGroup,
+    VersionRun,
+)
+from msrl.workflows.diagnose.reference import filtered
+from msrl.workflows.diagnose.report import as_json, as_text
+from msrl.workflows.rl.logprob_gap import GapMonitor
+from msrl.workflows.rl.update import PreparedStep
+from support import assert_mentions
+
+
+def test_a_healthy_model_gets_no_verdict() -> None:
+    verdict = judge(recorded.healthy())
+    assert verdict.cause is None
+    assert all(comparison.is_healthy for comparison in verdict.comparisons)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_of_a_dtype_is_no_cause(dtype: str) -> None:
+    healthy = recorded.healthy()
+    noisy = recorded.noisy_engine(healthy, HEALTHY[dtype].mean)
+    engine, trainer = replace(noisy.engine, dtype=dtype), replace(noisy.trainer, dtype=dtype)
+    assert judge(replace(noisy, engine=engine, trainer=trainer)).cause is None
+    assert judge(noisy).cause is not None
+
+
+def test_eleven_causes_have_a_check() -> None:
+    assert len(recorded.CAUSES) == 11
+    assert set(CHECKS) == {*recorded.CAUSES, "recorded"}
+
+
+@pytest.mark.parametrize("name", recorded.CAUSES)
+def test_an_injected_cause_is_named(name: str) -> None:
+    cause = judge(recorded.CAUSES[name]()).cause
+    assert cause is not None
+    assert cause.name == name
+
+
+@pytest.mark.parametrize("name", recorded.CAUSES)
+def test_no_other_check_precedes_the_one_of_a_cause(name: str) -> None:
+    evidence = recorded.CAUSES[name]()
+    for other, check in CHECKS.items():
+        if other == name:
+            return
+        assert check(evidence) is None, other
+
+
+def test_the_verdict_names_the_weight_and_the_side() -> None:
+    cause = judge(recorded.weights()).cause
+    assert cause is not None
+    assert_mentions(cause.problem, "lm_head.weight")
+    assert cause.where == "engine"
+    healthy = recorded.healthy()
+    digests = {**healthy.trainer.digests, "lm_head.weight": "float32 [2] other"}
+    trainer = replace(healthy.trainer, digests=digests)
+    cause = judge(replace(healthy, trainer=trainer)).cause
+    assert cause is not None
+    assert (cause.name, cause.where) == ("weights", "trainer")
+
+
+def test_filters_of_sampling_are_named_with_their_values() -> None:
+    cause = judge(recorded.filtered_sampling()).cause
+    assert cause is not None
+    assert cause.name == "sampling"
+    assert_mentions(cause.problem, "top_p=0.9")
+    assert judge(recorded.tempered()).cause is None
+
+
+def test_the_first_deviating_layer_is_named() -> None:
+    cause = judge(recorded.layer()).cause
+    assert cause is not None
+    assert_mentions(cause.problem, "layer 2")
+
+
+def test_a_record_of_another_version_is_named() -> None:
+    healthy = recorded.healthy()
+    assert healthy.recorded is not None
+    stale = replace(healthy.recorded, behavior=healthy.recorded.behavior - np.float32(0.3))
+    cause = judge(replace(healthy, recorded=stale)).cause
+    assert cause is not None
+    assert cause.name == "weights"
+    assert_mentions(cause.problem, "step 5", "version 4")
+
+
+def test_an_unexplained_difference_is_no_healthy_verdict() -> None:
+    evidence = recorded.noisy_engine(recorded.healthy())
+    cause = judge(evidence).cause
+    assert cause is not None
+    assert cause.name == "unknown"
+
+
+def test_values_that_are_no_numbers_count_as_infinitely_different() -> None:
+    gap = measure(np.array([np.nan, -1.0], np.float32), np.array([-1.0, -1.0], np.float32))
+    assert gap.largest == np.inf
+    assert gap.exceeds(healthy_range("bfloat16"))
+
+
+def test_the_gap_has_mean_percentile_and_maximum() -> None:
+    left = np.zeros(200, np.float32)
+    right = np.zeros(200, np.float32)
+    right[:4] = (1.0, 0.5, 0.25, 0.25)
+    gap = measure(left, right)
+    assert gap.mean == pytest.approx(0.01)
+    assert (gap.p99, gap.largest, gap.num_tokens) == (0.5, 1.0, 200)
+
+
+def test_filters_keep_the_tokens_that_sampling_keeps() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+    def kept(**options: float) -> list[bool]:
+        sampling = SamplingParams(max_tokens=1, **options)  # pyright: ignore[reportArgumentType]
+        return torch.isfinite(filtered(logits, sampling))[0].tolist()
+
+    assert kept() == [True, True, True, True]
+    assert kept(top_p=0.6) == [True, True, False, False]
+    assert kept(top_k=3) == [True, True, True, False]
+    assert kept(min_p=0.4) == [True, True, False, False]
+
+
+def test_the_output_has_differences_verdict_and_remedy() -> None:
+    evidence = recorded.attention()
+    verdict = judge(evidence)
+    text = as_text(verdict, evidence, width=100)
+    assert_mentions(text, "attention", "rope_theta=5000.0", "10000.0", "remedy", "tokens")
+    report = json.loads(as_json(verdict, evidence))
+    assert report["cause"]["name"] == "attention"
+    assert report["comparisons"][0]["num_tokens"] == recorded.N
+    healthy = recorded.healthy()
+    assert json.loads(as_json(judge(healthy), healthy))["healthy"]
+
+
+def gap_step(trainer_shift: float, version: int = 3) -> tuple[PreparedStep, ScoredGroup]:
+    """Return a step whose trainer's log-probabilities are shifted by so many nats."""
+    response = np.array([7, 8, 9, 9], np.int64)
+    logprobs = np.array([-1.0, -2.0, -0.5, -0.5], np.float32)
+    runs = (VersionRun(2, 1), VersionRun(version, 3))
+    completion = Completion(response, logprobs, "stop", 2, "", runs)
+    prompt = Prompt(0, np.array([1, 2], np.int64))
+    group = ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(1.0, {}),))
+    samples = training_samples([group], np.zeros(4), np.ones((1, 1), bool))
+    sequences = rl_sequences(samples)
+    trained = np.concatenate((np.zeros(2), [-9.0], logprobs[1:] + trainer_shift))
+    fields = {**sequences.fields, "old_logprobs": (trained.astype(np.float32),)}
+    return PreparedStep(samples, sequences._replace(fields=fields), {}), group
+
+
+def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
+    prepared, group = gap_step(0.25)
+    notes: list[str] = []
+    monitor = GapMonitor("bfloat16", Path("runs/grpo"), notes.append, has_one_update=False)
+    metrics = monitor.metrics(3, prepared, [group], {}, {})
+    assert metrics == pytest.approx(
+        {
+            "rollout/logprob_gap": 0.25,
+            "rollout/logprob_gap_p99": 0.25,
+            "rollout/logprob_gap_max": 0.25,
+        }
+    )
+    assert monitor.metrics(4, prepared, [group], {}, {}) == {}
+
+
+def test_the_alarm_names_the_command_once_until_the_gap_is_healthy_again() -> None:
+    notes: list[str] = []
+    monitor = GapMonitor("bfloat16", Path("runs/grpo"), notes.append, has_one_update=False)
+    for shift in (0.001, 0.25, 0.25, 0.001, 0.25):
+        prepared, group = gap_step(shift)
+        monitor.metrics(3, prepared, [group], {}, {})
+    assert len(notes) == 2
+    assert_mentions(notes[0], "msrl diagnose mismatch runs/grpo", "step 4", "bfloat16", "0.03")
+
+
+def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -> None:
+    prepared, group = gap_step(0.0)
+    fields = {n: v for n, v in prepared.sequences.fields.items() if n != "old_logprobs"}
+    plain = replace(prepared, sequences=prepared.sequences._replace(fields=fields))
+    trained = {"sampler_logprob_difference": 0.002}
+    monitor = GapMonitor("bfloat16", Path("runs/grpo"), print, has_one_update=True)
+    assert monitor.metrics(3, plain, [group], {}, trained) == {"rollout/logprob_gap": 0.002}
+    later = GapMonitor("bfloat16", Path("runs/grpo"), print, has_one_update=False)
+    assert later.metrics(3, plain, [group], {}, trained) == {}
+    logged = {"trainer_logprobs": {0: prepared.sequences.fields["old_logprobs"][0]}}
+    assert "rollout/logprob_gap_max" in later.metrics(3, plain, [group], logged, trained)

@@ -1,0 +1,170 @@
+"""Checks of `algo.distill` and of train-distill, dry runs, and a distillation on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from msrl.cli.configuration import load_configuration as load
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.memory.estimate import memory_rows
+from msrl.plan.run_plan import resolve
+from msrl.workflows.rl.update import policy_loss
+from msrl.workflows.training.settings import rank_settings
+from support import assert_mentions, labelled, mentions
+from test_cli import msrl
+from tiny_qwen2 import make_tokenizer, save_model
+from training_runs import metrics, succeed, write_rows
+
+QUESTIONS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
+COLUMNS = '{"prompt": "question", "response": "answer"}'
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a student, two teachers, a model with another tokenizer, and prompts."""
+    folder = tmp_path_factory.mktemp("distillation")
+    for seed, name in enumerate(("student", "teacher", "second", "stranger")):
+        save_model(folder / name, tied=False, seed=seed)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(folder / "stranger")
+    source = str(write_rows(folder / "rl.jsonl", QUESTIONS))
+    arguments = ["--input", source, "--tokenizer", str(folder / "student"), "--template", "qwen"]
+    arguments += ["--handler", "r1", "--map-keys", COLUMNS]
+    assert msrl("preprocess", *arguments, "--output-prefix", str(folder / "rl")) == 0
+    config = {
+        "run": {"dir": str(folder / "runs"), "name": "distill"},
+        "model": {"path": str(folder / "student"), "dtype": "float32"},
+        "data": {"train": str(folder / "rl")},
+        "cluster": {"platform": "cpu", "rpc_timeout_s": 300.0},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 1,
+            "max_prompt_tokens": 128,
+            "max_response_tokens": 12,
+            "engine": {"dp": 1},
+        },
+        "algo": {"distill": {"teachers": [{"model": str(folder / "teacher")}]}},
+        "train": {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 1e-3}},
+        "log": {"trackers": []},
+    }
+    (folder / "distill.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
+    return load([str(inputs / "distill.yaml")], sets, command=command)
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
+        (("algo.distill.teachers=[]",), ("algo.distill.teachers", "missing")),
+        (("algo.distill.divergence=kl",), ("algo.distill.divergence", "kl", "reverse_kl")),
+        (("algo.distill.options.beta=0.5",), ("algo.distill.options.beta", "unknown")),
+        (
+            ("algo.distill.divergence=jensen_shannon", "algo.distill.options.beta=1.0"),
+            ("algo.distill.options.beta", 1.0, "at most"),
+        ),
+        (("algo.distill.coef=0",), ("algo.distill.coef", "teachers")),
+        (("algo.distill.top_k=20",), ("algo.distill.top_k", "advantage")),
+        (
+            ("algo.distill.teachers=[{model: x, url: 'http://host'}]",),
+            ("algo.distill.teachers.0.url", "version"),
+        ),
+        (
+            ("algo.distill.teachers=[{model: nowhere}]",),
+            ("algo.distill.teachers.0.model", "nowhere"),
+        ),
+        (
+            ("algo.distill.teachers=[{model: a}, {model: a}]",),
+            ("algo.distill.teachers.1.model", "duplicate"),
+        ),
+        (("algo.policy_loss=gspo_x",), ("algo.policy_loss",)),
+        (("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-distill")),
+        (("algo.rl_coef=0.5",), ("algo.rl_coef", 0.5, "train-distill")),
+        (("rollout.filter.kind=all_equal",), ("rollout.filter.kind", "train-distill")),
+        (("rollout.async.max_staleness=1",), ("rollout.async.max_staleness", "train-distill")),
+        (("eval.every_steps=1", "data.eval=rl"), ("reward.sources", "missing")),
+    ],
+)
+def test_invalid_settings_are_refused_by_name(
+    inputs: Path, sets: tuple[str, ...], fragments: tuple[object, ...]
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        check(inputs, *sets)
+
+
+def test_other_trainings_refuse_the_section(inputs: Path) -> None:
+    for command in ("train-sft", "train-dpo", "train-rm"):
+        with pytest.raises(MsrlError, match=mentions("algo.distill.teachers", "Remove")):
+            check(inputs, command=command)
+
+
+def test_values_that_train_distill_implies_may_be_written(inputs: Path) -> None:
+    check(inputs, "algo.rl_coef=0.0", "algo.advantage.estimator=reinforce")
+
+
+def test_a_distillation_needs_no_reward_and_has_no_policy_loss(inputs: Path) -> None:
+    plan = resolve(check(inputs).config, "train-distill")
+    loss = policy_loss(plan.config)
+    assert loss.rl_coef == 0.0 and loss.distillation is not None
+    assert loss.distillation.weights == {str(inputs / "teacher"): 1.0}
+    assert [model.divergence for model in loss.compared] == ["reverse_kl"]
+
+
+def test_train_grpo_adds_teachers_to_its_loss(inputs: Path) -> None:
+    sets = ("reward.sources=[{verifier: acc}]", "rollout.samples_per_prompt=2")
+    more = ("algo.distill.coef=0.3", "algo.distill.divergence=forward_kl")
+    plan = resolve(check(inputs, *sets, *more, command="train-grpo").config, "train-grpo")
+    loss = policy_loss(plan.config)
+    assert loss.rl_coef == 1.0 and loss.distillation is not None
+    assert (loss.distillation.coef, loss.distillation.divergence) == (0.3, "forward_kl")
+
+
+def test_the_ranks_hold_the_teachers_and_the_memory_counts_them(inputs: Path) -> None:
+    second = str(inputs / "second")
+    teachers = f"[{{model: {inputs / 'teacher'}}}, {{model: {second}, weight: 0.5}}]"
+    plan = resolve(
+        check(inputs, f"algo.distill.teachers={teachers}", "train.chunk=8").config, "train-distill"
+    )
+    settings = rank_settings(plan, "cpu")
+    assert list(settings.teachers) == [str(inputs / "teacher"), second]
+    teacher = settings.teachers[second]
+    assert (teacher.model, teacher.optimizer, teacher.logit_chunk) == (Path(second), None, 8)
+    sizes = memory_rows(plan)
+    assert labelled(sizes, "teachers") == 2 * sizes["weights"]
+
+
+def test_a_dry_run_refuses_a_teacher_with_another_tokenizer(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(inputs / "distill.yaml")
+    assert msrl("train-distill", "-c", file, "--dry-run") == 0
+    assert_mentions(capsys.readouterr().out, "train-distill", "16 prompts", "teachers")
+    other = f"algo.distill.teachers=[{{model: {inputs / 'stranger'}}}]"
+    assert msrl("train-distill", "-c", file, "--set", other, "--dry-run") == 2
+    assert_mentions(capsys.readouterr().err, "algo.distill.teachers.0.model", "tokenizer")
+
+
+def test_the_defaults_have_no_teacher() -> None:
+    assert policy_loss(Config()).distillation is None
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_distillation_lowers_the_divergence_and_resumes(inputs: Path) -> None:
+    file, run = str(inputs / "distill.yaml"), inputs / "runs" / "distill"
+    succeed("train-distill", "-c", file, log=inputs / "first.log")
+    divergences = [row["train/distill"] for row in metrics(run)]
+    assert len(divergences) == STEPS and 0 < divergences[-1] < divergences[0]
+    assert "train/loss" in metrics(run)[0]
+    more = ("--set", f"train.steps={STEPS + 1}", "--resume", "auto")
+    succeed("train-distill", "-c", file, *more, log=inputs / "second.log")
+    assert len(metrics(run)) == STEPS + 1

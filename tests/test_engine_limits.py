@@ -1,0 +1,150 @@
+"""Limits of vLLM that are checked before an engine starts, against vLLM itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import FAMILIES
+from mixture_families import MIXTURES
+from msrl.config.sections.rollout import EngineConfig
+from msrl.errors import MsrlError
+from msrl.platforms import get
+from msrl.rollout import engine_source
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_limits import check_limits
+from support import assert_mentions
+from tiny_qwen2 import make_model
+
+CPU = get("cpu")
+
+
+def write_config(folder: Path, **changes: object) -> EngineSettings:
+    """Write the config of a tiny Qwen2 with changes, and return settings of its engine."""
+    make_model(tied=False).config.save_pretrained(folder)
+    path = folder / "config.json"
+    values: dict[str, Any] = json.loads(path.read_text())
+    values |= {"architectures": ["Qwen2ForCausalLM"], **changes}
+    path.write_text(json.dumps(values))
+    return EngineSettings(folder)
+
+
+def refusal(settings: EngineSettings, platform: str = "cpu", **engine: Any) -> str:
+    settings = replace(settings, engine=EngineConfig.model_validate(engine))
+    try:
+        check_limits(settings, get(platform))
+    except MsrlError as error:
+        return str(error)
+    return ""
+
+
+def test_a_head_size_without_a_kernel_is_refused_with_its_key(tmp_path: Path) -> None:
+    settings = write_config(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    message = refusal(settings)
+    assert_mentions(message, "config.json", "hidden_size=128 / num_attention_heads=8", "16", "128")
+    qwen3 = {**FAMILIES["qwen3"].config, "head_dim": 48}
+    (tmp_path / "config.json").write_text(json.dumps(qwen3))
+    assert_mentions(refusal(settings), "config.json", "head_dim=48", "Supported: 32, 64")
+
+
+def test_a_head_size_is_not_checked_where_the_engine_selects_its_kernel(tmp_path: Path) -> None:
+    settings = write_config(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    assert refusal(settings, "cuda") == refusal(settings, "npu") == ""
+
+
+def test_a_latent_without_a_kernel_is_refused_unless_it_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(name for name, row in MIXTURES.items() if "kv_lora_rank" in row.config)
+    config = {**MIXTURES[name].config, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+    settings = EngineSettings(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_mentions(refusal(settings), "kv_lora_rank=", "qk_rope_head_dim=16", "Supported: 576")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    )
+    assert refusal(settings) == ""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(settings) == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "fragments"),
+    [
+        ({"tp": 3}, ("rollout.engine.tp=3", "4 attention heads")),
+        ({"max_model_len": 513}, ("rollout.engine.max_model_len=513", "512")),
+        (
+            {"max_num_batched_tokens": 511},
+            ("rollout.engine.max_num_batched_tokens=511", "512 tokens"),
+        ),
+        (
+            {"max_num_batched_tokens": 64, "max_model_len": 64, "max_num_seqs": 65},
+            ("rollout.engine.max_num_batched_tokens=64", "max_num_seqs=65"),
+        ),
+    ],
+)
+def test_sizes_that_the_engine_refuses_are_refused_before_it_starts(
+    engine: dict[str, Any], fragments: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = write_config(tmp_path)
+    assert refusal(settings) == refusal(settings, max_num_batched_tokens=512) == ""
+    assert_mentions(refusal(settings, **engine), *fragments)
+
+
+def test_key_value_heads_must_fit_the_devices_of_an_engine(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "num_attention_heads": 6}
+    settings = write_config(tmp_path, **sizes, num_key_value_heads=3)
+    assert_mentions(refusal(settings, tp=2), "rollout.engine.tp=2", "3 key-value heads")
+    assert refusal(settings, tp=3) == refusal(settings, tp=6) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("baichuan 2", "BaichuanForCausalLM"), ("internlm 2", "model_type internlm2")],
+)
+def test_a_model_without_a_class_is_refused_before_an_engine_starts(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    if CPU.missing() is not None or engine_source.architectures() is None:
+        pytest.skip("no vLLM for this platform is installed")
+    config = {**FAMILIES[name].config, "hidden_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_mentions(refusal(EngineSettings(tmp_path)), str(tmp_path), "vLLM", reason)
+
+
+_PRINT_LISTS = """
+import json
+from vllm import ModelRegistry
+from vllm.transformers_utils.config import _CONFIG_REGISTRY
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+print(json.dumps([
+    CPUAttentionBackend.get_supported_head_sizes(),
+    CPUMLABackend.get_supported_head_sizes(),
+    sorted(ModelRegistry.get_supported_archs()),
+    sorted(_CONFIG_REGISTRY),
+]))
+"""
+
+
+@pytest.mark.slow
+def test_the_lists_are_those_of_the_installed_vllm() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINT_LISTS], capture_output=True, text=True, timeout=300
+    )
+    heads, latents, architectures, config_types = json.loads(done.stdout.splitlines()[-1])
+    assert engine_source.attention_head_sizes(CPU.attention_backend) == tuple(heads)
+    assert engine_source.attention_head_sizes(CPU.latent_attention_backend) == tuple(latents)
+    assert sorted(engine_source.architectures() or ()) == architectures
+    assert sorted(engine_source.config_types() or ()) == config_types
+
+
+def test_nothing_is_known_of_a_vllm_with_other_files() -> None:
+    assert engine_source.attention_head_sizes("v1/attention/backends/none.py") is None
