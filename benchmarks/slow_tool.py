@@ -11,7 +11,7 @@ from msrl.types import Message
 
 
 class SlowTool(Environment):
-    """Replies with one word after `delay_s` seconds and never ends the episode."""
+    """Environment that replies with one word after `delay_s` seconds and never ends an episode."""
 
     def __init__(self, *, delay_s: float = 0.2) -> None:
         self._delay_s = delay_s

@@ -344,9 +344,9 @@ class RollBatch:
         del self.batch[name]
 
     @staticmethod
-    def concat(parts: list[RollBatch]) -> RollBatch:
-        names = parts[0].batch
-        batch = {name: torch.cat([part.batch[name] for part in parts]) for name in names}
+    def concat(batches: list[RollBatch]) -> RollBatch:
+        names = batches[0].batch
+        batch = {name: torch.cat([rows.batch[name] for rows in batches]) for name in names}
         return RollBatch(_RollTensors(batch), {})
 
 

@@ -12,11 +12,16 @@ from msrl.checks.environment import check_environment
 from msrl.checks.validate import find_errors
 from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
+from msrl.data.chat_template import chat_template
+from msrl.data.render import make_renderer
+from msrl.data.templates import load_template
+from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
-from msrl.types import Prompt
-from msrl.workflows.episodes.setup import check_environment_names
+from msrl.types import Conversation, Message, Prompt
+from msrl.workflows.episodes.setup import check_environment_names, check_opening, make_settings
 from support import assert_each_mentions, mentions
+from tiny_qwen2 import make_tokenizer
 
 OWN = "path=walk.py:Walk"
 
@@ -157,3 +162,19 @@ def test_a_row_that_selects_an_unknown_environment_is_refused() -> None:
 
 def _row(environment: str) -> Prompt:
     return Prompt(2, np.array([1]), "", {"environment": environment})
+
+
+def test_prompts_that_show_the_tools_need_no_template_that_lists_them(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    renderer = make_renderer(load_template("qwen_retool"), text_tokenizer(load_tokenizer(tmp_path)))
+    section = EnvironmentConfig(name="python_tool")
+    settings = make_settings(section, tmp_path, chat_template(renderer), 2000)
+    ids = renderer.prompt(Conversation((Message("user", "What is 2 + 3?"),)))
+    opening = check_opening(settings, Prompt(0, ids), 0)
+    assert opening.tools and not opening.messages
+    with pytest.raises(MsrlError, match=mentions("row 3", "code_interpreter", "prompt_column")):
+        check_opening(settings, Prompt(3, ids[-20:]), 0)
+    asks = section.model_copy(update={"options": {"prompt_column": "question"}})
+    settings = make_settings(asks, tmp_path, chat_template(renderer), 2000)
+    with pytest.raises(MsrlError, match=mentions("environment", "tools")):
+        check_opening(settings, Prompt(0, ids, "", {"question": "2 + 3?"}), 0)

@@ -100,8 +100,11 @@ class EpisodeTemplate:
             return tail[1:]
         return tail
 
-    def check(self, *, needs_tools: bool) -> None:
+    def check(self, *, needs_tools: bool, lists_tools: bool = True) -> None:
         """Check that the template can render the messages of an environment.
+
+        Without `lists_tools`, the prompts of the data list the tools, and the template needs to
+        render only their responses.
 
         Raises:
             MsrlError: It cannot show user messages, tools or tool responses after an answer.
@@ -109,6 +112,11 @@ class EpisodeTemplate:
         self._check_shown("user", Message("user", _PROBE))
         if not needs_tools:
             return
+        if lists_tools:
+            self._check_listed()
+        self._check_shown("tool", Message("tool", _PROBE))
+
+    def _check_listed(self) -> None:
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {
             "type": "object", "properties": {}}}}  # fmt: skip
         try:
@@ -117,7 +125,6 @@ class EpisodeTemplate:
             raise MsrlError(f"environment: {error}") from error
         if _PROBE not in shown:
             raise MsrlError(f"environment: {self._name} cannot show tools. {_REMEDY}")
-        self._check_shown("tool", Message("tool", _PROBE))
 
     def _check_shown(self, role: str, message: Message) -> None:
         try:

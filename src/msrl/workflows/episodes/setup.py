@@ -15,7 +15,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings
-from msrl.rollout.episodes.template import open_template
+from msrl.rollout.episodes.template import EpisodeTemplate, open_template
 from msrl.types import Prompt
 
 _DEFAULT_FORMAT = "hermes"
@@ -61,10 +61,26 @@ def check_opening(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -
     """
     template = open_template(settings.tokenizer_dir, settings.chat_template)
     opening = _open(settings, prompt, seed)
-    template.check(needs_tools=bool(opening.tools))
-    if opening.messages:
+    begins = bool(opening.messages)
+    template.check(needs_tools=bool(opening.tools), lists_tools=begins)
+    if begins:
         template.conversation(opening.messages, opening.tools)
+    elif len(prompt.token_ids):
+        _check_prompt(prompt, opening, template)
     return opening
+
+
+def _check_prompt(prompt: Prompt, opening: Opening, template: EpisodeTemplate) -> None:
+    """Raise MsrlError if a prompt of the data does not mention the tools of its environment."""
+    text = template.tokenizer.backend.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    names = [str(tool["function"]["name"]) for tool in opening.tools]
+    missing = [name for name in names if name not in text]
+    if missing:
+        raise MsrlError(
+            f"environment: the prompt of row {prompt.index} does not show the tool {missing[0]}. "
+            "Set environment.options.prompt_column, or preprocess the data with a column of tools "
+            "or a template that has them, such as qwen_retool."
+        )
 
 
 @contextlib.contextmanager

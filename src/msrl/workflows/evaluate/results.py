@@ -22,7 +22,7 @@ from msrl.tracking.curves import Point, plot_curves
 FILE, CURVE, SAMPLES = "results.json", "curve.png", "samples"
 _FORMAT = 1
 # Column and format of the other means in the table. Only episodes have the first four.
-_OTHERS = {
+_MEANS = {
     "success": ("success", "{:.1%}"),
     "turns": ("turns", "{:.2f}"),
     "tool_errors": ("tool errors", "{:.1%}"),
@@ -151,9 +151,9 @@ def result_table(results: Iterable[Result]) -> list[str]:
     """Return the results as lines of a table: accuracies with their intervals, and other means."""
     entries = list(results)
     names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
-    means = [name for name in _OTHERS if any(name in entry.metrics for entry in entries)]
-    header = ["checkpoint", *names, *(_OTHERS[name][0] for name in means)]
-    rows = [header, *(_row(entry, names, means) for entry in entries)]
+    columns = [name for name in _MEANS if any(name in entry.metrics for entry in entries)]
+    header = ["checkpoint", *names, *(_MEANS[name][0] for name in columns)]
+    rows = [header, *(_row(entry, names, columns) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -162,16 +162,16 @@ def result_table(results: Iterable[Result]) -> list[str]:
     return lines
 
 
-def _row(entry: Result, names: Iterable[str], means: Iterable[str]) -> list[str]:
+def _row(entry: Result, names: Iterable[str], columns: Iterable[str]) -> list[str]:
     return [
         entry.label,
         *(_accuracy(entry, name) for name in names),
-        *(_mean(entry, name) for name in means),
+        *(_mean(entry, name) for name in columns),
     ]
 
 
 def _mean(entry: Result, name: str) -> str:
-    form = _OTHERS[name][1]
+    form = _MEANS[name][1]
     return form.format(entry.metrics[name]) if name in entry.metrics else "-"
 
 
