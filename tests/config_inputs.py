@@ -28,6 +28,8 @@ QWEN2 = {
     "hidden_act": "silu",
 }
 
+GENERATING = {"hidden_size": 256}  # vLLM has no attention kernel for the head size of QWEN2
+
 
 def make_model(folder: Path, **changes: object) -> Path:
     """Write a Hugging Face folder without weights."""
@@ -96,9 +98,12 @@ reward:
 )
 
 
-def make_working_folder(folder: Path) -> Path:
-    """Write a weightless model (4 query groups, 512 positions), data, sft.yaml and grpo.yaml."""
-    make_model(folder / "model")
+def make_working_folder(folder: Path, **changes: object) -> Path:
+    """Write a weightless model (4 query groups, 512 positions), data, sft.yaml and grpo.yaml.
+
+    `changes` replace values of the model's config.json.
+    """
+    make_model(folder / "model", **changes)
     make_data(folder / "data")
     (folder / "sft.yaml").write_text(TRAINING, encoding="utf-8")
     (folder / "grpo.yaml").write_text(GRPO, encoding="utf-8")

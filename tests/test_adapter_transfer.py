@@ -1,9 +1,14 @@
-"""LoRA adapters that ranks send alone: sums in the engine, and digests."""
+"""LoRA adapters that ranks send alone: sums in the engine, and digests.
+
+`test_train_grpo.py` compares runs with and without them, with real ranks and engines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +21,17 @@ from families import FAMILIES
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import VerificationError
+from msrl.models.entries import stack_sizes
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.stages import StageTensor, distinct_tensors
 from msrl.rollout.weights.adapters import AdaptedWeights
 from msrl.rollout.weights.assembly import Assembler
 from msrl.rollout.weights.buckets import merge
+from msrl.rollout.weights.digest import record_digests
 from msrl.rollout.weights.sender import WeightSender, restore
 from msrl.rollout.weights.verification import check_digests
+from msrl.workflows.rl.rollout_actor import RolloutActor
+from msrl.workflows.rl.weight_offer import WeightOffer
 from support import mentions
 
 BUCKET_BYTES = 1 << 13  # smaller than the embeddings
@@ -173,3 +182,66 @@ def test_a_corrupted_factor_is_named(sent: Sent) -> None:
     engine.receive(buckets(stored), 2)
     with pytest.raises(VerificationError, match=mentions(f"{chunk.name}[{chunk.index}]")):
         check_digests(parts, {0: [engine.digests()]})
+
+
+class RecordingEngine:
+    """Engine that keeps copies of what it loads."""
+
+    def __init__(self, sent: Sent) -> None:
+        self.stacks, self.loaded = stack_sizes(sent.source.shape), dict[str, Tensor]()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool) -> Any:
+        digests: dict[str, Any] = {}
+        recorded = record_digests(tensors, self.stacks, digests)
+        self.loaded = {name: tensor.clone() for name, tensor in recorded}
+        return (digests,) if verify else ()
+
+
+def make_actor(sent: Sent, engine: RecordingEngine) -> RolloutActor:
+    """Return an actor as it is after its start, with another engine than vLLM."""
+    unused: Any = None
+    actor = RolloutActor(unused, "cpu")
+    parts = {"_shape": sent.source.shape, "_adapted": AdaptedWeights(sent.source.shape)}
+    loop = SimpleNamespace(update=lambda _, apply: apply())
+    vars(actor).update(parts, _engine=engine, _loop=loop)
+    return actor
+
+
+@pytest.mark.parametrize("way", ["load", "hold", "generate"])
+def test_an_actor_loads_sums_through_shared_memory_in_all_ways(sent: Sent, way: str) -> None:
+    engine = RecordingEngine(sent)
+    actor = make_actor(sent, engine)
+    (ranks,) = sent.stages
+    senders = [WeightSender(BUCKET_BYTES, 20) for _ in ranks]
+    for version in (1, 2):
+        has_base = actor.has_base()
+        addresses = tuple(sender.address for sender in senders)
+        offer = WeightOffer(version, (addresses,), verify=True, timeout_s=20, adapter_scale=SCALE)
+        with ThreadPoolExecutor(len(senders)) as threads:
+            sending = [
+                threads.submit(
+                    sender.send,
+                    [] if has_base else weights,
+                    version,
+                    1,
+                    verify=True,
+                    factors=sent.factors(weights, version),
+                )
+                for sender, weights in zip(senders, ranks, strict=True)
+            ]
+            if way == "load":
+                received = actor.load_weights(offer)
+            elif way == "hold":
+                actor.receive_weights(offer)
+                received = actor.apply_weights()
+            else:
+                actor.update_weights(offer)
+                received = actor.loaded_digests()[version]
+            check_digests([each.result() for each in sending], {0: received})
+        expected = sent.merged(version)
+        assert engine.loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(engine.loaded[name], tensor), name
+    assert actor.has_base()
+    for sender in senders:
+        sender.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_checkpoints
-from config_inputs import make_model, make_working_folder
+from config_inputs import GENERATING, make_model, make_working_folder
 from msrl.data.manifest import manifest_path, read_manifest
 from msrl.data.templates import load_template
 from msrl.errors import MsrlError
@@ -23,7 +23,7 @@ from tiny_qwen2 import make_tokenizer
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a working directory with the inputs of a training."""
     monkeypatch.chdir(tmp_path)
-    return make_working_folder(tmp_path)
+    return make_working_folder(tmp_path, **GENERATING)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -355,20 +355,28 @@ def test_every_packaged_configuration_loads():
         load([name])
 
 
+LISTS = {"reward.sources": "[{verifier: acc}]", "algo.distill.teachers": "[{model: teacher}]"}
+
+
+def in_first_item(key: str) -> str:
+    """Return a key below a list as a key of the first item of the list."""
+    name = next((name for name in LISTS if key.startswith(f"{name}.")), None)
+    return key if name is None else key.replace(f"{name}.", f"{name}.0.")
+
+
 def test_every_unsupported_key_is_refused():
+    lists = [f"{name}={value}" for name, value in LISTS.items()]
     for key in NOT_YET:
-        path = key.replace("reward.sources.", "reward.sources.0.")
-        (line,) = mistakes(sets=("reward.sources=[{verifier: acc}]", f"{path}=1"))
+        path = in_first_item(key)
+        (line,) = mistakes(sets=(*lists, f"{path}=1"))
         assert_mentions(line, f"--set: {path}=1", "version")
     for key, values in NOT_YET_VALUES.items():
         for value in (
             values if key != "algo.advantage.estimator" else ()
         ):  # checked with the command
-            path = key.replace("reward.sources.", "reward.sources.0.")
+            path = in_first_item(key)
             sets = (f"{path}={[value] if key == 'log.trackers' else value}",)
-            (line,) = mistakes(
-                sets=("reward.sources=[{verifier: acc}]", *sets) if path != key else sets
-            )
+            (line,) = mistakes(sets=(*lists, *sets) if path != key else sets)
             assert_mentions(line, path, "version")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import make_model
+from config_inputs import GENERATING, make_model
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
@@ -24,7 +24,9 @@ from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a model with a tokenizer, another tokenizer of the same size, and data of each."""
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
+    make_model(
+        tmp_path / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=2048, **GENERATING
+    )
     for name in ("model", "other"):
         make_tokenizer().save_pretrained(tmp_path / name)
     swap(tmp_path / "other" / "tokenizer.json", "a", "b")

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 import evidence as recorded
+import families
+from mixture_families import QWEN3_MOE
 from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.samples import training_samples
+from msrl.cli import app
 from msrl.diagnose.checks import CHECKS
 from msrl.diagnose.gap import HEALTHY, healthy_range, measure
 from msrl.diagnose.verdict import judge
+from msrl.errors import MsrlError
 from msrl.types import (
     Completion,
     Prompt,
@@ -25,11 +29,12 @@ from msrl.types import (
     ScoredGroup,
     VersionRun,
 )
-from msrl.workflows.diagnose.reference import filtered
+from msrl.workflows.diagnose.reference import config_settings, filtered, shape_settings
 from msrl.workflows.diagnose.report import as_json, as_text
+from msrl.workflows.diagnose.target import choose_step
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.update import PreparedStep
-from support import assert_mentions
+from support import assert_mentions, mentions
 
 
 def test_a_healthy_model_gets_no_verdict() -> None:
@@ -203,3 +208,31 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     assert later.metrics(3, plain, [group], {}, trained) == {}
     logged = {"trainer_logprobs": {0: prepared.sequences.fields["old_logprobs"][0]}}
     assert "rollout/logprob_gap_max" in later.metrics(3, plain, [group], logged, trained)
+
+
+def test_settings_of_training_and_defaults_of_config_classes_are_not_compared() -> None:
+    shape = families.shape(QWEN3_MOE)
+    values = {**QWEN3_MOE, "router_aux_loss_coef": 0.001, "pruned_heads": None}
+    assert config_settings(values, shape) == shape_settings(shape)
+    other = config_settings({**values, "num_experts_per_tok": 1}, shape)
+    expected = shape_settings(shape)
+    assert [name for name in expected if other[name] != expected[name]] == ["moe.experts_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "files", "expected"),
+    [([2, 4, 6], [1, 2, 3, 4, 5, 6], 4), ([6], [1, 2, 6], 6), ([], [1], 0), ([3], [], 3)],
+)
+def test_a_run_is_diagnosed_at_the_newest_step_with_a_record(
+    steps: list[int], files: list[int], expected: int
+) -> None:
+    assert choose_step(steps, dict.fromkeys(files, Path("x"))) == expected
+
+
+def test_a_missing_folder_and_a_template_of_a_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("no such folder", "absent")):
+        app.app(["diagnose", "mismatch", str(tmp_path / "absent")], standalone_mode=False)
+    (tmp_path / "config.yaml").write_text("run: {name: x}\n")
+    with pytest.raises(MsrlError, match=mentions("--template", "run")):
+        arguments = ["diagnose", "mismatch", str(tmp_path), "--template", "qwen"]
+        app.app(arguments, standalone_mode=False)

@@ -26,14 +26,14 @@ from msrl.workflows.diagnose.collect import compare, open_engine, open_ranks
 from msrl.workflows.diagnose.target import Target, open_target
 from msrl.workflows.serve.engine import choose_renderer, hf_weights
 from msrl.workflows.training.trainer_group import TrainerGroup
-from support import assert_mentions
+from support import assert_mentions, python_path
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = (
     "model.dtype=float32",
     "rollout.max_prompt_tokens=400",
-    "rollout.max_response_tokens=24",
+    "rollout.max_response_tokens=12",
     "rollout.engine.max_num_seqs=8",
     "train.lora.rank=2",
     "train.lora.targets=[linear_qkv, linear_proj]",
@@ -85,18 +85,21 @@ def make_target(folder: Path, *sets: str) -> Target:
     policy = target.settings.policy
     assert policy is not None
     with_adapters = replace(policy, optimizer=OptimizerConfig(), lora=config.train.lora)
-    return replace(target, settings=replace(target.settings, policy=with_adapters))
+    settings = replace(target.settings, policy=with_adapters)
+    return replace(target, settings=settings, prompts=target.prompts[:4])
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     target = make_target(save_mixture(tmp_path_factory.mktemp("model")))
     platform = get("cpu")
-    with (
-        open_ranks(target, platform, FaultyWorker) as trainers,
-        open_engine(target, platform) as engine,
-    ):
-        yield Running(target, trainers, engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", python_path())  # the ranks import FaultyWorker
+        with (
+            open_ranks(target, platform, FaultyWorker) as trainers,
+            open_engine(target, platform) as engine,
+        ):
+            yield Running(target, trainers, engine)
 
 
 @contextmanager
@@ -221,15 +224,13 @@ def test_the_first_layer_that_deviates_is_named(running: Running) -> None:
 def test_an_engine_whose_results_depend_on_the_batch_is_named(running: Running) -> None:
     def change(output: Any) -> Any:
         hidden, residual = output
-        is_batch = len(hidden) > 150  # longer than any sequence but the probes of the cache
+        # All sequences together have so many tokens; one has fewer, and the probes have more.
+        is_batch = 200 < len(hidden) < 900
         return (hidden * 1.3 if is_batch else hidden), residual
 
-    longest = max(len(prompt.token_ids) for prompt in running.target.prompts)
-    assert longest + 24 < 150
     with hook(running.model.model.layers[0], change):
-        verdict = running.verdict()
-    assert verdict.cause is not None
-    assert verdict.cause.name in ("batch", "prefix-cache")
+        cause = running.cause()
+    assert (cause.name, cause.where) == ("batch", "engine")
 
 
 @pytest.mark.full
@@ -272,13 +273,3 @@ def test_an_adapter_that_is_not_merged_is_named(running: Running) -> None:
         cause = running.cause(base=base, adapted=frozenset(adapted))
     running.engine.load_weights = load
     assert (cause.name, cause.where) == ("lora", "engine")
-
-
-@pytest.mark.full
-def test_another_dtype_of_the_engine_is_named(running: Running) -> None:
-    other = make_target(running.target.plan.model.hf_dir, "model.dtype=bfloat16")
-    with open_engine(other, get("cpu")) as engine:
-        verdict = judge(compare(running.target, running.trainers, engine))
-    assert verdict.cause is not None
-    assert verdict.cause.name == "dtype"
-    assert_mentions(verdict.cause.problem, "bfloat16", "float32")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config_inputs import make_working_folder
+from config_inputs import GENERATING, make_working_folder
 from msrl.algorithms.packing import Sequences
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
@@ -82,7 +82,7 @@ class Ranks:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return make_working_folder(tmp_path)
+    return make_working_folder(tmp_path, **GENERATING)
 
 
 def make_updater(ranks: Ranks, *sets: str, state: dict[str, Any] | None = None) -> Updater:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from msrl.checkpoint.hf.weight_files import open_weight_files
+from msrl.checkpoint.integrity import FileCheck, weight_checks
 from msrl.cli.configuration import load_configuration as load
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.templates import load_template
@@ -214,3 +216,18 @@ def test_a_model_config_of_hostile_values_is_named(
         error = capfd.readouterr().err
         assert "config.json" in error
         assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["x" * 6000, "..", "", "a/b", "\0"])
+def test_names_of_weight_files_that_no_file_can_have_are_refused(name: str, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MsrlError, match=mentions("model.safetensors.index.json")):
+        open_weight_files(tmp_path)
+    assert weight_checks(tmp_path) == []
+
+
+def test_a_manifest_with_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    check = FileCheck(tmp_path, "x" * 6000, lambda path, advance: "")
+    assert check.num_bytes == 0 and "missing" in check.problem(lambda count: None)

@@ -19,6 +19,7 @@ from msrl.importers.shell import parse_script
 from support import assert_mentions
 
 SCRIPTS = {
+    "bad name": 'export 1x=2 "a b=c" TP=3 || A=4\nprog --tp $TP --a $A',
     "and true": 'TP=\n[ -z "$TP" ] && TP=2\nprog --tp $TP',
     "or assign": 'TP=4\n[ -n "$TP" ] || TP=1\nprog --tp $TP',
     "colon default": ": ${TP:=4}\nprog --tp $TP",

@@ -104,5 +104,6 @@ def test_the_profiler_of_mindspeed_rl_selects_steps_and_ranks(tmp_path: Path) ->
     settings = "{profile: true, profile_step_start: 2, profile_step_end: 4, profile_ranks: all}"
     text = mindspeed() + f"\nprofiler_config:\n  integrated: {settings}\n"
     assert read_log("mindspeed-rl", text, tmp_path)["profile"] == {"steps": [2, 3], "ranks": []}
+    assert "not in this version" not in report(imported("mindspeed-rl", text, tmp_path))
     off = text.replace("profile: true", "profile: false")
     assert "profile" not in read_log("mindspeed-rl", off, tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from config_inputs import make_mcore, make_model, make_working_folder
+from config_inputs import GENERATING, make_mcore, make_model, make_working_folder
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
@@ -79,7 +79,12 @@ def opened_configs(folder: Path) -> Iterator[Counter[str]]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a policy, a critic, two reward models and data of both trainings."""
     monkeypatch.chdir(tmp_path)
-    for name, changes in (("model", {}), ("critic", {}), ("judge", SCORES), ("scorer", SCORES)):
+    for name, changes in (
+        ("model", GENERATING),
+        ("critic", {}),
+        ("judge", SCORES),
+        ("scorer", SCORES),
+    ):
         make_model(tmp_path / name, vocab_size=VOCAB_SIZE, **changes)
         make_tokenizer().save_pretrained(tmp_path / name)
     rows = [{"instruction": "ab", "output": "ba"}, {"instruction": "b", "output": "a"}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import make_working_folder
+from config_inputs import GENERATING, make_working_folder
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
@@ -32,7 +32,7 @@ SETS = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    make_working_folder(tmp_path)
+    make_working_folder(tmp_path, **GENERATING)
     make_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path
 

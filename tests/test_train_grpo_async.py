@@ -136,6 +136,26 @@ def test_dropped_prompts_are_issued_again_and_trained_once(inputs: Path, tmp_pat
 
 
 @pytest.mark.full
+def test_filtered_groups_are_replaced_and_have_greedy_rewards(inputs: Path, tmp_path: Path) -> None:
+    algo = {"mismatch": {"weight": "token"}, "advantage": {"estimator": "remax"}}
+    config = asynchronous(inputs, "refill", {"max_staleness": 1}, algo=algo)
+    config["rollout"]["filter"] = {"kind": "all_equal", "refill": True}
+    run_dir = run(inputs, config)
+    assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 1)
+    num_replaced = 0
+    for step, report in enumerate(metrics(run_dir), 1):
+        rows_of_step = rollouts(run_dir, step)
+        groups = [rows_of_step[n : n + 4] for n in range(0, len(rows_of_step), 4)]
+        assert all("greedy_reward" in row for row in rows_of_step)
+        assert len(groups) == report["rollout/prompts"]
+        differ = [len({row["reward"] for row in group}) > 1 for group in groups]
+        assert sum(differ[:BATCH]) == BATCH - report["rollout/missing"]
+        assert not any(differ[BATCH:])
+        num_replaced += len(groups) - BATCH
+    assert num_replaced > 0
+
+
+@pytest.mark.full
 def test_a_killed_run_resumes_and_trains_each_prompt_once(inputs: Path, tmp_path: Path) -> None:
     config = asynchronous(
         inputs,

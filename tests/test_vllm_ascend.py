@@ -128,7 +128,7 @@ def settings(tmp_path: Path) -> EngineSettings:
 
 def test_all_arguments_of_an_engine_are_known(settings: EngineSettings):
     shape = load_shape(settings.model_dir)
-    arguments = _arguments(settings, shape, "bfloat16", 32, NPU)
+    arguments = _arguments(settings, shape, NPU)
     assert arguments.keys() <= fields("EngineArgs")
     assert arguments["enable_sleep_mode"] is True and arguments["enforce_eager"] is True
     assert "kv_cache_memory_bytes" not in arguments

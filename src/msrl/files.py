@@ -13,6 +13,8 @@ from typing import IO
 
 _END_BYTES = 1 << 20
 
+MAX_NAME_BYTES = 255  # of the name of a file on Linux
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Generator[Path, None, None]:
@@ -67,6 +69,12 @@ def digest_of_ends(files: Iterable[tuple[str, Path]]) -> str:
                 file.seek(start)
                 digest.update(file.read(count))
     return digest.hexdigest()
+
+
+def is_file_name(name: str) -> bool:
+    """Return True if a name from a file can be that of a file in the same folder."""
+    is_plain = Path(name).name == name and name not in ("", "..") and "\0" not in name
+    return is_plain and len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES
 
 
 def why_not_writable(folder: Path) -> str | None:

@@ -32,6 +32,7 @@ from msrl.checkpoint.threads import in_parallel
 from msrl.checkpoint.torch_files.reader import check_records
 from msrl.checksums import file_crc32
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import is_file_name
 
 Depth = Literal["sizes", "archives", "checksums"]
 """Thoroughness of a check: sizes, also CRC-32s within archives, also checksums of the manifest."""
@@ -61,11 +62,18 @@ class FileCheck:
 
     @property
     def num_bytes(self) -> int:
-        return self.path.stat().st_size if self.path.is_file() else 0
+        return self.path.stat().st_size if self._exists() else 0
+
+    def _exists(self) -> bool:
+        """Return False for a name that is too long for the file system, too."""
+        try:
+            return self.path.is_file()
+        except OSError:
+            return False
 
     def problem(self, advance: Advance) -> str:
         """Read the file and return a description of the problem, or an empty string."""
-        if not self.path.is_file():
+        if not self._exists():
             return "is missing"
         if self.record is not None and self.num_bytes != self.record["bytes"]:
             return f"has {self.num_bytes} bytes instead of {self.record['bytes']}"
@@ -186,7 +194,7 @@ def _indexed_files(index: Path) -> list[str]:
         names = sorted({str(name) for name in weight_map.values()})
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MsrlError(f"{index}: not an index of weight files ({error!r})") from error
-    return [name for name in names if Path(name).name == name and (index.parent / name).is_file()]
+    return [name for name in names if is_file_name(name) and (index.parent / name).is_file()]
 
 
 def _mcore_records(save: Path, iteration: int | str) -> Records | None:

@@ -38,7 +38,8 @@ def diagnose() -> None:
     cls=Command,
     epilog=examples(
         "msrl diagnose mismatch runs/grpo",
-        "msrl diagnose mismatch model --set model.dtype=float32 --set rollout.sampling.top_p=0.9",
+        "msrl diagnose mismatch model --set model.dtype=float32 \\",
+        "    --set rollout.sampling.top_p=0.9",
         "msrl diagnose mismatch model --template qwen --json",
     ),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
@@ -15,7 +17,12 @@ from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platfor
 _NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
 
 
-def check_limits(settings: EngineSettings, platform: Platform) -> None:
+def check_limits(
+    settings: EngineSettings,
+    platform: Platform,
+    *,
+    read_config: Callable[[Path], HfConfig] = read_hf_config,
+) -> None:
     """Check that vLLM can serve a model with these settings on a platform.
 
     A list of vLLM that is not known, because vLLM is not installed or selects its kernels when it
@@ -24,7 +31,7 @@ def check_limits(settings: EngineSettings, platform: Platform) -> None:
     Raises:
         MsrlError: vLLM cannot serve this model with these settings.
     """
-    config = read_hf_config(settings.model_dir)
+    config = read_config(settings.model_dir)
     shape = shape_from_config(config)
     length = model_length(settings, shape)
     check_platform(settings.engine, platform)

@@ -22,6 +22,7 @@ from msrl.checkpoint.torch_files import unpickler
 from msrl.checkpoint.torch_files.pickle_names import Foreign
 from msrl.checkpoint.torch_files.reader import UNREADABLE, read_torch_file
 from msrl.errors import MsrlError
+from msrl.files import is_file_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _range(path: Path, info: object) -> Range:
     name = attributes["relative_path"]
     if type(name) is not str:
         raise ValueError(f"expected the name of a file, got a {type(name).__name__}")
-    if Path(name).name != name or name in ("", "..") or "\0" in name:
+    if not is_file_name(name):
         raise MsrlError(f"{path}: names {name!r}, which is not a file in its folder")
     if attributes.get("transform_descriptors"):
         raise MsrlError(f"{path}: {name} is compressed or transformed. Save it without.")

@@ -22,6 +22,7 @@ from torch import Tensor
 from msrl.checkpoint.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_NAMES
 from msrl.checkpoint.torch_files.reader import TensorSpec, read_torch_file, tensor_spec
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import is_file_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -160,8 +161,8 @@ def _indexed(folder: Path, index: str) -> dict[str, set[str] | None]:
         raise MsrlError(f"{folder / index}: not an index of weight files ({error!r})") from error
     files = dict[str, set[str]]()
     for tensor, file in names.items():
-        if Path(file).name != file:
-            raise MsrlError(f"{folder / index}: names {file}, which is not a plain file name")
+        if not is_file_name(file):
+            raise MsrlError(f"{folder / index}: names {file[:300]}, which is not a plain file name")
         files.setdefault(file, set()).add(tensor)
     return dict(sorted(files.items()))
 

@@ -381,8 +381,9 @@ class _RlFile:
             return self.translation.record(entry, KeyStatus.DROPPED, "its steps are not a range")
         ranks = profiler.get("profile_ranks", "all")
         is_all = ranks in ("all", -1, [-1])
-        steps = {"steps": list(range(first, end)), "ranks": [] if is_all else as_list(ranks)}
-        return self.translation.assign(entry, ["log.profile"], steps)
+        selected = [] if is_all else as_list(ranks)
+        self.translation.set("log.profile.ranks", wrap(selected, entry.origin))
+        return self.translation.assign(entry, ["log.profile.steps"], list(range(first, end)))
 
     def _environment(self) -> None:
         """Translate the variables of runtime_env_path, by default envs/runtime_env.yaml.

@@ -12,7 +12,7 @@ _TOP = {
     "teacher": "distillation",
     "teacher_0": "distillation",
     "sft_train": "supervised training. Use `msrl train-sft`",
-    "chosen_key": "preference training",
+    "chosen_key": "preference training. Use `msrl train-dpo`",
     "diffusion_process": "training of diffusion models",
 }
 _MODALITIES = ("image", "images", "video", "audio")

@@ -376,16 +376,20 @@ class _Interpreter:
         raw_words = [raw for raw, _ in _raw_words(source)]
         options = "".join(raw for raw in raw_words[1:] if re.fullmatch(r"[-+]\w+", raw))
         exports = raw_words[0] == "export" or "x" in options
+        status = True
         for raw in raw_words[1:]:
             if re.fullmatch(r"[-+]\w+", raw):
                 continue
             is_assigned = _ASSIGNMENT.fullmatch(raw) is not None
             texts = [raw] if is_assigned else [w.text for w in expand(raw, line, self.scope)]
             for text in texts:
+                if "=" in text and not _ASSIGNMENT.fullmatch(text):
+                    status = False  # bash reports the name and continues
+                    continue
                 name = self._assign(text, line) if "=" in text else text
                 if exports and name in self.scope.variables:
                     self.script.exported[name] = _exported_word(self.scope.variables[name], line)
-        return True
+        return status
 
     def _export_prefix(self, raw: str, line: int) -> None:
         """Export a variable that is set for one command (`NAME=value program`)."""

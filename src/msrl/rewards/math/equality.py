@@ -44,7 +44,8 @@ _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_prio
 _SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # spaces that do not separate words or numbers
 _SPACED_THOUSANDS = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
-_NUMERAL = re.compile(r"([0-9A-Za-z]+)_(?:\{\s*(\d+)\s*\}|(\d))")
+_NUMERAL = re.compile(r"(\()?([0-9A-Za-z]+)(?(1)\))\s*_(?:\{\s*(\d+)\s*\}|(\d))")
+_SPACED_IMAGINARY = re.compile(r"(?<=[\d}])\s+(?=i(?![A-Za-z]))")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\w|_\{\w+\})?)\s*=\s*([^=]+)")
 _SEPARATOR = re.compile(r";|\\text\s*\{\s*,?\s*and\s*\}|\band\b")
 _AMOUNT = r"\d[\d./]*\s?(?!and\b)[A-Za-z]{2,}\.?"
@@ -101,7 +102,7 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
 def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:
     if _PERCENT.search(answer) and _PERCENT.search(response):
         answer, response = _PERCENT.sub("", answer), _PERCENT.sub("", response)
-    true = amount(answer)
+    true = amount(answer.replace(" ", ",") if _SPACED_NUMBER.fullmatch(answer) else answer)
     claimed = amount(response if true is None else _join_thousands(response))
     if true is not None and claimed is not None:
         values = comparable(true, claimed)
@@ -135,7 +136,7 @@ def _plain(text: str) -> str:
         if is_enclosed and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
     text = _SPACE_OF_DIGITS.sub(" ", _WIDE_SPACE.sub(" ", _NARROW_THOUSANDS.sub(",", text)))
-    text = _DEGREE.sub(lambda _: "^\\circ", text)
+    text = _SPACED_IMAGINARY.sub("", _DEGREE.sub(lambda _: "^\\circ", text))
     text = _SIZES.sub("", text).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
     return (words.group(1).strip().removesuffix(".") if words else text).strip()
@@ -210,7 +211,7 @@ def _numeral(text: str) -> int | str | None:
     if match is None:
         return None
     try:
-        return int(match.group(1), int(match.group(2) or match.group(3)))
+        return int(match.group(2), int(match.group(3) or match.group(4)))
     except ValueError:
         return _compact(text)
 

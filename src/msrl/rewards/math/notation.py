@@ -41,6 +41,7 @@ _REPLACED = (
     (r"\\leqslant(?![A-Za-z])", r"\\le"),
     (r"\\geqslant(?![A-Za-z])", r"\\ge"),
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix row
+    (r"\\colon(?![A-Za-z])", ":"),
     (r"\{([-:,])\}", r"\1"),
     (r"(?<![A-Za-z}\]^_])\{\}", ""),
     (r"^\s*\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?\s*$", r"\\binom{\1}{\2}"),

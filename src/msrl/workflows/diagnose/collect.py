@@ -42,7 +42,7 @@ _NUM_PROBES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSamples:
+class SampledTokens:
     """Sequences of prompt and response with the engine's log-probabilities of the response."""
 
     token_ids: tuple[Ints, ...]  # [T] each
@@ -194,7 +194,7 @@ def _cache_probe(engine: VllmEngine, probes: Sequence[Prompt]) -> CacheProbe:
     return CacheProbe(np.concatenate(samples.logprobs), recomputed)
 
 
-def _sample(target: Target, engine: VllmEngine) -> EngineSamples:
+def _sample(target: Target, engine: VllmEngine) -> SampledTokens:
     """Sample a response to each prompt that leaves room for one."""
     limit = target.max_model_len - 1
     short = [prompt for prompt in target.prompts if len(prompt.token_ids) < limit]
@@ -203,9 +203,9 @@ def _sample(target: Target, engine: VllmEngine) -> EngineSamples:
     return _as_samples(engine.generate(short, sampling, target.version))
 
 
-def _as_samples(groups: Sequence[Any]) -> EngineSamples:
+def _as_samples(groups: Sequence[Any]) -> SampledTokens:
     pairs = [(group.prompt.token_ids, group.completions[0]) for group in groups]
-    return EngineSamples(
+    return SampledTokens(
         tuple(np.concatenate((ids, completion.token_ids)) for ids, completion in pairs),
         tuple(len(ids) for ids, _ in pairs),
         tuple(completion.logprobs for _, completion in pairs),
@@ -216,7 +216,7 @@ def _logprobs(
     target: Target,
     trainers: TrainerGroup,
     engine: VllmEngine,
-    samples: EngineSamples,
+    samples: SampledTokens,
     expected: reference.ReferenceScores,
 ) -> Logprobs:
     count, temperature = len(samples.token_ids), target.sampling.temperature
@@ -235,7 +235,7 @@ def _logprobs(
 
 
 def _trainer_logprobs(
-    trainers: TrainerGroup, samples: EngineSamples, per_batch: int, temperature: float
+    trainers: TrainerGroup, samples: SampledTokens, per_batch: int, temperature: float
 ) -> Floats:
     """Return the ranks' log-probabilities of all response tokens, [N]."""
     sequences = padded(samples.sequences(), trainers.dp_size)
@@ -243,7 +243,7 @@ def _trainer_logprobs(
     return samples.responses(rows[: len(samples.token_ids)], first=0)
 
 
-def _one_by_one(engine: VllmEngine, samples: EngineSamples) -> list[Floats]:
+def _one_by_one(engine: VllmEngine, samples: SampledTokens) -> list[Floats]:
     rows: list[Floats] = []
     for ids in samples.token_ids:
         engine.forget_prompts()
@@ -282,7 +282,7 @@ def _selected(rows: Sequence[Floats], masks: Sequence[Any]) -> Floats:
 
 
 def _engine_component(
-    target: Target, engine: VllmEngine, samples: EngineSamples, digests: Digests
+    target: Target, engine: VllmEngine, samples: SampledTokens, digests: Digests
 ) -> Component:
     shape, ids = target.plan.shape, samples.token_ids[samples.longest]
     facts = engine.call_workers("describe_model")[0]
@@ -322,7 +322,7 @@ def _chosen(
 
 
 def _trainer_component(
-    target: Target, trainers: TrainerGroup, samples: EngineSamples, digests: Digests
+    target: Target, trainers: TrainerGroup, samples: SampledTokens, digests: Digests
 ) -> Component:
     dtype, shape = trainers.workers.call("describe_model")[0]
     sequences = samples.sequences()

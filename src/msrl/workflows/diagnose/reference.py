@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ _NOT_COMPARED = frozenset(
         "family",
         "max_position_embeddings",
         "may_lack_pass_through",
+        "moe.aux_loss_coef",  # of training; config classes have a default for it
         "pass_through",
         "tie_word_embeddings",
     }
@@ -61,6 +62,7 @@ def score(
     The layers of sequence `recorded` are recorded, if the model fits into memory.
     """
     import torch
+    from transformers.utils import logging
 
     from msrl.checkpoint.dtypes import BY_HF_NAME
     from msrl.verification import layerwise
@@ -77,6 +79,7 @@ def score(
         print("The model does not fit into memory: scoring layer by layer", file=sys.stderr)
         logits = layerwise.transformers_logits(source, tokens, rounding)
         return _scores(logits, sequences, sampling, {}, {})
+    logging.disable_progress_bar()
     model = transformers_model(source, rounding)
     recorder = Recorder()
     with torch.inference_mode():
@@ -154,9 +157,14 @@ def config_settings(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def shape_settings(shape: Shape) -> dict[str, Any]:
-    """Return the fields of a shape that change what its layers compute."""
-    names = [each.name for each in fields(shape) if each.name not in _NOT_COMPARED]
-    return {name: getattr(shape, name) for name in names}
+    """Return the values of a shape that change what its layers compute, by dotted name."""
+    settings: dict[str, Any] = {}
+    for name, value in asdict(shape).items():
+        if isinstance(value, dict):
+            settings |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            settings[name] = value
+    return {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _MAX_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is diagnosed.
+    """Model or checkpoint of a run to diagnose.
 
     Attributes:
         plan: Plan of a train-grpo run with this model.
@@ -121,8 +121,9 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     files = {
         int(path.stem.removeprefix("step_")): path for path in sample_files(run_dir, "rollout")
     }
-    root = plan.checkpoint_dir
-    step = _choose_step(saved_steps(root), files)
+    own = run_dir.absolute() / "checkpoints"
+    root = own if own.is_dir() else plan.checkpoint_dir
+    step = choose_step(saved_steps(root), files)
     samples = _samples(plan, files, step)
     model = _open_model(plan, platform)
     prompts = _recorded_prompts(samples) or model.prompts
@@ -175,7 +176,7 @@ def _forward_only(
     return replace(settings, policy=policy, reference=None, critic=None, reward_models={})
 
 
-def _choose_step(steps: Sequence[int], files: Mapping[int, Path]) -> int:
+def choose_step(steps: Sequence[int], files: Mapping[int, Path]) -> int:
     """Return the newest saved step whose policy sampled recorded rollouts, else the newest one."""
     sampled = [step for step in steps if step + 1 in files]
     newest = sampled or steps

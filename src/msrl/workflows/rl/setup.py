@@ -92,7 +92,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     config = plan.config
     platform = platform or resolve(config.cluster.platform)
     _check_async_platform(plan, platform)
-    check_limits(rollout_engine_settings(plan), platform)
+    check_limits(rollout_engine_settings(plan), platform, read_config=plan.hf_config)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
     check_teacher_tokenizers(plan)

@@ -1,0 +1,182 @@
+"""Losses and advantages of ROLL as oracles, from a checkout that is not part of this project.
+
+`MSRL_ROLL` names the checkout (commit 8eb27cc2), by default `../ROLL`. B samples of S tokens, of
+which the first P are a prompt.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import os
+import sys
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+_FUNCTIONS = Path("roll", "utils", "functionals.py")
+_CONFIGS = ("roll/configs/base_config.py", "roll/pipeline/rlvr/rlvr_config.py")
+_PACKAGES = ("roll", "roll.utils", "roll.pipeline", "roll.pipeline.rlvr")
+# Modules of clusters and files that the functions below never call.
+_STAND_INS = (
+    "tensordict",
+    "roll.configs",
+    "roll.configs.base_config",
+    "roll.distributed",
+    "roll.distributed.scheduler",
+    "roll.distributed.scheduler.protocol",
+    "roll.pipeline.base_worker",
+    "roll.pipeline.rlvr.rlvr_config",
+    "roll.platforms",
+    "roll.utils.logging",
+    "roll.utils.train_infer_corrections",
+)
+
+
+@cache
+def checkout() -> Path:
+    """Return the checkout of ROLL, or skip the test."""
+    default = Path(__file__).resolve().parents[2] / "ROLL"
+    root = Path(os.environ.get("MSRL_ROLL", default))
+    if not (root / _FUNCTIONS).is_file():
+        pytest.skip(f"no checkout of ROLL at {root} (set MSRL_ROLL)")
+    for name in _PACKAGES:
+        package = types.ModuleType(name)
+        package.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = package
+    for name in _STAND_INS:
+        sys.modules[name] = _StandIn(name)
+    vars(sys.modules["roll.utils.logging"])["get_logger"] = logging.getLogger
+    return root
+
+
+class _StandIn(types.ModuleType):
+    """Module whose names are empty classes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def functions() -> Any:
+    checkout()
+    return importlib.import_module("roll.utils.functionals")
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Return the defaults of the pipeline's configuration."""
+    values: dict[str, Any] = {}
+    for file in _CONFIGS:
+        for node in ast.parse((checkout() / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in ("PPOConfig", "RLVRConfig"):
+                values |= dict(_fields(node))
+    return values
+
+
+def _fields(node: ast.ClassDef) -> list[tuple[str, Any]]:
+    fields: list[tuple[str, Any]] = []
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            value = statement.value
+            if isinstance(value, ast.Call):
+                named = {keyword.arg: keyword.value for keyword in value.keywords}
+                value = named.get("default")
+            try:
+                fields.append((statement.target.id, ast.literal_eval(value or ast.Constant(None))))
+            except ValueError:
+                continue
+    return fields
+
+
+class Batch(dict[str, Tensor]):
+    """Tensors by name with the interface of a TensorDict that the functions read."""
+
+    @property
+    def batch_size(self) -> tuple[int]:
+        return (len(self["response_mask"]),)
+
+
+def pipeline_config(num_samples: int, **changes: Any) -> Any:
+    """Return the configuration of a pipeline."""
+    generating = types.SimpleNamespace(num_return_sequences=num_samples)
+    correction = types.SimpleNamespace(is_weight=types.SimpleNamespace(enabled=False))
+    values = {**defaults(), **changes}
+    values |= {
+        "actor_infer": types.SimpleNamespace(generating_args=generating),
+        "train_infer_correction": correction,
+        "enable_old_logprobs_recompute": True,
+    }
+    values["actor_train"] = types.SimpleNamespace(**changes.get("actor_train", {}))
+    return types.SimpleNamespace(**values)
+
+
+def loss(
+    config: Any,
+    batch: Batch,
+    logprobs: Tensor,  # [B, S - 1]
+    entropy: Tensor,  # [B, S - 1]
+    *,
+    is_pg_worker: bool,
+) -> Tensor:
+    """Return the loss of a worker's `loss_func` for a whole batch."""
+    checkout()
+    name = "actor_pg_worker" if is_pg_worker else "actor_worker"
+    module = importlib.import_module(f"roll.pipeline.rlvr.{name}")
+    worker = object.__new__(module.ActorPGWorker if is_pg_worker else module.ActorWorker)
+    ones = torch.ones(len(logprobs))
+    vars(worker).update(
+        pipeline_config=config,
+        worker_config=config.actor_train,
+        logger=logging.getLogger("roll"),
+        strategy=types.SimpleNamespace(
+            op_compute_log_probs=lambda **arguments: logprobs,
+            op_compute_entropy=lambda **arguments: entropy,
+        ),
+        get_old_log_probs_with_cache=lambda data, new: batch["old_log_probs"],
+        compute_sample_weights=lambda data, mask: ones,
+        _get_pg_metrics=lambda *arguments, **options: {},
+        _pg_config_cache={},
+        _pg_variant_logged=True,
+        _topr_sample_logged=True,
+        _cispo_config_logged=True,
+        _kimi15_config_logged=True,
+    )
+    num_tokens = batch["response_mask"][:, 1:].sum()
+    data = types.SimpleNamespace(
+        batch=batch,
+        meta_info={
+            "batch_num_tokens": {"response_mask": num_tokens},
+            "global_valid_samples": {"response_mask": len(logprobs)},
+        },
+    )
+    total, _ = worker.loss_func(data, logprobs)
+    return total
+
+
+def advantages(config: Any, batch: Batch) -> Tensor:  # [B, S - 1]
+    """Return the advantages of a step from the rewards of its responses."""
+    module = functions()
+    data = types.SimpleNamespace(batch=batch, meta_info={})
+    running = importlib.import_module("roll.utils.kl_controller")
+    controller = running.FixedKLController(config.init_kl_coef)
+    data, _ = module.reward_postprocess(data, config, {})
+    data, _ = module.compute_token_reward(data, config, controller)
+    data = module.compute_advantage(
+        data=data,
+        gamma=config.gamma,
+        lambd=config.lambd,
+        adv_estimator=config.adv_estimator,
+        advantage_clip=config.advantage_clip,
+        whiten_advantages=config.whiten_advantages,
+        whiten_rewards=config.whiten_rewards,
+        pipeline_config=config,
+    )
+    return data.batch["advantages"]

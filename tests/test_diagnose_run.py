@@ -1,0 +1,57 @@
+"""`msrl diagnose mismatch` on a real run with adapters, and on an engine of another dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from msrl.cli.configuration import load_configuration
+from msrl.diagnose.verdict import judge
+from msrl.platforms import get
+from msrl.workflows.diagnose.collect import compare, open_engine, open_ranks
+from msrl.workflows.diagnose.target import open_target
+from support import assert_mentions
+from test_train_grpo import make_inputs, settings
+from tiny_qwen2 import save_model
+from training_runs import succeed, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def test_a_run_with_adapters_is_healthy_and_agrees_with_its_record(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    train = {"steps": 2, "micro_batch": 2, "optimizer": {"lr": 2e-3}, "lora": {"rank": 2}}
+    config = settings(inputs, "adapted", "untied", train=train)
+    file = write_config(inputs / "adapted.yaml", config)
+    succeed("train-grpo", "-c", str(file), log=inputs / "adapted.log")
+    run_dir = inputs / "runs" / "adapted"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["metrics"]["rollout/logprob_gap"] < 1e-4 for row in rows if row["step"])
+    log = inputs / "diagnose.log"
+    output = succeed("diagnose", "mismatch", str(run_dir), "--json", log=log)
+    report = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    assert report["healthy"]
+    (recorded,) = [row for row in report["comparisons"] if "recorded" in row["compared"]]
+    assert recorded["num_tokens"] > 0
+    assert recorded["largest"] < 1e-3
+
+
+def test_another_dtype_of_the_engine_is_named(tmp_path: Path) -> None:
+    save_model(tmp_path, tied=False)
+    sets = [f"model.path={tmp_path}", "rollout.max_prompt_tokens=400"]
+    dtypes = ("float32", "bfloat16")
+    configs = {
+        dtype: load_configuration(sets=[*sets, f"model.dtype={dtype}"]).config for dtype in dtypes
+    }
+    targets = {dtype: open_target(config, "cpu", None) for dtype, config in configs.items()}
+    target, platform = targets["float32"], get("cpu")
+    with (
+        open_ranks(target, platform) as trainers,
+        open_engine(targets["bfloat16"], platform) as engine,
+    ):
+        cause = judge(compare(target, trainers, engine)).cause
+    assert cause is not None
+    assert cause.name == "dtype"
+    assert_mentions(cause.problem, "bfloat16", "float32")
