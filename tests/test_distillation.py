@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -13,7 +15,10 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.plan.run_plan import resolve
-from msrl.workflows.rl.update import policy_loss
+from msrl.rewards.score import Scorer
+from msrl.types import Completion, Prompt, RolloutGroup
+from msrl.workflows.rl.step import Clock, step_metrics
+from msrl.workflows.rl.update import Updater, policy_loss
 from msrl.workflows.training.settings import rank_settings
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
@@ -151,6 +156,21 @@ def test_a_dry_run_refuses_a_teacher_with_another_tokenizer(
     other = f"algo.distill.teachers=[{{model: {inputs / 'stranger'}}}]"
     assert msrl("train-distill", "-c", file, "--set", other, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "algo.distill.teachers.0.model", "tokenizer")
+
+
+def test_a_step_without_reward_sources_keeps_all_samples_for_the_divergence(inputs: Path) -> None:
+    plan = resolve(check(inputs).config, "train-distill")
+    tokens, logprobs = np.array([5, 6]), np.array([-1.0, -2.0], np.float32)
+    answer = Completion(tokens, logprobs, "stop", 0, "yes")
+    groups = [RolloutGroup(Prompt(i, np.array([1, 2])), (answer,)) for i in range(2)]
+    with Scorer([], num_workers=1, is_optional=True) as scorer:
+        scores = scorer.score(groups)
+    scores.require_scores("step 1")
+    ranks: Any = SimpleNamespace(dp_size=1)
+    prepared = Updater(plan.config, ranks, STEPS, {}).prepare(scores.groups, Clock())
+    assert [sample.advantages.tolist() for sample in prepared.samples] == [[0.0, 0.0]] * 2
+    assert sum(int(mask.sum()) for mask in prepared.sequences.loss_masks) == 4
+    assert step_metrics(scores, {}, {})["reward/mean"] == 0.0
 
 
 def test_the_defaults_have_no_teacher() -> None:

@@ -14,6 +14,8 @@ from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import resolve
+from msrl.workflows.preference.batches import make_batch
+from msrl.workflows.preference.reward_model import scored_sequences
 from msrl.workflows.preference.rows import checked_rows, row_order
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
@@ -151,6 +153,21 @@ def test_the_memory_has_a_reference_only_where_the_ranks_hold_one(inputs: Path) 
     assert "logits" not in scores and scores["weights"] < own["weights"]
     single = memory_rows(resolve(check(inputs, "train-dpo").config, "train-sft"))
     assert "activations" not in single
+
+
+def test_the_score_of_an_answer_is_that_of_the_token_that_ends_it(inputs: Path) -> None:
+    """The line break of the template after <|im_end|> is no part of a response in train-grpo."""
+    plan = resolve(check(inputs, "train-rm").config, "train-rm")
+    rows, _ = checked_rows(plan, "pairs", reads_margins=True)
+    batch = make_batch(rows, [0, 1], 2)
+    end, line_break = batch.sides[0].token_ids[-2:]
+    assert not batch.sides[0].loss_mask[-1] and end != line_break
+    sequences = scored_sequences(batch)
+    for ids, mask, weights in zip(
+        sequences.token_ids, sequences.loss_masks, sequences.fields["weights"], strict=True
+    ):
+        assert ids[-2:].tolist() == [end, end]  # the last one is a label that is not read
+        assert mask.nonzero()[0].tolist() == [len(ids) - 1] and len(weights) == len(ids)
 
 
 def test_a_blend_reads_rows_of_all_datasets_in_proportion(inputs: Path) -> None:

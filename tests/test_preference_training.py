@@ -338,7 +338,11 @@ def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resume
     scores: list[list[float]] = []
     with torch.no_grad():
         for row in rows:
-            ids = [torch.from_numpy(side.token_ids)[None] for side in row.sides]
+            ends = [int(side.loss_mask.nonzero()[0][-1]) + 1 for side in row.sides]
+            ids = [
+                torch.from_numpy(side.token_ids[:end])[None]
+                for side, end in zip(row.sides, ends, strict=True)
+            ]
             scores.append([model(side).logits.item() for side in ids])
             assert scores[-1] == [converted(side).logits.item() for side in ids]
     chosen, rejected = torch.tensor(scores, dtype=torch.float64).T

@@ -132,15 +132,21 @@ class RewardModelEvaluator:
 
 
 def scored_sequences(batch: PreferenceBatch) -> Sequences:
-    """Return the sides with one more token each, whose position before it gives the score.
+    """Return the sides up to the end of the answer, with one more token each.
 
-    A rank returns values before the labels; the label itself is not read.
+    The score is the value at the token that ends the answer, as for responses in train-grpo: text
+    that a template adds after it, such as a line break, is no part of them. A rank returns values
+    before the labels; the label itself, the added token, is not read.
     """
     sequences = batch.sequences()
-    ids = tuple(np.append(tokens, tokens[-1]) for tokens in sequences.token_ids)
+    ends = [int(np.flatnonzero(mask)[-1]) + 1 for mask in sequences.loss_masks]
+    ids = tuple(
+        np.append(tokens[:end], tokens[end - 1])
+        for tokens, end in zip(sequences.token_ids, ends, strict=True)
+    )
     masks = tuple(np.arange(len(tokens)) == len(tokens) - 1 for tokens in ids)
     fields = {
-        name: tuple(_extended(values) for values in column)
+        name: tuple(_extended(values[:end]) for values, end in zip(column, ends, strict=True))
         for name, column in sequences.fields.items()
     }
     return Sequences(ids, masks, fields)
