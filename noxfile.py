@@ -318,7 +318,9 @@ def axe_script(session: nox.Session, folder: Path) -> str | None:
 
 def pip(session: nox.Session, *args: str) -> None:
     """Run this environment's pip, also under `--install-only`."""
-    session.run_install(sys.executable, "-m", "pip", *args, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    session.run_install(
+        sys.executable, "-m", "pip", *args, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    )
 
 
 def update_pip(session: nox.Session) -> None:
