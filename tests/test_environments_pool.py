@@ -173,6 +173,7 @@ def test_slow_calls_run_at_the_same_time_up_to_the_limit():
     [
         (EnvironmentSource(path=f"{FILE}:Missing"), "Missing"),
         (EnvironmentSource(path=f"{FILE}:Moody", options={"unknown": 1}), "unknown"),
+        (EnvironmentSource(path=f"{FILE}:Strict"), "greeting"),
         (EnvironmentSource(path="/no/such/file.py:Moody"), "file.py"),
     ],
 )
@@ -180,6 +181,13 @@ def test_an_environment_that_cannot_be_loaded_is_a_user_error(source, keyword):
     with pool(source) as environments, pytest.raises(MsrlError) as error:
         environments.start()
     assert_mentions(error.value, keyword)
+
+
+def test_an_option_without_a_default_reaches_an_environment():
+    source = EnvironmentSource(path=f"{FILE}:Strict", options={"greeting": "hello"})
+    with pool(source) as environments:
+        opening = environments.open("a", {}).result(LIMIT_S)
+    assert isinstance(opening, Opening) and opening.messages[0].content == "hello"
 
 
 def test_a_row_selects_its_environment():

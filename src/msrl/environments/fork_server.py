@@ -69,7 +69,8 @@ def _load(name: str, source: EnvironmentSource) -> Factory:
     target, module = _target(name, source)
     try:
         constructor = target.__init__ if isinstance(target, type) else target
-        registry.check_options(constructor, source.options, key=f"environment.{name}.options")
+        key = f"environment.{name}.options"
+        registry.check_options(constructor, source.options, key=key, with_required=True)
         prepare: Callable[..., None] | None = getattr(module, "prepare", None)
         if prepare is not None:
             prepare(**source.options)

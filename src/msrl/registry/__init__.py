@@ -73,28 +73,42 @@ def require(package: str, name: str, *, key: str) -> None:
         raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
 
 
-def plugin_options(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the options of a plugin.
+def plugin_options(
+    function: Callable[..., Any], *, with_required: bool = False
+) -> dict[str, inspect.Parameter]:
+    """Return the options of a plugin: keyword-only parameters of its main function by name.
 
-    They are the keyword-only parameters of its main function that have a default.
+    Those without a default are arguments that msrl passes, unless `with_required` is set.
     """
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and (with_required or parameter.default is not parameter.empty)
+    }
 
 
 def check_options(
-    function: Callable[..., Any], options: Mapping[str, object], *, key: str
+    function: Callable[..., Any],
+    options: Mapping[str, object],
+    *,
+    key: str,
+    with_required: bool = False,
 ) -> dict[str, Any]:
     """Return `options` as keyword arguments of `function`.
 
     Raises:
-        MsrlError: an option is unknown or has a value of another type.
+        MsrlError: an option is unknown, is missing or has a value of another type.
     """
-    known = plugin_options(function)
+    known = plugin_options(function, with_required=with_required)
     unknown = [name for name in options if name not in known]
     if unknown:
         hint = nearest(unknown[0], known) if known else "the plugin has no options"
         raise MsrlError(f"{key}.{unknown[0]}: unknown option; {hint}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise MsrlError(f"{key}.{name}: not set. The plugin requires it.")
     errors = wrong_values(function, options)
     if errors:
         lines = (f"{key}.{name}={options[name]}: {message}" for name, message in errors.items())
