@@ -447,13 +447,23 @@ def test_replacements_end_at_their_limit_and_the_step_reports_it() -> None:
     assert len(second.dropped_groups) <= 2 * BATCH
 
 
+def wait_for_filtered_groups(rollouts: AsyncRollouts) -> Any:
+    """Return the state, as a checkpoint has it, once groups of the next steps were filtered."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        state = json.loads(json.dumps(rollouts.state()))
+        if state["rollouts"]["filtered"]:
+            return state
+        time.sleep(0.01)
+    raise AssertionError("nothing was filtered within 30 s")
+
+
 def test_a_resumed_run_keeps_filtered_groups_for_the_statistics() -> None:
     options = AsyncConfig(max_staleness=2)
     with make_rollouts(options, groups=REFILL, scorer=RowScoring()) as rollouts:
-        first = train(rollouts, range(2), update_s=0.1)
-        state = json.loads(json.dumps(rollouts.state()))
+        first = train(rollouts, range(2))
+        state = wait_for_filtered_groups(rollouts)
     filtered = [item["prompt_index"] for item in state["rollouts"]["filtered"]]
-    assert filtered, "nothing was filtered during the updates"
     settings = {"state": state, "start_step": 2, "groups": REFILL, "scorer": RowScoring()}
     with make_rollouts(options, **settings) as rollouts:
         batch = rollouts.take(2, Clock())

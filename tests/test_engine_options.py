@@ -111,15 +111,13 @@ def test_an_argument_that_the_platform_sets_is_refused() -> None:
 
 @pytest.mark.slow
 def test_options_and_expert_parallelism_reach_the_engine(tmp_path: Path) -> None:
-    from msrl.models.families import load_shape
-    from msrl.rollout.vllm import _arguments
+    from msrl.rollout.vllm import checked_arguments
     from tiny_qwen2 import make_model
 
     make_model(tied=True).save_pretrained(tmp_path / "model")
     engine = EngineConfig(tp=2, ep=2, options={"block_size": 32}, kv_cache_bytes=1 << 20)
-    settings = EngineSettings(tmp_path / "model", engine=engine)
-    shape = load_shape(tmp_path / "model")
-    arguments = _arguments(settings, shape, "float32", 64, get("cpu"))
+    settings = EngineSettings(tmp_path / "model", engine=engine, dtype="float32")
+    arguments = checked_arguments(settings, get("cpu"))
     assert arguments["block_size"] == 32 and arguments["enable_expert_parallel"] is True
     platform_arguments = set(get("cpu").engine_arguments())
     set_names = set(arguments) - {"block_size"} - platform_arguments

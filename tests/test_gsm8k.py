@@ -55,7 +55,8 @@ def outputs(folder: Path) -> dict[str, str]:
         **variables,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    environment.pop("OMP_NUM_THREADS", None)  # users do not set it
+    environment.pop("OMP_NUM_THREADS", None)  # users do not set it, but their machine is quiet
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
     printed: dict[str, str] = {}
     for line in readme_commands(README, "On a laptop"):
         words = shlex.split(line)

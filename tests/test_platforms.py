@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from msrl import registry
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, auto_names, get, resolve
+from msrl.platforms.base import is_installed
 from support import assert_mentions, mentions
 from test_cli import msrl
 
@@ -89,7 +91,7 @@ def test_cuda_without_megatron_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, package=None: None if name == "megatron" else find_spec(name, package),
+        lambda name, package=None: None if name == "megatron.core" else find_spec(name, package),
     )
     with pytest.raises(
         MsrlError, match=mentions("cluster.platform=cuda", "Megatron", "pip install 'msrl[cuda]'")
@@ -103,6 +105,15 @@ def test_an_unsupported_platform_is_refused_with_a_remedy(name):
         resolve(name)
     with pytest.raises(MsrlError):
         get(name).prepare()
+
+
+def test_a_folder_in_the_working_directory_is_no_installed_package(tmp_path, monkeypatch):
+    (tmp_path / "mindspeed").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_installed("mindspeed")
+    (tmp_path / "mindspeed" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed("mindspeed")
 
 
 def test_the_npu_platform_lists_all_missing_packages():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +22,19 @@ COMMON_STACK = {
     "math-verify": ">=0.8,<0.10",
     "safetensors": ">=0.4.5",
 }
+
+
+def is_installed(package: str) -> bool:
+    """Return whether `package` can be imported; a folder without `__init__.py` is no package.
+
+    Python imports such a folder as a namespace package, so one of the same name in the working
+    directory would pass for an installation.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # the parent of a submodule is not installed
+        return False
+    return spec is not None and spec.origin is not None
 
 
 # Level of a finding of `msrl doctor`.

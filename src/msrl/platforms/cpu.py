@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform
+from msrl.platforms.base import COMMON_STACK, Platform, is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +72,8 @@ class CpuPlatform(Platform):
     latent_attention_backend = "v1/attention/backends/mla/cpu_mla.py"
 
     def missing(self) -> str | None:
-        absent = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+        packages = {"torch": "torch", "megatron.core": "megatron-core"}
+        absent = [name for module, name in packages.items() if not is_installed(module)]
         if not absent:
             return None
         return f"not installed: {', '.join(absent)}. Run: pip install 'msrl[cpu]'"

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention
+from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention, is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class CudaPlatform(Platform):
         return common if interface == "lo" else {**common, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
     def missing(self) -> str | None:
-        if importlib.util.find_spec("torch") is None:
+        if not is_installed("torch"):
             return "PyTorch is not installed. Run: pip install 'msrl[cuda]'"
         import torch
 
@@ -164,7 +164,7 @@ class CudaPlatform(Platform):
     def prepare(self) -> None:
         missing = self.missing()
         # Not in `missing`, because generation does not need Megatron.
-        if missing is None and importlib.util.find_spec("megatron") is None:
+        if missing is None and not is_installed("megatron.core"):
             missing = "Megatron is not installed. Run: pip install 'msrl[cuda]'"
         if missing:
             raise MsrlError(f"cluster.platform=cuda: {missing}")

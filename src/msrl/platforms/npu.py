@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 import os
 import sys
@@ -29,6 +28,7 @@ from msrl.platforms.base import (
     VariableOverride,
     VarlenAttention,
     WeightEngine,
+    is_installed,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _REQUIREMENTS = {
     "torch": "torch 2.10.0",
     "torch_npu": "torch_npu 2.10.0.post4",
-    "megatron": "Megatron-LM core_r0.16.0",
+    "megatron.core": "Megatron-LM core_r0.16.0",
     "mindspeed": "MindSpeed core_r0.16.0",
 }
 
@@ -171,11 +171,7 @@ class NpuPlatform(Platform):
         return common if interface == "lo" else {**common, "HCCL_SOCKET_IFNAME": f"={interface}"}
 
     def missing(self) -> str | None:
-        absent = [
-            release
-            for module, release in _REQUIREMENTS.items()
-            if importlib.util.find_spec(module) is None
-        ]
+        absent = [release for module, release in _REQUIREMENTS.items() if not is_installed(module)]
         if absent:
             hint = "See docs/installation.md for Ascend NPUs (CANN 9.1)"
             return f"not installed: {', '.join(absent)}. {hint}"
