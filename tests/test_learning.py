@@ -1,4 +1,7 @@
-"""Learning curves: GRPO, GSPO and RLOO improve on held-out problems, flipped signs do not."""
+"""Learning curves: GRPO improves on held-out problems, flipped signs do not.
+
+`nox -s learning` checks the other presets and the asynchronous modes on three seeds.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,9 @@ def start(runner: Runner) -> float:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("preset", ["grpo", "gspo", "rloo"])
-def test_a_preset_improves_held_out_accuracy_by_ten_points(
-    runner: Runner, start: float, preset: str
-):
-    reached = accuracy(runner, preset, 0, STEPS)
-    assert evaluations(runner, f"{preset}-0-{STEPS}")[0] == pytest.approx(start), (
+def test_grpo_improves_held_out_accuracy_by_ten_points(runner: Runner, start: float):
+    reached = accuracy(runner, "grpo", 0, STEPS)
+    assert evaluations(runner, f"grpo-0-{STEPS}")[0] == pytest.approx(start), (
         "evaluations agree with `msrl generate`"
     )
     assert has_learned(start, [reached])
