@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,17 @@ def test_the_profiler_of_mindspeed_rl_selects_steps_and_ranks(tmp_path: Path) ->
     assert native(imported("mindspeed-rl", text, tmp_path))["log"]["profile"]
     off = text.replace("profile: true", "profile: false")
     assert "profile" not in read_log("mindspeed-rl", off, tmp_path)
+
+
+@pytest.mark.parametrize(("max_steps", "steps"), [(10, [2, 3]), (2, [2]), (1, [1])])
+def test_the_timeline_of_roll_selects_steps(max_steps: int, steps: list[int], tmp_path: Path):
+    text = re.sub(r"(?m)^max_steps: .*$", f"max_steps: {max_steps}", RLVR)
+    text += "profiler_timeline: true\nprofiler_memory: false\n"
+    assert read_log("roll", text, tmp_path)["profile"]["steps"] == steps
+
+
+def test_the_history_of_memory_of_roll_is_reported_as_dropped(tmp_path: Path) -> None:
+    text = f"{RLVR}profiler_memory: true\n"
+    translation = imported("roll", text, tmp_path, approximate=True)
+    assert "profile" not in native(translation)["log"]
+    assert_mentions(report(translation), "profiler_memory", "dropped")

@@ -28,7 +28,7 @@ from msrl.importers.roll.environments import (
 from msrl.importers.roll.losses import Losses
 from msrl.importers.roll.pipelines import refused, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
-from msrl.importers.roll.training import put_lora, put_warmup
+from msrl.importers.roll.training import put_lora, put_profile, put_warmup
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
 from msrl.importers.sections import Keys, as_list
@@ -327,6 +327,7 @@ class _RollFile:
                 value = "auto" if value else "none"
             self.translation.assign(resume, ["checkpoint.resume"], value)
         self._trackers()
+        put_profile(top)
         config = top.get("checkpoint_config")
         if config is not None:
             is_section = isinstance(config.node.value, dict)

@@ -13,6 +13,9 @@ from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 from msrl.models.families import load_shape
 
+# The first step also compiles and allocates.
+_PROFILED_STEPS = (2, 3)
+
 
 def put_warmup(args: Keys) -> None:
     """Record the ignored warmup key: a positive warmup_steps overrides warmup_ratio."""
@@ -63,6 +66,23 @@ def put_recomputation(config: Keys, args: Keys, model_args: Keys) -> None:
         config.assign("recompute_modules", ["train.recompute.modules"], names)
     text = "read with recompute_granularity: selective; saves memory only"
     config.record("recompute_modules", KeyStatus.SPEED, text)
+
+
+def put_profile(top: Keys) -> None:
+    """Translate profiler_timeline, which traces every step on the first rank of each worker.
+
+    Source: ROLL 8eb27cc2, roll/utils/context_managers.py.
+    """
+    if top.value("profiler_timeline") is True:
+        steps = top.number("max_steps") or 1
+        traced = [step for step in _PROFILED_STEPS if step <= steps] or [1]
+        why = "the original traces every step"
+        top.assign("profiler_timeline", ["log.profile.steps"], traced, why=why)
+    top.record("profiler_timeline", KeyStatus.OFF, "")
+    if top.value("profiler_memory") is True:
+        text = "msrl writes no history of memory"
+        top.record("profiler_memory", KeyStatus.DROPPED, text)
+    top.record("profiler_memory", KeyStatus.OFF, "")
 
 
 def put_virtual_stages(config: Keys, stages: int, model: object) -> None:
