@@ -172,3 +172,14 @@ def test_megatron_is_imported_unmodified_after_prepare():
         "print(megatron.core.__version__)"
     )
     assert _python(code).startswith("0.16")
+
+
+@pytest.mark.slow
+def test_megatron_finds_no_wandb_in_a_rank():
+    code = (
+        "from msrl.trainer.launch import skip_wandb; skip_wandb(); "
+        "from megatron.core.inference.contexts import dynamic_context; import sys; "
+        "print([name for name in sys.modules if name.startswith('wandb.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -24,6 +24,7 @@ from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.data.dataset import PromptDataset
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.tracking.rollouts import read_records
 from support import assert_mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer
 from training_runs import (
@@ -478,6 +479,39 @@ def test_entropy_and_divergence_of_the_first_pass_agree_with_transformers(
             assert metrics(run)[step - 1]["train/entropy"] == pytest.approx(
                 np.concatenate(entropies).mean(), rel=1e-5
             )
+
+
+@pytest.mark.full
+def test_token_values_and_profiles_of_ranks_are_written(inputs, tmp_path):
+    log = {"rollouts": "parquet", "tokens": "all", "profile": {"steps": [1], "ranks": [1]}}
+    config = several_updates(inputs, "observed", log=log)
+    config["train"]["steps"] = 1
+    file = write_config(inputs / "observed.yaml", config)
+    succeed("train-grpo", "-c", str(file), log=inputs / "observed.log")
+    run = inputs / "runs" / "observed"
+    model = model_after(run, 0, inputs / "untied", tmp_path)
+    records = read_records(run / "rollouts" / "step_000001.parquet")
+    assert len(records) == 16
+    for record in records:
+        logprobs, entropies = transformers_values(model, record.token_ids)
+        sampled = np.flatnonzero(record.is_sampled)
+        values = (record.trainer_logprobs, record.reference_logprobs, record.entropies)
+        for actual, expected in zip(values, (logprobs, logprobs, entropies), strict=True):
+            np.testing.assert_allclose(actual[sampled], expected[sampled - 1], rtol=0, atol=1e-4)
+    (trace,) = (run / "profile" / "step_000001").iterdir()
+    assert trace.name == "rank_00001.json"
+    assert any(
+        "Backward" in event["name"] for event in json.loads(trace.read_text())["traceEvents"]
+    )
+
+
+@torch.no_grad()
+def transformers_values(model: Any, token_ids: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probability of each token but the first, and the entropies, [T - 1] each."""
+    ids = torch.tensor(np.asarray(token_ids)[None], dtype=torch.int64)
+    logprobs = (model(ids).logits[0, :-1].double() / 0.9).log_softmax(-1)
+    picked = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+    return picked.numpy(), -(logprobs.exp() * logprobs).sum(-1).numpy()
 
 
 def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):

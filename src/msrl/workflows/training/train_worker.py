@@ -18,7 +18,7 @@ from msrl.platforms import get
 from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
-from msrl.trainer.launch import quiet_megatron
+from msrl.trainer.launch import quiet_megatron, skip_wandb
 from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, TokenStatistic
 
@@ -367,6 +367,7 @@ class TrainActor(TrainWorker):
         # A job manager may signal all processes of a job. Only the driver decides when ranks stop.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+        skip_wandb()
         get(self._settings.platform).prepare()
         quiet_megatron()
         started = super().start(init_method, resume, saves)
