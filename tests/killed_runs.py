@@ -111,6 +111,7 @@ def _run_driver(settings: dict[str, Any], pipe: connection.Connection) -> NoRetu
 
     launch.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=None)  # pyright: ignore
     launch.get = lambda name: SimpleNamespace(prepare=lambda: None)  # this process is prepared
+    type(get("cpu")).forks_ranks = False
     run_log.RunLog.log = log_and_send
     config = Config.model_validate(settings, strict=False)
     os.dup2(2, 1)

@@ -367,9 +367,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_message_that_names_it(complete_run
     run = inputs / "runs" / "dead"
     command.when(lambda: len(rows(run)) >= 6)
     processes = children(command.process.pid)
-    (victim,) = [
-        pid for pid, line in processes.items() if re.search(r"msrl\.trainer\.launch 1 2 ", line)
-    ]
+    (victim,) = [pid for pid in processes if psutil.Process(pid).name() == "msrl-rank-1"]
     psutil.Process(victim).kill()
     killed = time.monotonic()
     assert command.wait() == 1

@@ -150,13 +150,15 @@ def write_rows(path: Path, samples: list[dict[str, str]]) -> Path:
 
 
 def children(pid: int) -> dict[int, str]:
-    """Return the command lines of all descendants of a process by pid."""
+    """Return the command lines of all descendants of a process by pid, without fork templates."""
     import psutil
 
     commands: dict[int, str] = {}
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            commands[child.pid] = " ".join(child.cmdline())
+            command = " ".join(child.cmdline())
+            if "msrl.trainer.launch fork" not in command or child.ppid() != pid:
+                commands[child.pid] = command
         except psutil.Error:
             continue
     return commands

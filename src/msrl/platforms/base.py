@@ -120,6 +120,7 @@ class Platform(ABC):
     upcast_attention: bool = False  # torch's attention is faster in float32 than in 16 bits
     reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
     shares_main_memory: bool = False  # the device's memory is the main memory
+    forks_ranks: bool = False  # a process that has imported Megatron may be forked into ranks
     # Packages with the versions that were tested together, as in the README's table.
     stack: ClassVar[Mapping[str, str]] = COMMON_STACK
     # Modules that the workers import.

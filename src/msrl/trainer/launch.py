@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -29,6 +29,7 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.trainer.fork_template import ForkedRank, RankProcess, Template, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
 _KILL_DETECTION_S = (
@@ -86,7 +87,8 @@ class LocalRanks:
         self.num_ranks, self._silence_s = num_ranks, silence_s
         self.init_method = ""  # known once the ranks are started
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
+        self._template: Template | None = None
         self._pipes: list[connection.Connection] = []
 
     def __enter__(self) -> LocalRanks:
@@ -104,22 +106,27 @@ class LocalRanks:
         job, self.init_method = folder / "job.pickle", _init_method(folder)
         job.write_bytes(pickle.dumps((self._target, self._payload)))
         env = {**os.environ, **temporary.environment(folder), **self._env}
-        for rank in range(self.num_ranks):
-            parent_end, rank_end = connection.Pipe()
-            descriptor = rank_end.fileno()
-            arguments = [rank, self.num_ranks, self._platform.name, descriptor, job, os.getpid()]
-            command = [sys.executable, "-m", "msrl.trainer.launch", *map(str, arguments)]
-            # In a new session, so that only this process gets signals to its process group.
-            process = subprocess.Popen(
-                command,
-                env=env,
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        pipes = [connection.Pipe() for _ in range(self.num_ranks)]
+        self._pipes += [parent_end for parent_end, _ in pipes]
+        descriptors = [rank_end.fileno() for _, rank_end in pipes]
+        common = [self.num_ranks, self._platform.name, job, os.getpid()]
+        if self._platform.forks_ranks and self.num_ranks > 1:
+            command = _command("fork", *common, ",".join(map(str, descriptors)))
+            self._template = Template(command, env=env, descriptors=descriptors)
+            self._processes += [ForkedRank(self._template, n) for n in range(self.num_ranks)]
+        else:
+            for rank, descriptor in enumerate(descriptors):
+                # In a new session, so that only this process gets signals to its process group.
+                process = subprocess.Popen(
+                    _command("rank", *common, descriptor, rank),
+                    env=env,
+                    pass_fds=[descriptor],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+        for _, rank_end in pipes:
             rank_end.close()
-            self._processes.append(process)
-            self._pipes.append(parent_end)
 
     def __exit__(
         self,
@@ -136,11 +143,13 @@ class LocalRanks:
 
     def end(self) -> None:
         """Kill all ranks and remove their temporary files."""
+        if self._template is not None:
+            self._template.end()
+            self._template = None
         for process in self._processes:
-            if process.poll() is None:
+            if isinstance(process, subprocess.Popen):
                 process.kill()
-        for process in self._processes:
-            process.wait()
+                process.wait()
         for pipe in self._pipes:
             pipe.close()
         self._processes.clear()
@@ -248,6 +257,12 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")
 
 
+def _set_process_name(name: str) -> None:
+    """Set the name of this process that `ps` and `top` show (prctl(2), PR_SET_NAME)."""
+    set_name = 15
+    ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)
+
+
 def skip_wandb() -> None:
     """Let Megatron find no wandb, whose import takes a tenth of a rank's start.
 
@@ -265,23 +280,62 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _command(kind: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", "msrl.trainer.launch", kind, *map(str, arguments)]
+
+
 def main() -> None:
-    """Run one rank; the entry point of its process."""
-    rank, world_size, platform, descriptor, job, parent = sys.argv[1:]
+    """Run one rank, or fork all ranks of this machine; the entry point of these processes."""
+    kind, num_ranks, platform, job, parent, *descriptors = sys.argv[1:]
     # Service managers signal every process of a unit, also those in other sessions.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent(int(parent))
     quiet_megatron()
     skip_wandb()
-    begin_heartbeats(Path(job).parent, int(rank))
-    with connection.Connection(int(descriptor)) as pipe:
+    if kind == "rank":
+        descriptor, rank = map(int, descriptors)
+        return _run(rank, int(num_ranks), Path(job), descriptor, get(platform).prepare)
+    return _fork(int(num_ranks), Path(job), descriptors, get(platform))
+
+
+def _fork(num_ranks: int, job: Path, arguments: Sequence[str], platform: Platform) -> None:
+    """Import what the ranks need and fork them."""
+    pipes, control = [int(number) for number in arguments[0].split(",")], int(arguments[1])
+    template, prepare = os.getpid(), platform.prepare
+    with contextlib.suppress(Exception):  # each rank fails in the same way and reports it
+        prepare()
+        prepare = _do_nothing
+        importlib.import_module("msrl.trainer.rank")
+        pickle.loads(job.read_bytes())
+
+    def run(rank: int) -> None:
+        _end_with_parent(template)
+        for descriptor in pipes:
+            if descriptor != pipes[rank]:
+                os.close(descriptor)
+        _run(rank, num_ranks, job, pipes[rank], prepare)
+
+    with connection.Connection(control) as pipe:
+        fork_ranks(num_ranks, pipe, run, descriptors=pipes)
+
+
+def _do_nothing() -> None:
+    """Stand for the preparation of a process that is prepared."""
+
+
+def _run(
+    rank: int, num_ranks: int, job: Path, descriptor: int, prepare: Callable[[], None]
+) -> None:
+    """Run the job as one rank, in this process."""
+    _set_process_name(f"msrl-rank-{rank}")
+    begin_heartbeats(job.parent, rank)
+    with connection.Connection(descriptor) as pipe:
         try:
-            get(platform).prepare()
-            target, payload = pickle.loads(Path(job).read_bytes())
+            prepare()
+            target, payload = pickle.loads(job.read_bytes())
             module, _, function = target.partition(":")
-            store = _init_method(Path(job).parent)
-            context = RankContext(int(rank), int(world_size), store, pipe)
+            context = RankContext(rank, num_ranks, _init_method(job.parent), pipe)
             getattr(importlib.import_module(module), function)(context, payload)
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
