@@ -7,7 +7,8 @@ results.json. The scripts of the peers and of their inputs are in `../shared/ben
 (see `device.py`), and `imports FOLDER` counts the outcomes of importing foreign files (see
 `imports.py`). `simulate` compares schedules of generation and training (see `simulation.py`), and
 `async` measures synchronous and asynchronous trainings (see `asynchronous.py`). `episodes` compares
-episodes with slow tools with plain generation (see `episodes.py`). `resharding` adds up the bytes
+episodes with slow tools with plain generation (see `episodes.py`). `logging` measures the CPU time
+that the driver spends on logging (see `logging_cost.py`). `resharding` adds up the bytes
 that two plans of a weight transfer send (see `resharding.py`).
 """
 
@@ -33,6 +34,7 @@ SEPARATE = {
     "device": "device",
     "episodes": "episodes",
     "imports": "imports",
+    "logging": "logging_cost",
     "resharding": "resharding",
     "simulate": "simulation",
 }
