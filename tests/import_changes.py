@@ -84,6 +84,7 @@ OF_INFER = {
 }  # fmt: skip
 ROLL_CASES: dict[str, Case] = {
     "top.system_envs": ({}, {"NCCL_DEBUG": "INFO"}), "top.track_with": ({}, "stdout"),
+    "top.profiler_timeline": ({}, True),
     "top.tracker_kwargs": ({"track_with": "wandb"}, {"project": "math"}),
     "top.num_gpus_per_node": ({}, 8),
     "top.resume_from_checkpoint": ({}, True),

@@ -11,6 +11,7 @@ from msrl.checks.validate import guess
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Flag
 from msrl.config.schema import Config
+from msrl.config.show import to_yaml
 from msrl.config.templates import template_names
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
@@ -49,6 +50,27 @@ def mistakes(
 def test_valid_configurations_pass(folder: Path):
     assert load(["sft.yaml"], command="train-sft").config.train.steps == 10
     assert load(["grpo.yaml"], command="train-grpo").config.rollout.samples_per_prompt == 8
+
+
+@pytest.mark.parametrize(
+    ("command", "sets"),
+    [
+        ("train-sft", ()),
+        ("train-grpo", ()),
+        ("train-grpo", ("train.lora.rank=4", "rollout.filter.kind=all_equal")),
+        ("train-grpo", ("rollout.async.max_staleness=1", "algo.mismatch.weight=token")),
+        *(("train-grpo", (f"algo.preset={name}",)) for name in ("dapo", "gspo", "cispo")),
+    ],
+)
+def test_the_written_configuration_of_a_run_is_valid(
+    folder: Path, command: str, sets: tuple[str, ...]
+):
+    name = command.removeprefix("train-")
+    config = load([f"{name}.yaml"], sets, command=command).config
+    (folder / "written.yaml").write_text(to_yaml(config))
+    again = load(["written.yaml"], command=command)
+    assert again.config == config
+    assert guess(again) == command
 
 
 def test_missing_keys_are_reported_with_their_meaning(folder: Path):

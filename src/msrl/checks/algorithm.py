@@ -64,7 +64,9 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
             "algo.advantage.estimator",
             "needs episodes with several turns. Set environment.name, or choose another estimator.",
         )
-    if resolved.is_set("algo.advantage.lambda") and not plugin.has_parameter("advantages", "lam"):
+    if resolved.is_changed("algo.advantage.lambda") and not plugin.has_parameter(
+        "advantages", "lam"
+    ):
         yield resolved.mistake(
             "algo.advantage.lambda",
             f"has no effect with algo.advantage.estimator={name}. Only gae reads it.",
@@ -102,7 +104,7 @@ def _loss(resolved: Resolved) -> Iterator[str]:
     clip_keys = [
         key
         for key in ("low", "high", "dual")
-        if resolved.is_set(f"algo.clip.{key}") and getattr(clip, key) is not None
+        if resolved.is_changed(f"algo.clip.{key}") and getattr(clip, key) is not None
     ]
     if clip.dual is not None and clip.dual <= 1.0 + clip.high:
         yield resolved.mistake(

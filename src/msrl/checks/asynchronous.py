@@ -70,7 +70,7 @@ def _uses_ratio(algo: AlgoConfig) -> bool:
 def _check_synchronous(resolved: Resolved, options: AsyncConfig) -> Iterator[str]:
     """Yield a line for each option that needs staleness."""
     for name in type(options).model_fields:
-        if name != "max_staleness" and resolved.is_set(f"rollout.async.{name}"):
+        if name != "max_staleness" and resolved.is_changed(f"rollout.async.{name}"):
             yield resolved.mistake(
                 f"rollout.async.{name}",
                 "has no effect with rollout.async.max_staleness=0. Set that key to 1 or more.",

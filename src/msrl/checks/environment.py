@@ -23,7 +23,7 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
                 "algo.mask.invalid_actions", "has no effect without environment.name. Set that key."
             )
         for name in type(section).model_fields:
-            if resolved.is_set(f"environment.{name}"):
+            if resolved.is_changed(f"environment.{name}"):
                 yield resolved.mistake(
                     f"environment.{name}", "has no effect without environment.name. Set that key."
                 )
@@ -45,7 +45,7 @@ def _sources(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
         yield from _source(resolved, "environment", section)
         return
     for name in SingleEnvironment.model_fields:
-        if resolved.is_set(f"environment.{name}"):
+        if resolved.is_changed(f"environment.{name}"):
             yield resolved.mistake(
                 f"environment.{name}", "conflicts with environment.mixture. Set it there."
             )

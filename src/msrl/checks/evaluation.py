@@ -89,7 +89,7 @@ def check_eval_sampling(resolved: Resolved) -> Iterator[str]:
         )
         yield resolved.mistake("eval.samples_per_prompt", message)
     for name in ("top_p", "top_k", "min_p"):
-        if resolved.is_set(f"eval.sampling.{name}"):
+        if resolved.is_changed(f"eval.sampling.{name}"):
             yield resolved.mistake(
                 f"eval.sampling.{name}",
                 "has no effect on greedy sampling. Set eval.sampling.temperature above 0.",
@@ -129,7 +129,7 @@ def check_eval_source(resolved: Resolved) -> Iterator[str]:
 
 def _is_set(resolved: Resolved, key: str) -> bool:
     """Return True if the user set a key of `eval` to a value other than null or false."""
-    return resolved.is_set(key) and resolved.value(key) not in (None, False)
+    return resolved.is_changed(key) and resolved.value(key) not in (None, False)
 
 
 def _first(resolved: Resolved, key: str) -> str:

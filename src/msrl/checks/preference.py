@@ -70,7 +70,7 @@ def _reference(resolved: Resolved) -> Iterator[str]:
         yield from check_model_path(resolved, "cluster.roles.reference.load")
     else:
         for key in ("algo.preference.reference", "cluster.roles.reference.load"):
-            if resolved.is_set(key) and resolved.value(key) not in (None, "on-the-fly"):
+            if resolved.is_changed(key) and resolved.value(key) not in (None, "on-the-fly"):
                 yield resolved.mistake(
                     key,
                     f"has no effect with algo.preference.loss={loss.name}, which needs no "

@@ -74,7 +74,7 @@ def _reward_steps(resolved: Resolved) -> Iterator[str]:
         ("length.right_above", "reward.length.coef", reward.length.coef),
     )
     for key, switch, is_on in switches:
-        if resolved.is_set(f"reward.{key}") and not is_on:
+        if resolved.is_changed(f"reward.{key}") and not is_on:
             yield resolved.mistake(
                 f"reward.{key}", f"has no effect without {switch}. Set {switch}."
             )

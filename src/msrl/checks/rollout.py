@@ -63,7 +63,7 @@ def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
 
 def _set_names(resolved: Resolved) -> list[str]:
     names = ("low", "high", "source", "max_refills", "extra_prompts")
-    return [name for name in names if resolved.is_set(f"rollout.filter.{name}")]
+    return [name for name in names if resolved.is_changed(f"rollout.filter.{name}")]
 
 
 def _unused(resolved: Resolved) -> Iterator[str]:

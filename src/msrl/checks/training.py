@@ -82,7 +82,7 @@ def check_training_length(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}"
         )
-    if train.max_tokens_per_micro_batch is not None and resolved.is_set("train.micro_batch"):
+    if train.max_tokens_per_micro_batch is not None and resolved.is_changed("train.micro_batch"):
         yield resolved.mistake(
             "train.micro_batch",
             "has no effect with train.max_tokens_per_micro_batch. Set only one of them.",
@@ -92,7 +92,7 @@ def check_training_length(resolved: Resolved) -> Iterator[str]:
 def check_sft_only_keys(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each key that only train-sft reads."""
     for key in ("data.eval_fraction", "data.too_long", "data.pack"):
-        if resolved.is_set(key) and resolved.value(key) not in (None, False, 0.0, "refuse"):
+        if resolved.is_changed(key) and resolved.value(key) not in (None, False, 0.0, "refuse"):
             yield resolved.mistake(
                 key, "is a key of train-sft that train-grpo does not read. Remove it."
             )
@@ -104,7 +104,7 @@ def check_recompute(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         recompute.granularity
     ]
     for name in ("method", "layers", "modules"):
-        if name not in names and resolved.is_set(f"train.recompute.{name}"):
+        if name not in names and resolved.is_changed(f"train.recompute.{name}"):
             yield resolved.mistake(
                 f"train.recompute.{name}",
                 f"has no effect with train.recompute.granularity={recompute.granularity}",
@@ -132,7 +132,7 @@ def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                 yield resolved.mistake(
                     f"train.router.{name}", "the model has no mixture of experts. Remove it."
                 )
-    if not router.aux_loss_coef and resolved.is_set("train.router.aux_loss_over"):
+    if not router.aux_loss_coef and resolved.is_changed("train.router.aux_loss_over"):
         yield resolved.mistake(
             "train.router.aux_loss_over",
             "has no effect without train.router.aux_loss_coef. Set it.",
@@ -158,7 +158,7 @@ def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:
         for name in ("alpha", "targets", "dropout"):
-            if resolved.is_set(f"train.lora.{name}"):
+            if resolved.is_changed(f"train.lora.{name}"):
                 yield resolved.mistake(
                     f"train.lora.{name}", "has no effect without train.lora.rank. Set it."
                 )

@@ -89,9 +89,10 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
 
 def guess(resolved: Resolved) -> str | None:
     """Return the command that a configuration is meant for, based on the sections that it sets."""
-    for key, command in _COMMAND_BY_KEY.items():
-        if resolved.is_set(key):
-            return command
+    for has in (resolved.is_changed, resolved.is_set):
+        for key, command in _COMMAND_BY_KEY.items():
+            if has(key):
+                return command
     return None
 
 

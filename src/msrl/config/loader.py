@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,24 @@ from msrl.config.sources import (
 from msrl.errors import ManyErrors, MsrlError
 
 DEFAULT = Origin("default", is_given=False)
+
+
+@functools.cache
+def _defaults() -> Config:
+    return Config()
+
+
+def _value_at(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        if isinstance(value, tuple):
+            value = cast("tuple[Any, ...]", value)[int(name)]
+        elif isinstance(value, dict):
+            value = cast("dict[str, Any]", value)[name]
+        else:
+            value = getattr(value, name)
+    return value
 
 
 class ImportedFile(Protocol):
@@ -84,19 +103,27 @@ class Resolved:
             if name == key or name.startswith(f"{key}.")
         )
 
+    def is_changed(self, key: str) -> bool:
+        """Return True if a file, `--set` or a flag changed the default of this key or one below it.
+
+        A configuration that msrl has written sets every key, most of them to their defaults.
+        """
+        return any(
+            origin.is_given and not self._is_default(name)
+            for name, origin in self.origins.items()
+            if name == key or name.startswith(f"{key}.")
+        )
+
+    def _is_default(self, key: str) -> bool:
+        try:
+            default = _value_at(_defaults(), key)
+        except (AttributeError, KeyError, IndexError):  # an item of a list or mapping
+            return False
+        return bool(self.value(key) == default)
+
     def value(self, key: str) -> Any:
         """Return the effective value of a dotted key, which may lead into lists and mappings."""
-        value: Any = self.config
-        for name in key.split("."):
-            if isinstance(value, tuple):
-                value = cast("tuple[Any, ...]", value)[int(name)]
-            else:
-                value = (
-                    cast("dict[str, Any]", value)[name]
-                    if isinstance(value, dict)
-                    else getattr(value, name)
-                )
-        return value
+        return _value_at(self.config, key)
 
     def shown(self, key: str) -> Any:
         """Return the value of a key for messages, with references in place of secrets."""
