@@ -337,6 +337,16 @@ def test_device_ids_lists_all_devices_of_a_worker(run):
     assert placed.device_ids("actor", 0) + placed.device_ids("actor", 1) in [("0", "1"), ("1", "0")]
 
 
+def test_workers_have_the_priority_of_the_command(run):
+    from msrl.cluster.waiting import wait_all
+
+    session, placed, probe_class = run
+    worker = session.start(probe_class, placed, "actor", 0)
+    (pid,) = wait_all([worker.pid.remote()], timeout_s=60)
+    assert psutil.Process(pid).nice() == psutil.Process().nice()
+    end(worker)
+
+
 def test_a_failure_ends_the_wait_immediately_with_the_workers_traceback(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 

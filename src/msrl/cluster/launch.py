@@ -388,12 +388,10 @@ def _environment(start: _Start) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in overridden}
     environment |= {
         **state.startup_wait_environment(),
+        **state.priority_environment(),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S),
     }
-    # By default, Ray's workers have the niceness 15. Ranks and engines are the main work of a
-    # machine, and with this niceness other programs would take most of the processor time.
-    environment.setdefault("RAY_worker_niceness", "0")
     if start.kind == "head" and probe.is_own_loopback(start.host):
         # Otherwise Ray replaces loopback by the machine's external address and listens on all
         # interfaces.

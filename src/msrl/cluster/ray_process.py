@@ -125,6 +125,7 @@ def ray_settings(
         **state.token_environment(token),
         **state.tls_environment(tls),
         **state.startup_wait_environment(),
+        **state.priority_environment(),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     settings["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -248,6 +248,16 @@ def tls_environment(tls: TlsFiles | None) -> dict[str, str]:
     }
 
 
+def priority_environment() -> dict[str, str]:
+    """Return the variable that keeps Ray's workers at the priority of the command.
+
+    Ray's default is niceness 15. Ranks and engines are the main work of a machine, and with this
+    niceness any other program would take most of the processor time. A user's value has precedence.
+    """
+    name = "RAY_worker_niceness"
+    return {name: os.environ.get(name, "0")}
+
+
 def startup_wait_environment() -> dict[str, str]:
     """Return Ray's variable for the time that a node waits for its store.
 
