@@ -27,31 +27,27 @@ options = {"tp_rank": 0, "temperature": 1.0, "with_entropy": True, "elements_at_
 columns = make_columns(vocab, vocab_size=vocab, group=dist.group.WORLD, **options)
 weight = torch.randn(vocab, channels, requires_grad=True)
 
-def peak(rows, num_rows):
+def backward(rows, num_rows):
     hidden, labels = torch.randn(rows, channels, requires_grad=True), torch.arange(rows)
     if num_rows:
         logprobs, entropy, _ = chunked_logprobs(hidden, weight, labels, columns, num_rows=num_rows)
     else:
         logprobs, entropy, _ = vocab_parallel_logprobs(hidden @ weight.t(), labels, columns)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
-    # VmHWM is the peak of this program alone; getrusage includes that of the parent process.
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024, hidden.grad
+    return hidden.grad
 
-short = [peak(128, 32) for _ in range(3)][-1][0]
-long = peak(512, 32)[0]
-torch.manual_seed(1)
-_, grad = peak(512, 32)
-torch.manual_seed(1)
-unchunked, other = peak(512, None)
-torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
-live = []
-for rows in (128, 512):
+def peak(rows, num_rows):
     before = LiveMemory.live_bytes()
     with LiveMemory() as memory:
-        peak(rows, 32)
-    live.append((memory.peak - before) / 2**20)
-print(short, long, unchunked, *live)
+        backward(rows, num_rows)
+    return (memory.peak - before) / 2**20
+
+grads = []
+for num_rows in (32, None):
+    torch.manual_seed(1)
+    grads.append(backward(512, num_rows))
+torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+print(peak(128, 32), peak(512, 32), peak(512, None))
 """
 
 
@@ -62,10 +58,8 @@ def test_memory_does_not_grow_with_the_number_of_positions():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    # In MiB: the logits of 512 positions take 297, those of 384 more positions 223, two chunks 37.
-    short, long, unchunked, live_short, live_long = map(float, done.stdout.split())
-    assert long - short < 40, done.stdout
-    assert unchunked - long > 200, done.stdout
     # Live tensors in MiB: logits of a chunk and gradient of the output weight (18.5 each), rows in
-    # float32; hidden states of 384 positions take 0.05.
-    assert live_long - live_short < 0.5 and live_long < 60, done.stdout
+    # float32; hidden states of 384 positions take 0.05, logits of 512 positions 297.
+    short, long, unchunked = map(float, done.stdout.split())
+    assert long - short < 0.5 and long < 60, done.stdout
+    assert unchunked - long > 200, done.stdout

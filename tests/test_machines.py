@@ -107,7 +107,7 @@ def config(
         "tied",
         cluster=cluster,
         rollout={
-            "prompts_per_step": 4,
+            "prompts_per_step": 2 * machines,
             "samples_per_prompt": 4,
             "max_prompt_tokens": 160,
             "max_response_tokens": 12,

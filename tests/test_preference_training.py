@@ -213,10 +213,15 @@ def test_curves_agree_across_parallel_layouts_and_micro_batches(inputs: Path, lo
     layouts = LAYOUTS if loss in ("dpo", "kto") else {"tp2 sp": LAYOUTS["tp2 sp"]}
     for name, changes in layouts.items():
         split = curve(inputs, f"{loss} {name}", loss, changes)
-        for step, other in zip(single, split, strict=True):
-            for key in step.keys() - {"train/grad_norm"}:
+        for number, (step, other) in enumerate(zip(single, split, strict=True)):
+            # All margins are 0 up to rounding before the first update, so that their signs vary.
+            excluded = {"train/grad_norm"} | ({"train/accuracy"} if number == 0 else set())
+            for key in step.keys() - excluded:
                 if not key.startswith("perf/"):
-                    assert other[key] == pytest.approx(step[key], abs=1e-5, rel=1e-5), (name, key)
+                    # Rewards and margins are differences of sums over whole answers.
+                    tolerance = 1e-5 if key.endswith("loss") else 1e-4
+                    expected = pytest.approx(step[key], abs=tolerance, rel=tolerance)
+                    assert other[key] == expected, (name, key)
 
 
 @pytest.mark.full
@@ -261,7 +266,7 @@ def test_a_run_without_improvement_stops_early(inputs: Path) -> None:
     config = settings(
         inputs,
         "early",
-        train={"steps": 20, "global_batch": 4, "optimizer": {"lr": 0.3}},
+        train={"steps": 20, "global_batch": 4, "optimizer": {"lr": 1e-30}},
         eval={"every_steps": 1, "patience": 2},
         checkpoint={"keep_best": True},
     )
