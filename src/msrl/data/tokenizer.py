@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -212,7 +213,12 @@ def tokenizer_hash(tokenizer: HasVocab) -> str:
 
     It is equal for tokenizers in which every id has the same meaning, independent of their files.
     """
-    items = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return vocab_hash(tokenizer.get_vocab())
+
+
+def vocab_hash(vocab: Mapping[str, int]) -> str:
+    """Return the `tokenizer_hash` of a vocabulary: tokens and their ids."""
+    items = sorted((number, token) for token, number in vocab.items())
     text = json.dumps(items, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
