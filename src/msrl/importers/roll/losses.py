@@ -15,6 +15,10 @@ from msrl.importers.translation import KeyStatus, Translation
 
 _PG_WORKER = "ActorPGWorker"
 _CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
+_BINARY_WORKERS = ("MathRuleRewardWorker", "CodeSandboxRewardWorker")  # with scores 0 and 1
+_TOPR_DIFFERENCE = (
+    "the original tapers responses with a score of 0 or less, msrl tokens with a negative advantage"
+)
 _REMOVED = "versions from v0.2.0 on ignore it"
 
 
@@ -60,13 +64,34 @@ class Losses:
         if reason:
             self.translation.add_error(entry, f"not supported: the policy loss {variant}")
             return
-        self.translation.assign(entry, ["algo.policy_loss"], variant)
+        difference = _TOPR_DIFFERENCE if variant == "topr" and not self._keeps_signs() else ""
+        why = f"results may differ: {difference}" if difference else ""
+        self.translation.assign(entry, ["algo.policy_loss"], variant, why=why)
         self.own.record("worker_cls", KeyStatus.APPLIED, f"algo.policy_loss: {variant}")
+        if difference:
+            self.translation.report_difference(entry, difference)
         if variant == "topr":
             self.translation.set("algo.options.level", wrap("token", entry.origin))
         if variant == "cispo":
             for key in ("algo.clip.low", "algo.clip.high"):
                 self.translation.set(key, wrap(_CISPO_CLIP, entry.origin))
+
+    def _keeps_signs(self) -> bool:
+        """Return True if advantages have the signs of the scores, or are zero for a score of 0.
+
+        The scores are 0 or 1, and the advantages are the normalized scores.
+        """
+        top, rewards = self.top, self.top.get("rewards")
+        domains = rewards.value if rewards is not None else None
+        if not isinstance(domains, dict) or not domains:
+            return False
+        workers = [d.get("worker_cls") if isinstance(d, dict) else None for d in domains.values()]
+        is_binary = all(str(name).rpartition(".")[2] in _BINARY_WORKERS for name in workers)
+        is_moved = any(
+            top.value(key) is True
+            for key in ("add_token_level_kl", "whiten_advantages", "whiten_rewards")
+        )
+        return is_binary and not is_moved and self.translation.algorithm in ("grpo", "reinforce")
 
     def _aggregation(self) -> None:
         """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence."""
