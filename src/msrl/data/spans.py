@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,8 +106,11 @@ def _encode_runs(
     """
     quoted: dict[int, list[int]] = {}
     texts: list[str] = []
+    starts = {token[:1] for token in controls}  # rare in texts, and quick to search for
     for index, spans in enumerate(runs):
-        if any(span.is_quoted and _contains_any(span.text, controls) for span in spans):
+        contents = [span.text for span in spans if span.is_quoted]
+        candidates = [text for text in contents if _contains_any(text, starts)]
+        if any(_contains_any(text, controls) for text in candidates):
             encodings = _encode_quoted(tokenizer, controls, spans)
             quoted[index] = [number for _, encoding in encodings for number in encoding.ids]
             texts.append("")
@@ -177,7 +180,8 @@ def _split_tokens(text: str, tokens: Sequence[str]) -> list[str]:
 
 def _join(pieces: Sequence[tuple[list[int], bool]]) -> RenderedExample:
     """Concatenate the (token ids, is_trained) of the runs of a row."""
-    token_ids: Ints = np.array([number for ids, _ in pieces for number in ids], np.int64)
     lengths = [len(ids) for ids, _ in pieces]
+    numbers = chain.from_iterable(ids for ids, _ in pieces)
+    token_ids: Ints = np.fromiter(numbers, np.int64, sum(lengths))
     mask: Bools = np.repeat(np.array([trained for _, trained in pieces], np.bool_), lengths)
     return RenderedExample(token_ids, mask)

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -148,8 +147,12 @@ def tokenize_all(
 def _in_threads(job: TokenizeSettings, batches: Iterable[RowBatch]) -> Iterator[TokenizedRows]:
     """Yield the results of threads that convert rows while the tokenizer encodes other rows."""
     pool = ThreadPoolExecutor(_THREADS)
+
+    def submit(batch: RowBatch) -> Future[TokenizedRows]:
+        return pool.submit(tokenize_rows, job, batch)
+
     try:
-        yield from _in_order(partial(pool.submit, tokenize_rows, job), batches, 2 * _THREADS)
+        yield from _in_order(submit, batches, 2 * _THREADS)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -7,6 +7,7 @@ Keys that v0.2.0 removed are translated as v0.1.0 reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import refusal
@@ -85,8 +86,7 @@ class Losses:
         domains = rewards.value if rewards is not None else None
         if not isinstance(domains, dict) or not domains:
             return False
-        workers = [d.get("worker_cls") if isinstance(d, dict) else None for d in domains.values()]
-        is_binary = all(str(name).rpartition(".")[2] in _BINARY_WORKERS for name in workers)
+        is_binary = all(map(_has_binary_scores, cast("dict[str, Any]", domains).values()))
         is_moved = any(
             top.value(key) is True
             for key in ("add_token_level_kl", "whiten_advantages", "whiten_rewards")
@@ -166,3 +166,9 @@ class Losses:
         self.translation.assign(entry, natives, entry.value, why=_REMOVED)
         for key in ("reward_shift", "reward_scale"):
             top.record(key, KeyStatus.APPLIED, f"{' and '.join(natives)}: {entry.value}")
+
+
+def _has_binary_scores(domain: Any) -> bool:
+    """Return True if the reward worker of a domain has no other scores than 0 and 1."""
+    worker = domain.get("worker_cls") if isinstance(domain, dict) else None
+    return str(worker).rpartition(".")[2] in _BINARY_WORKERS

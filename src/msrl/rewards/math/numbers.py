@@ -117,6 +117,7 @@ def amount(text: str) -> Amount | None:
     if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
         return None
     text, num_wrapped = _WRAPPED.subn(r" \1", _with_rates(text))
+    text = re.sub(r"\s*/\s*", "/", text)
     text = _WORD_BEFORE_UNIT.sub(lambda match: _raised(match[0], match[2], match[1]), text)
     text = _WORD_AFTER_UNIT.sub(lambda match: _raised(match[0], match[1], match[2]), text)
     match = _AMOUNT.fullmatch(text.strip())
