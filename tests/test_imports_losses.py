@@ -127,6 +127,30 @@ def test_the_policy_loss_of_roll_is_that_of_its_worker(
         assert tree["clip"] == algo["clip"]
 
 
+TOPR = f"{PG}  pg_variant: topr\n"
+JUDGED = (("MathRuleRewardWorker", "CrossThinkQARuleRewardWorker"),)
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes"),
+    [
+        ((), JUDGED),
+        (("add_token_level_kl: true",), ()),
+        (("whiten_advantages: true",), ()),
+        (("whiten_rewards: true",), (("estimator: grpo", "estimator: reinforce"),)),
+    ],
+)
+def test_topr_is_reported_where_advantages_may_not_have_the_signs_of_scores(
+    lines: tuple[str, ...], changes: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    text = changed(roll(*lines, worker=TOPR), *changes)
+    with pytest.raises(MsrlError, match=mentions("pg_variant=topr", "score", "--approximate")):
+        imported("roll", text, tmp_path)
+    translation = imported("roll", text, tmp_path, approximate=True)
+    assert native(translation)["algo"]["policy_loss"] == "topr"
+    assert_mentions(report(translation), "pg_variant=topr", "may differ")
+
+
 def test_unknown_policy_losses_of_roll_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions("no_such_loss", "policy loss")):
         imported("roll", roll(worker=f"{PG}  pg_variant: no_such_loss\n"), tmp_path)

@@ -178,6 +178,22 @@ def test_the_loss_of_an_imported_file_is_that_of_the_worker(name: str, tmp_path:
             assert value == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_topr_of_roll_and_of_msrl_differ_where_scores_and_advantages_have_other_signs(
+    tmp_path: Path,
+) -> None:
+    lines, worker = LOSSES["pg worker, topr"]
+    config = Config.model_validate(native(imported("roll", file_with(lines, worker), tmp_path)))
+    batch = roll_batch(0)
+    mask = batch["response_mask"][:, 1:]
+    batch["advantages"] = (1 - 2 * batch["scores"])[:, None] * mask
+    leaf = batch["log_probs"].clone().requires_grad_()
+    theirs = pipeline(lines, worker)
+    oracle.loss(theirs, batch, leaf, torch.zeros_like(leaf), is_pg_worker=True).backward()
+    _, gradient = our_loss(config, batch, torch.zeros_like(leaf))
+    assert leaf.grad is not None
+    assert not torch.allclose(gradient, flat(batch, leaf.grad), rtol=1e-3)
+
+
 def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
     """Return the advantages of a step, as the driver computes them from scores."""
     norm, algo = config.reward.norm, config.algo

@@ -20,12 +20,14 @@ import pytest
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.manifest import incomplete_path, manifest_path
+from msrl.data.readers import find_files, read_batches
 from msrl.data.render import make_renderer
 from msrl.data.templates import load_template
+from msrl.data.tokenize import tokenize_rows
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
-from msrl.workflows.preprocess import make_job, needs_processes, run
+from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command
@@ -542,3 +544,21 @@ def test_ctrl_c_while_workers_start_prints_one_word(tmp_path):
     assert command.wait() == 130
     assert "Traceback" not in command.output() and "interrupted" in command.output()
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_path):
+    rows = [
+        {"instruction": f"{i} <|im_end|> {'x ' * (i % 7)}" if i % 3 else f"{i}", "output": f"{i}!"}
+        for i in range(2000)
+    ]
+    inputs = jsonl(tmp_path / "x.jsonl", rows)
+    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    values = {"input": inputs, "handler": "alpaca", "template": "qwen", "tokenizer": tokenizer}
+    job = make_job(Config.model_validate({"preprocess": values}).preprocess)
+    batches = list(read_batches(find_files(inputs)))
+    expected = [tokenize_rows(job, batch) for batch in batches]
+    results = list(tokenize_all(job, batches, 1))
+    assert len(results) == len(batches) > 2
+    for result, rows_of_one in zip(results, expected, strict=True):
+        assert np.array_equal(result.sequences.values, rows_of_one.sequences.values)
+        assert np.array_equal(result.loss_mask, rows_of_one.loss_mask)

@@ -9,14 +9,18 @@ text of a row remain text.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from msrl.data.tokenizer import TextTokenizer
 from msrl.types import Bools, Ints, RenderedExample
+
+# `encode_special_tokens` is a state of the back end, which threads share.
+_LOCK = threading.Lock()
 
 
 class Span(NamedTuple):
@@ -54,6 +58,13 @@ def encode(
     return [_join(row) for row in pieces]
 
 
+def encode_texts(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each text, without tokens that the tokenizer puts around it."""
+    with _LOCK:
+        encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
 def encode_with_offsets(
     tokenizer: TextTokenizer, controls: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[tuple[Ints, Ints]]:
@@ -61,9 +72,9 @@ def encode_with_offsets(
 
     A row is a text in pieces. A control token that extends over two pieces is text.
     """
-    plain = tokenizer.backend.encode_batch(
-        [row[0] if len(row) == 1 else "" for row in rows], add_special_tokens=False
-    )
+    texts = [row[0] if len(row) == 1 else "" for row in rows]
+    with _LOCK:
+        plain = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
     results: list[tuple[Ints, Ints]] = []
     for row, encoding in zip(rows, plain, strict=True):
         encodings: list[tuple[int, Any]] = [(0, encoding)]
@@ -95,15 +106,17 @@ def _encode_runs(
     """
     quoted: dict[int, list[int]] = {}
     texts: list[str] = []
+    starts = {token[:1] for token in controls}  # rare in texts, and quick to search for
     for index, spans in enumerate(runs):
-        if any(span.is_quoted and _contains_any(span.text, controls) for span in spans):
+        contents = [span.text for span in spans if span.is_quoted]
+        candidates = [text for text in contents if _contains_any(text, starts)]
+        if any(_contains_any(text, controls) for text in candidates):
             encodings = _encode_quoted(tokenizer, controls, spans)
             quoted[index] = [number for _, encoding in encodings for number in encoding.ids]
             texts.append("")
         else:
             texts.append("".join(span.text for span in spans))
-    encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
-    return [quoted.get(index, encoding.ids) for index, encoding in enumerate(encodings)]
+    return [quoted.get(index, ids) for index, ids in enumerate(encode_texts(tokenizer, texts))]
 
 
 def _contains_any(text: str, tokens: Iterable[str]) -> bool:
@@ -126,14 +139,20 @@ def _encode_quoted(
     position = 0
     for number, text in enumerate(_split_at_controls(spans, {*controls, *special})):
         is_text = number % 2 == 0
+        for piece in _split_tokens(text, always_matched) if is_text else [text]:
+            encodings.append((position, _encode_piece(backend, piece, is_text=is_text)))
+            position += len(piece)
+    return encodings
+
+
+def _encode_piece(backend: Any, text: str, *, is_text: bool) -> Any:
+    """Return the encoding of a text, with special tokens as text if `is_text`."""
+    with _LOCK:
         backend.encode_special_tokens = is_text
         try:
-            for piece in _split_tokens(text, always_matched) if is_text else [text]:
-                encodings.append((position, backend.encode(piece, add_special_tokens=False)))
-                position += len(piece)
+            return backend.encode(text, add_special_tokens=False)
         finally:
             backend.encode_special_tokens = False
-    return encodings
 
 
 def _split_at_controls(spans: Sequence[Span], controls: Iterable[str]) -> list[str]:
@@ -161,7 +180,8 @@ def _split_tokens(text: str, tokens: Sequence[str]) -> list[str]:
 
 def _join(pieces: Sequence[tuple[list[int], bool]]) -> RenderedExample:
     """Concatenate the (token ids, is_trained) of the runs of a row."""
-    token_ids: Ints = np.array([number for ids, _ in pieces for number in ids], np.int64)
     lengths = [len(ids) for ids, _ in pieces]
+    numbers = chain.from_iterable(ids for ids, _ in pieces)
+    token_ids: Ints = np.fromiter(numbers, np.int64, sum(lengths))
     mask: Bools = np.repeat(np.array([trained for _, trained in pieces], np.bool_), lengths)
     return RenderedExample(token_ids, mask)

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from msrl.data.rows.formats import hint
 from msrl.data.rows.media import refuse_media
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
+from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import without_thought
 from msrl.errors import MsrlError
@@ -201,9 +203,14 @@ def _tokenize_texts(
     """
     documents = [text for text in texts if text.strip()]
     _count(dropped, "empty_text", len(texts) - len(documents))
-    end = [] if job.eod_token_id is None else [job.eod_token_id]
-    encodings = job.tokenizer.backend.encode_batch_fast(documents)
-    sequences = _ragged([encoding.ids + end for encoding in encodings])
+    ids = [encoding.ids for encoding in job.tokenizer.backend.encode_batch_fast(documents)]
+    if job.eod_token_id is not None:
+        for sequence in ids:
+            sequence.append(job.eod_token_id)
+    lengths = np.array([len(sequence) for sequence in ids], np.int32)
+    # One array for all sequences takes less time than an array for each of them.
+    values = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
+    sequences = Ragged(values, lengths)
     return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
 
 
@@ -279,8 +286,7 @@ def _collect_prompts(
         json.dumps({"answer": answer, "extra": dict(conversation.extra)}, ensure_ascii=False)
         for answer, (conversation, _) in zip(answers, fitting, strict=True)
     )
-    encodings = job.tokenizer.backend.encode_batch_fast(answers, add_special_tokens=False)
-    answer_ids = _ragged([encoding.ids for encoding in encodings])
+    answer_ids = _ragged(encode_texts(job.tokenizer, answers))
     sequences = _ragged([ids for _, ids in fitting])
     no_mask = np.zeros(0, np.bool_)
     no_answer = sum(conversation.answer is None for conversation, _ in fitting)

@@ -1,9 +1,9 @@
 """Tokenizers from a local folder, without access to the hub and without remote code.
 
 `load_tokenizer` returns the tokenizer of transformers. `open_tokenizer` returns only what
-preprocessing needs. It avoids the import of transformers (about two seconds) for tokenizers that
-tokenizer.json defines completely (class PreTrainedTokenizerFast or TokenizersBackend). For common
-other classes, it avoids that of AutoTokenizer, which imports torch (another four seconds).
+preprocessing needs. For common classes, `msrl.data.backends` builds it without the import of
+transformers (about two seconds). For the other known ones, `load_tokenizer` avoids the import of
+AutoTokenizer, which imports torch (another four seconds).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msrl.data.backends import build as build_backend
 from msrl.errors import MsrlError
 from msrl.limits import printable
 
@@ -22,25 +24,40 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_BACKEND = "TokenizersBackend"
+_PLAIN_CLASSES = ("PreTrainedTokenizer", _BACKEND)  # without the suffix Fast
 # Classes that AutoTokenizer (transformers 5.19) selects, by the model type in config.json (None:
 # there is no config.json) and the class in tokenizer_config.json.
-_QWEN2 = "models.qwen2.tokenization_qwen2:Qwen2Tokenizer"
-_GPT2 = "models.gpt2.tokenization_gpt2:GPT2Tokenizer"
 _CLASSES = {
-    (None, "Qwen2Tokenizer"): _QWEN2,
-    ("qwen2", "Qwen2Tokenizer"): _QWEN2,
-    ("qwen3", "Qwen2Tokenizer"): _QWEN2,
-    ("qwen2_moe", "Qwen2Tokenizer"): _QWEN2,
-    ("qwen3_moe", "Qwen2Tokenizer"): _QWEN2,
-    (None, "GPT2Tokenizer"): _GPT2,
-    ("gpt2", "GPT2Tokenizer"): _GPT2,
-    (None, "LlamaTokenizer"): "models.llama.tokenization_llama:LlamaTokenizer",
+    (None, "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen2", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen2", "LlamaTokenizer"): "Qwen2Tokenizer",
+    ("qwen3", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen2_moe", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen3_moe", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    (None, "GPT2Tokenizer"): "GPT2Tokenizer",
+    ("gpt2", "GPT2Tokenizer"): "GPT2Tokenizer",
+    (None, "LlamaTokenizer"): "LlamaTokenizer",
 }
 # Model types for which it selects TokenizersBackend, whatever tokenizer_config.json names.
 _BACKEND_TYPES = {"granite", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4", "internlm2"}
-_BACKEND = "tokenization_utils_tokenizers:TokenizersBackend"
+# Model types with a class of their own, even if tokenizer_config.json names a plain class.
+_OWN_CLASS_TYPES = {
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen4_exp",
+    "hyperclovax_vision_v2",
+}
+_MODULES = {
+    _BACKEND: "tokenization_utils_tokenizers",
+    "GPT2Tokenizer": "models.gpt2.tokenization_gpt2",
+    "LlamaTokenizer": "models.llama.tokenization_llama",
+    "Qwen2Tokenizer": "models.qwen2.tokenization_qwen2",
+}
 _DEFINING_FILES = {"tokenizer.json", "tokenizer_config.json", "config.json"}
+_GPT2_FILES = {"vocab.json", "merges.txt"}
 
 
 class HasVocab(Protocol):
@@ -103,7 +120,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not files & {*_DEFINING_FILES, "vocab.json"}:
         raise MsrlError(f"tokenizer={folder}: {_no_tokenizer(folder)}")
     try:
-        if {"vocab.json", "merges.txt"} <= files and not files & _DEFINING_FILES:
+        if _is_gpt2_vocabulary(files):
             from transformers import GPT2Tokenizer
 
             return GPT2Tokenizer(
@@ -132,17 +149,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def _tokenizer_class(folder: Path) -> Any:
     """Return AutoTokenizer, or the class that it would select if that is known."""
-    config = _read_object(folder / "tokenizer_config.json")
-    model = _read_object(folder / "config.json")
-    model_type = str(model["model_type"]) if "model_type" in model else None
-    name = str(config.get("tokenizer_class")).removesuffix("Fast")
-    target = _BACKEND if model_type in _BACKEND_TYPES else _CLASSES.get((model_type, name))
-    if target and (folder / "tokenizer.json").is_file() and "auto_map" not in config | model:
-        module, _, class_name = target.partition(":")
-        return getattr(importlib.import_module(f"transformers.{module}"), class_name)
+    name = _class_name(folder)
+    if name is not None:
+        return getattr(importlib.import_module(f"transformers.{_MODULES[name]}"), name)
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _class_name(folder: Path) -> str | None:
+    """Return the class that AutoTokenizer selects, or None if it is not known."""
+    config = _read_object(folder / "tokenizer_config.json")
+    model = _read_object(folder / "config.json")
+    if "auto_map" in config | model:
+        return None
+    model_type = str(model["model_type"]) if "model_type" in model else None
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    is_plain = name in _PLAIN_CLASSES and model_type not in _OWN_CLASS_TYPES
+    selected = _CLASSES.get((model_type, name))
+    if model_type in _BACKEND_TYPES or is_plain:
+        selected = _BACKEND
+    if (folder / "tokenizer.json").is_file():
+        return selected
+    has_vocabulary = all((folder / file).is_file() for file in _GPT2_FILES)
+    return selected if has_vocabulary and selected in ("GPT2Tokenizer", "Qwen2Tokenizer") else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -160,7 +190,7 @@ def open_tokenizer(path: str | Path) -> TextTokenizer:
         MsrlError: the folder does not contain a tokenizer.
     """
     folder = _folder(path)
-    return _read_plain(folder) or text_tokenizer(load_tokenizer(folder))
+    return _build(folder) or text_tokenizer(load_tokenizer(folder))
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
@@ -171,6 +201,9 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
             f"tokenizer={tokenizer.name_or_path}: not a fast tokenizer (tokenizer.json). "
             "Convert it with transformers first."
         )
+    # transformers sets both for each of its calls. Here they would shorten or extend every text.
+    backend.no_truncation()
+    backend.no_padding()
     names = [_name(getattr(tokenizer, f"{name}_token")) for name in ("bos", "eos", "pad")]
     return TextTokenizer(backend, *names, folder=str(tokenizer.name_or_path))
 
@@ -180,7 +213,12 @@ def tokenizer_hash(tokenizer: HasVocab) -> str:
 
     It is equal for tokenizers in which every id has the same meaning, independent of their files.
     """
-    items = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return vocab_hash(tokenizer.get_vocab())
+
+
+def vocab_hash(vocab: Mapping[str, int]) -> str:
+    """Return the `tokenizer_hash` of a vocabulary: tokens and their ids."""
+    items = sorted((number, token) for token, number in vocab.items())
     text = json.dumps(items, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -203,47 +241,26 @@ def _no_tokenizer(folder: Path) -> str:
     return f"contains no tokenizer such as tokenizer.json{hint}"
 
 
-def _read_plain(folder: Path) -> TextTokenizer | None:
-    """Return the tokenizer in tokenizer.json, or None if transformers would modify it."""
-    config_file, tokenizer_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not (config_file.is_file() and tokenizer_file.is_file()):
-        return None
-    from tokenizers import Tokenizer
-
+def _build(folder: Path) -> TextTokenizer | None:
+    """Return the tokenizer built without transformers, or None if that is not possible."""
+    files = {file.name for file in folder.iterdir()}
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        if (
-            config.get("tokenizer_class") not in _PLAIN_CLASSES
-            or (folder / "special_tokens_map.json").exists()
-        ):
-            return None
-        backend: Any = Tokenizer.from_file(str(tokenizer_file))
-        names = [_name(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")]
-        is_complete = _is_complete(backend, config, names)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # as in `load_tokenizer`
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise MsrlError(
-            f"tokenizer={folder}: cannot be read: {printable(reason)}. Restore its files."
-        ) from error
-    if not is_complete:
+        name = "GPT2Tokenizer" if _is_gpt2_vocabulary(files) else _class_name(folder)
+        config = _read_object(folder / "tokenizer_config.json")
+    except (ValueError, RecursionError):
+        return None  # not JSON, which `load_tokenizer` reports
+    if name not in (_BACKEND, "GPT2Tokenizer", "Qwen2Tokenizer"):
         return None
-    backend.no_truncation()
-    backend.no_padding()
-    return TextTokenizer(backend, *names, folder=str(folder))
+    backend = build_backend(folder, name, config)
+    if backend is None:
+        return None
+    names = [backend.tokens[f"{name}_token"] for name in ("bos", "eos", "pad")]
+    return TextTokenizer(backend.tokenizer, *names, folder=str(folder))
 
 
-def _is_complete(backend: Any, config: dict[str, Any], names: list[str | None]) -> bool:
-    """Return True if tokenizer.json contains every token that tokenizer_config.json declares."""
-    added = {str(id_): token.content for id_, token in backend.get_added_tokens_decoder().items()}
-    for id_, token in config.get("added_tokens_decoder", {}).items():
-        if added.get(id_) != token["content"]:
-            return False
-    tokens = [name for name in names if name]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        tokens += config.get(key) or ()
-    return set(tokens) <= set(added.values())
+def _is_gpt2_vocabulary(files: set[str]) -> bool:
+    """Return True if the names of files are those of a vocabulary without any configuration."""
+    return files >= _GPT2_FILES and not files & _DEFINING_FILES
 
 
 def _name(token: Any) -> str | None:

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -29,7 +29,7 @@ from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
 from msrl.data.templates import Template, load_template, template_names
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
-from msrl.data.tokenizer import TextTokenizer, open_tokenizer, tokenizer_hash
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
@@ -38,6 +38,7 @@ from msrl.workflows.training.interrupts import children_ignore_interrupts
 _REPORT_EVERY_S = 5.0
 _CHECKED_FILES = 20  # by `check`, which reads one batch of rows of each
 _PROCESS_BYTES = 64 << 20  # of input for each worker process
+_THREADS = 2  # one converts rows while the other one waits for the tokenizer
 
 
 def run(config: Config) -> DatasetManifest:
@@ -59,9 +60,10 @@ def run(config: Config) -> DatasetManifest:
     with _exit_when_terminated(), dataset as writer:
         progress = PreprocessProgress(start)
         workers = settings.workers if needs_processes(job, files, settings.workers) else 1
-        for result in tokenize_all(job, read_batches(files), workers):
-            writer.add(result)
-            progress.report(writer)
+        with contextlib.closing(tokenize_all(job, read_batches(files), workers)) as results:
+            for result in results:
+                writer.add(result)
+                progress.report(writer)
         writer.finish()
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
@@ -128,18 +130,45 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
 
 def tokenize_all(
     job: TokenizeSettings, batches: Iterable[RowBatch], workers: int
-) -> Iterator[TokenizedRows]:
+) -> Generator[TokenizedRows]:
     """Yield the result of every batch in order.
 
     With one worker, this process tokenizes with the threads of the tokenizer on all cores.
     Otherwise `workers` other processes do.
     """
-    if workers == 1:
+    if workers > 1:
+        yield from _in_processes(job, batches, workers)
+    elif _is_bound_to_python(job):
         yield from (tokenize_rows(job, batch) for batch in batches)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
+    else:
+        yield from _in_threads(job, batches)
+
+
+def _in_threads(job: TokenizeSettings, batches: Iterable[RowBatch]) -> Iterator[TokenizedRows]:
+    """Yield the results of threads that convert rows while the tokenizer encodes other rows."""
+    pool = ThreadPoolExecutor(_THREADS)
+
+    def submit(batch: RowBatch) -> Future[TokenizedRows]:
+        return pool.submit(tokenize_rows, job, batch)
+
     try:
-        yield from _in_order(pool, batches, ahead=3 * workers)
+        yield from _in_order(submit, batches, 2 * _THREADS)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_processes(
+    job: TokenizeSettings, batches: Iterable[RowBatch], workers: int
+) -> Iterator[TokenizedRows]:
+    """Yield the results of worker processes."""
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
+
+    def submit(batch: RowBatch) -> Future[TokenizedRows]:
+        with children_ignore_interrupts():  # submitting may start a worker process
+            return pool.submit(_work, batch)
+
+    try:
+        yield from _in_order(submit, batches, 3 * workers)
     except BrokenProcessPool as error:
         raise MsrlError(
             "a worker process was killed, probably because the machine ran out of memory. "
@@ -157,12 +186,17 @@ def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) 
     """
     if workers == 1:
         return False
-    is_native = job.renderer is not None and job.renderer.template.native
     threads = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
-    if is_native or is_own(job.handler.name) or threads in ("false", "off", "no", "f", "n", "0"):
+    if _is_bound_to_python(job) or threads in ("false", "off", "no", "f", "n", "0"):
         return True
     size = sum(file.stat().st_size for file in files)
     return size >= _PROCESS_BYTES * workers
+
+
+def _is_bound_to_python(job: TokenizeSettings) -> bool:
+    """Return True if most of the work is a chat template or a handler of the user."""
+    is_native = job.renderer is not None and job.renderer.template.native
+    return is_native or is_own(job.handler.name)
 
 
 def make_manifest(
@@ -170,13 +204,14 @@ def make_manifest(
 ) -> DatasetManifest:
     """Return the manifest of the written data."""
     counts, kind, renderer = writer.counts, job.handler.kind, job.renderer
+    vocab = job.tokenizer.get_vocab()
     loss_tokens = {"pretrain": counts["tokens"], "prompts": 0}
     return DatasetManifest(
         kind=kind,
         template="" if renderer is None else renderer.template.name,
         handler=job.handler.name,
-        tokenizer_hash=tokenizer_hash(job.tokenizer),
-        vocab_size=job.tokenizer.vocab_size,
+        tokenizer_hash=vocab_hash(vocab),
+        vocab_size=max(vocab.values()) + 1,
         seq_length=settings.seq_length or writer.max_tokens,
         pack=settings.pack,
         num_rows=counts["rows"],
@@ -236,13 +271,12 @@ class PreprocessProgress:
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, batches: Iterable[RowBatch], ahead: int
+    submit: Callable[[RowBatch], Future[TokenizedRows]], batches: Iterable[RowBatch], ahead: int
 ) -> Iterator[TokenizedRows]:
     """Yield the results in the order of the batches, with at most `ahead` batches submitted."""
     waiting: deque[Future[TokenizedRows]] = deque()
     for batch in batches:
-        with children_ignore_interrupts():  # submitting may start a worker process
-            waiting.append(pool.submit(_work, batch))
+        waiting.append(submit(batch))
         if len(waiting) >= ahead:
             yield waiting.popleft().result()
     while waiting:

@@ -7,6 +7,7 @@ Keys that v0.2.0 removed are translated as v0.1.0 reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import refusal
@@ -15,6 +16,10 @@ from msrl.importers.translation import KeyStatus, Translation
 
 _PG_WORKER = "ActorPGWorker"
 _CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
+_BINARY_WORKERS = ("MathRuleRewardWorker", "CodeSandboxRewardWorker")  # with scores 0 and 1
+_TOPR_DIFFERENCE = (
+    "the original tapers responses with a score of 0 or less, msrl tokens with a negative advantage"
+)
 _REMOVED = "versions from v0.2.0 on ignore it"
 
 
@@ -60,13 +65,33 @@ class Losses:
         if reason:
             self.translation.add_error(entry, f"not supported: the policy loss {variant}")
             return
-        self.translation.assign(entry, ["algo.policy_loss"], variant)
+        difference = _TOPR_DIFFERENCE if variant == "topr" and not self._keeps_signs() else ""
+        why = f"results may differ: {difference}" if difference else ""
+        self.translation.assign(entry, ["algo.policy_loss"], variant, why=why)
         self.own.record("worker_cls", KeyStatus.APPLIED, f"algo.policy_loss: {variant}")
+        if difference:
+            self.translation.report_difference(entry, difference)
         if variant == "topr":
             self.translation.set("algo.options.level", wrap("token", entry.origin))
         if variant == "cispo":
             for key in ("algo.clip.low", "algo.clip.high"):
                 self.translation.set(key, wrap(_CISPO_CLIP, entry.origin))
+
+    def _keeps_signs(self) -> bool:
+        """Return True if advantages have the signs of the scores, or are zero for a score of 0.
+
+        The scores are 0 or 1, and the advantages are the normalized scores.
+        """
+        top, rewards = self.top, self.top.get("rewards")
+        domains = rewards.value if rewards is not None else None
+        if not isinstance(domains, dict) or not domains:
+            return False
+        is_binary = all(map(_has_binary_scores, cast("dict[str, Any]", domains).values()))
+        is_moved = any(
+            top.value(key) is True
+            for key in ("add_token_level_kl", "whiten_advantages", "whiten_rewards")
+        )
+        return is_binary and not is_moved and self.translation.algorithm in ("grpo", "reinforce")
 
     def _aggregation(self) -> None:
         """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence."""
@@ -141,3 +166,9 @@ class Losses:
         self.translation.assign(entry, natives, entry.value, why=_REMOVED)
         for key in ("reward_shift", "reward_scale"):
             top.record(key, KeyStatus.APPLIED, f"{' and '.join(natives)}: {entry.value}")
+
+
+def _has_binary_scores(domain: Any) -> bool:
+    """Return True if the reward worker of a domain has no other scores than 0 and 1."""
+    worker = domain.get("worker_cls") if isinstance(domain, dict) else None
+    return str(worker).rpartition(".")[2] in _BINARY_WORKERS

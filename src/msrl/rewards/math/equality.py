@@ -294,6 +294,7 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
     if not _is_balanced(response) or _differ_in_case(answer, response):
         return False
     true, claimed = formula(_keep_variable(answer)), formula(_keep_variable(response))
+    claimed = _with_symbols(claimed, true)
     if verified(true, claimed):
         has_new_percent = "%" in response and "%" not in answer
         return percent or not has_new_percent or _equal_hundredths(true, claimed)
@@ -303,6 +304,21 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
     if true_value is None or claimed_value is None:
         return False
     return _same_number(true_value, claimed_value, tolerance, percent)
+
+
+def _with_symbols(parsed: list[Any], others: list[Any]) -> list[Any]:
+    """Return a parsed answer with the symbols of another one for those of the same name.
+
+    math-verify parses the i of `0.5i` and of `1+i` as symbols with different assumptions.
+    """
+    symbols = [
+        getattr(item[0], "free_symbols", set()) if item else set() for item in (parsed, others)
+    ]
+    by_name = {str(symbol): symbol for symbol in symbols[1]}
+    replaced = {symbol: by_name.get(str(symbol), symbol) for symbol in symbols[0]}
+    if all(symbol == other for symbol, other in replaced.items()):
+        return parsed
+    return [parsed[0].xreplace(replaced), *parsed[1:]]
 
 
 def _differ_in_case(answer: str, response: str) -> bool:

@@ -42,11 +42,21 @@ _REPLACED = (
     (r"\\geqslant(?![A-Za-z])", r"\\ge"),
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix row
     (r"\\colon(?![A-Za-z])", ":"),
+    (r"\\log\s*_\s*(?:e|\{\s*e\s*\}|\{?\s*\\mathrm\s*\{\s*e\s*\}\s*\}?)", r"\\ln "),
+    (r"\\color\s*\{[^{}]*\}", ""),  # of all that follows
     (r"\{([-:,])\}", r"\1"),
     (r"(?<![A-Za-z}\]^_])\{\}", ""),
     (r"^\s*\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?\s*$", r"\\binom{\1}{\2}"),
 )
 _RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in _REPLACED)
+
+# Commands that only emphasize their last argument. \overline marks repeating decimals, and a raised
+# \underline is a falling power.
+_EMPHASIS = (
+    r"(?<!\^)(?<!\^\{)\\(?:underline|uline|fbox|bm|boldsymbol|pmb"
+    r"|(?:text)?color\s*\{[^{}]*\})\s*\{"
+)
+_GROUPS = re.compile(rf"({_EMPHASIS})|\\.|[{{}}]", re.DOTALL)
 
 _OTHER_INTERVAL = re.compile(r"(\]|\[)([^\[\]()]+[,;][^\[\]()]+)(\]|\[)")
 _SEMICOLON = re.compile(r"([\[(])([^\[\](),;]+);([^\[\](),;]+)([\])])")
@@ -69,7 +79,7 @@ _STRICT = ("<", ">", "\\lt", "\\gt")
 
 def unified(text: str) -> str:
     """Return a text with ASCII characters and LaTeX commands in one spelling."""
-    text = _SPACE_CHARACTERS.sub(" ", text)
+    text = _without_emphasis(_SPACE_CHARACTERS.sub(" ", text))
     text = _FRACTIONS.sub(_fraction, text)
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{_normal(match[0])}}}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION))
@@ -93,6 +103,24 @@ def intervals(text: str) -> str:
             return "\\cup ".join(map(str, converted))
     text = _SEMICOLON.sub(r"\1\2,\3\4", text)
     return _OTHER_INTERVAL.sub(_usual_interval, text)
+
+
+def _without_emphasis(text: str) -> str:
+    r"""Return the text with the contents of commands such as `\underline` in their place."""
+    pieces: list[str] = []
+    groups: list[bool] = []  # whether each open group belongs to such a command
+    position = 0
+    for match in _GROUPS.finditer(text):
+        is_emphasis = match[1] is not None
+        is_removed = is_emphasis
+        if is_emphasis or match[0] == "{":
+            groups.append(is_emphasis)
+        elif match[0] == "}" and groups:
+            is_removed = groups.pop()
+        if is_removed:
+            pieces.append(text[position : match.start()])
+            position = match.end()
+    return text if any(groups) else "".join([*pieces, text[position:]])
 
 
 def _fraction(match: re.Match[str]) -> str:

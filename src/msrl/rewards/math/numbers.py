@@ -30,7 +30,20 @@ _AFTER = re.compile(rf"(?<=[\d}}.])\s*{_CURRENCY}$")
 _DOLLAR = re.compile(r"\$|dollar|USD")
 _WRAPPED = re.compile(r"\\(?:text(?:rm|up)?|math(?:rm|up)|mbox|operatorname)\s*\{([^{}]*)\}")
 _SPACES = r"\\[,;: ]|~|\\q?quad(?![A-Za-z])"
-_AMOUNT = re.compile(r"(.*?[\d}])(\s*)([A-Za-z][A-Za-z .,/-]*(?:\^(?:\{\d\}|\d))?)")
+_RAISED = r"(?:\^(?:\{\d\}|\d))?"
+_AMOUNT = re.compile(rf"(.*?[\d}}])(\s*)([A-Za-z][A-Za-z .,/-]*{_RAISED}(?:/[A-Za-z]+{_RAISED})?)")
+_TEXT_UNIT = rf"\\(?:text|mathrm|mbox)\s*\{{\s*([A-Za-z]+)\.?\s*\}}({_RAISED})\s*"
+# For example \frac{\text{miles}}{\text{hour}}, with the number before the fraction or in it.
+_FRACTION_OF_UNITS = re.compile(
+    rf"\\[dt]?frac\s*\{{([\d.,\s]*){_TEXT_UNIT}\}}\s*\{{\s*1?\s*{_TEXT_UNIT}\}}"
+)
+_POWER_OVER = re.compile(r"\^.*/")
+_WORD_BEFORE_UNIT = re.compile(
+    r"(?<![A-Za-z])(sq|square|cu|cubic)(?:\.\s*|[\s-]+)([A-Za-z]+)\.?", re.IGNORECASE
+)
+_WORD_AFTER_UNIT = re.compile(
+    r"(?<![A-Za-z])([A-Za-z]+)\.?[\s-]+(squared|cubed)(?![A-Za-z])", re.IGNORECASE
+)
 _STOP_WORDS = frozenset(
     (
         "and", "or", "to", "not", "if", "maybe", "less", "more", "than", "no", "but", "is", "minus",
@@ -103,7 +116,10 @@ def amount(text: str) -> Amount | None:
         return Amount(value, "dollar" if _DOLLAR.search(text) else "")
     if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
         return None
-    text, num_wrapped = _WRAPPED.subn(r" \1", re.sub(_SPACES, " ", text))
+    text, num_wrapped = _WRAPPED.subn(r" \1", _with_rates(text))
+    text = re.sub(r"\s*/\s*", "/", text)
+    text = _WORD_BEFORE_UNIT.sub(lambda match: _raised(match[0], match[2], match[1]), text)
+    text = _WORD_AFTER_UNIT.sub(lambda match: _raised(match[0], match[1], match[2]), text)
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
         return None
@@ -189,6 +205,19 @@ _FORMS = (
 )
 
 
+def _with_rates(text: str) -> str:
+    r"""Return an amount without commands for spaces, with fractions of units as `miles/hour`."""
+    text = re.sub(r"\s*\^\s*", "^", re.sub(_SPACES, " ", text))
+    return _FRACTION_OF_UNITS.sub(r"\1 \\text{\2}\3/\4\5", text)
+
+
+def _raised(text: str, unit: str, word: str) -> str:
+    """Return a unit beside a word such as `square` with its exponent, or the text unchanged."""
+    if _singular(unit) not in (*_UNITS, "unit"):
+        return text
+    return f"{unit}^{2 if word.lower().startswith('sq') else 3}"
+
+
 def _unit(text: str, *, is_wrapped: bool, is_separate: bool) -> Amount | None:
     """Return the factor and the name of a unit; None if the text is not a unit.
 
@@ -199,6 +228,8 @@ def _unit(text: str, *, is_wrapped: bool, is_separate: bool) -> Amount | None:
     while words and words[0].lower() in _SCALES and (is_wrapped or len(words[0]) > 1):
         factor *= _SCALES[words.pop(0).lower()]
     is_known = len(words) == 1 and _dimension(words[0]) is not None
+    if not is_known and _POWER_OVER.search(text):
+        return None  # a term such as abc^2/d
     shortest = 2 if is_known else 3
     shortest = 1 if is_wrapped or (is_known and is_separate) else shortest
     for word in words:
