@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from msrl.checkpoint.adapters.megatron import read_adapter
+from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.data.preferences import PreferenceDataset
 from msrl.models.families import all_rules
 from msrl.plan.run_plan import resolve
-from msrl.types import RenderedExample
+from msrl.types import RenderedExample, RenderedPreference
 from support import shared_data
 from tiny_qwen2 import save_model
 from training_runs import metrics, succeed, write_config, write_rows
@@ -92,9 +94,13 @@ def run_in_process(config: Mapping[str, Any], command: str = "train-dpo") -> Pat
     return Path(validated.run.dir) / validated.run.name
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint by Hugging Face name."""
-    source = open_weights(checkpoint)
+def weights(checkpoint: Path, adapters_of: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return all weights of a checkpoint by Hugging Face name, with adapters merged into a base."""
+    if adapters_of is None:
+        source = open_weights(checkpoint)
+    else:
+        base = open_weights(adapters_of)
+        source = MergedSource(base, read_adapter(checkpoint, base.shape))
     return {
         name: tensor.clone()
         for rule in all_rules(source.shape)
@@ -102,7 +108,9 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_resumes_bit_by_bit(run: Path, config: dict[str, Any], command: str) -> None:
+def assert_resumes_bit_by_bit(
+    run: Path, config: dict[str, Any], command: str, adapters_of: Path | None = None
+) -> None:
     """Repeat the second half of a run from its checkpoint, and compare all results."""
     config = {**config, "run": {**config["run"], "name": f"{run.name}-resumed"}}
     config["checkpoint"] = {**config["checkpoint"], "resume": str(run / "checkpoints")}
@@ -114,7 +122,7 @@ def assert_resumes_bit_by_bit(run: Path, config: dict[str, Any], command: str) -
     config["checkpoint"]["resume"] = "auto"
     resumed = run_in_process(config, command)
     assert metrics(resumed) == metrics(run)[STEPS // 2 :]
-    before, after = weights(run / "checkpoints"), weights(resumed / "checkpoints")
+    before, after = (weights(each / "checkpoints", adapters_of) for each in (run, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -317,6 +325,16 @@ def reward_run(inputs: Path) -> tuple[Path, dict[str, Any]]:
     return run_in_process(config, "train-rm"), config
 
 
+def pair_scores(model: Any, row: RenderedPreference) -> list[float]:
+    """Return the scores of a classifier of transformers for both answers of a pair."""
+    scores: list[float] = []
+    for side in row.sides:
+        end = int(side.loss_mask.nonzero()[0][-1]) + 1
+        with torch.no_grad():
+            scores.append(model(torch.from_numpy(side.token_ids[:end])[None]).logits.item())
+    return scores
+
+
 @pytest.mark.full
 def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resumes(
     reward_run: tuple[Path, dict[str, Any]], inputs: Path, tmp_path: Path
@@ -335,16 +353,8 @@ def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resume
         AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
         for path in (run / "hf", tmp_path / "hf")
     )
-    scores: list[list[float]] = []
-    with torch.no_grad():
-        for row in rows:
-            ends = [int(side.loss_mask.nonzero()[0][-1]) + 1 for side in row.sides]
-            ids = [
-                torch.from_numpy(side.token_ids[:end])[None]
-                for side, end in zip(row.sides, ends, strict=True)
-            ]
-            scores.append([model(side).logits.item() for side in ids])
-            assert scores[-1] == [converted(side).logits.item() for side in ids]
+    scores = [pair_scores(model, row) for row in rows]
+    assert scores == [pair_scores(converted, row) for row in rows]
     chosen, rejected = torch.tensor(scores, dtype=torch.float64).T
     margins = torch.tensor([row.value for row in rows], dtype=torch.float64)
     weight = torch.tensor([row.weight for row in rows], dtype=torch.float64)
@@ -358,6 +368,31 @@ def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resume
     assert last["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert chosen.std() > 0
     assert_resumes_bit_by_bit(run, config, "train-rm")
+
+
+@pytest.mark.full
+def test_adapters_of_a_reward_model_train_beside_its_head_and_resume_bit_by_bit(
+    inputs: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    train = {"steps": STEPS, "global_batch": 8, "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}
+    config = settings(inputs, "rm lora", train={**train, "parallel": {"tp": 2}}, checkpoint=SAVES)
+    run = run_in_process(config, "train-rm")
+    steps = metrics(run)
+    assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    single = settings(inputs, "rm lora single", train={**train, "parallel": {"pp": 2}})
+    for step, other in zip(steps, metrics(run_in_process(single, "train-rm")), strict=True):
+        assert other["train/loss"] == pytest.approx(step["train/loss"], abs=1e-5)
+    model = AutoModelForSequenceClassification.from_pretrained(run / "hf", dtype=torch.float32)
+    rows = held_out(Config.model_validate(config, strict=False))
+    scores = torch.tensor([pair_scores(model, row) for row in rows])
+    margins, weight = scores[:, 0] - scores[:, 1], torch.tensor([row.weight for row in rows])
+    loss = (-F.logsigmoid(margins) * weight).sum() / weight.sum()
+    assert steps[-1]["eval/loss"] == pytest.approx(loss.item(), abs=1e-4)
+    assert margins.abs().min() > 0
+    assert_resumes_bit_by_bit(run, config, "train-rm", adapters_of=inputs / "model")
 
 
 @pytest.mark.full

@@ -38,18 +38,11 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 
 def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each setting of train-rm that is invalid or has no effect."""
-    train = resolved.config.train
     yield from check_kind(resolved, plan, "pairs", _REMEDIES["pairs"])
     yield from check_preference_data(resolved)
     yield from check_algo_keys(resolved, "reward_model", "train-rm")
     yield from _unused_roles(resolved, "train-rm", ("reference", *_ROLES))
-    if train.lora.rank is not None:
-        yield resolved.mistake(
-            "train.lora.rank",
-            "adapters are not supported in train-rm, which also trains the score head. Remove it, "
-            "or set train.freeze.",
-        )
-    if train.chunk is not None:
+    if resolved.config.train.chunk is not None:
         yield resolved.mistake(
             "train.chunk", "has no effect in train-rm: reward models have no logits. Remove it."
         )
