@@ -92,7 +92,17 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ("train-sft", (), ("data.train", "pairs", "sft")),
         ("train-rm", ("train.lora.rank=4", "train.freeze=['*']"), ("train.freeze", "train.lora")),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
-        ("train-rm", ("algo.reward_model.kind=process",), ("kind", "process", "version")),
+        ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
+        (
+            "train-rm",
+            ("algo.reward_model.kind=process", "algo.reward_model.center_coef=0.1"),
+            ("center_coef", 0.1, "process"),
+        ),
+        (
+            "train-rm",
+            ("algo.reward_model.reward_tokens=[a, b]",),
+            ("reward_tokens", "outcome"),
+        ),
         ("train-rm", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-rm")),
         ("train-rm", ("model.init=random",), ("model.init", "random", "train-sft")),
     ],

@@ -16,11 +16,15 @@ import torch.nn.functional as F
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.source import open_weights
+from msrl.cli import app
 from msrl.config.schema import Config
+from msrl.data.dataset import StepDataset
 from msrl.data.preferences import PreferenceDataset
+from msrl.data.tokenizer import open_tokenizer
 from msrl.models.families import all_rules
 from msrl.plan.run_plan import resolve
 from msrl.types import RenderedExample, RenderedPreference
+from msrl.workflows.sft.rows import split
 from support import shared_data
 from tiny_qwen2 import save_model
 from training_runs import metrics, succeed, write_config, write_rows
@@ -56,8 +60,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preprocess(folder: Path, name: str, rows: Any, handler: str) -> None:
-    from msrl.cli import app
-
     source = str(write_rows(folder / f"{name}.jsonl", rows))
     arguments = ["preprocess", "--input", source, "--tokenizer", str(folder / "model")]
     arguments += ["--handler", handler, "--template", "qwen"]
@@ -140,8 +142,6 @@ def logprobs(model: Any, side: RenderedExample) -> torch.Tensor:
 
 
 def held_out(config: Config, kind: str = "pairs") -> list[Any]:
-    from msrl.workflows.sft.rows import split
-
     data = PreferenceDataset(str(config.data.train), kind)
     numbers = split(len(data), config.data.eval_fraction, config.run.seed)[1]
     return [data[number] for number in numbers]
@@ -409,6 +409,90 @@ def test_curves_of_reward_models_agree_across_layouts(inputs: Path, layout: str)
     for step, other in zip(*results, strict=True):
         for key in ("train/loss", "train/margin"):
             assert other[key] == pytest.approx(step[key], abs=1e-5), key
+
+
+def step_settings(inputs: Path, name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a process reward model on steps that a letter decides."""
+    rows = [
+        {
+            "input": " ".join(f"{'ab'[(i + k) % 2]}{i} #" for k in range(1 + i % 3)),
+            "value": ["+-"[(i + k) % 2] for k in range(1 + i % 3)],
+        }
+        for i in range(24)
+    ]
+    if not (inputs / "steps_manifest.json").exists():
+        source = str(write_rows(inputs / "steps.jsonl", rows))
+        arguments = ["preprocess", "--input", source, "--tokenizer", str(inputs / "model")]
+        arguments += ["--handler", "steps", "--set", "preprocess.options.placeholder_token='#'"]
+        app.app([*arguments, "--output-prefix", str(inputs / "steps")], standalone_mode=False)
+    data = {"train": str(inputs / "steps"), **sections.pop("data", {})}
+    algo = {"reward_model": {"kind": "process", "reward_tokens": ["+", "-"]}}
+    return settings(inputs, name, data=data, algo=algo, **sections)
+
+
+def step_metrics(model: Any, config: Config) -> tuple[float, float]:
+    """Return loss and accuracy of a causal model of transformers on the held-out steps."""
+    data = StepDataset(str(config.data.train))
+    numbers = split(len(data), config.data.eval_fraction, config.run.seed)[1]
+    tokens = [open_tokenizer(str(config.model.path)).token_id(text) for text in "+-"]
+    losses: list[torch.Tensor] = []
+    right: list[torch.Tensor] = []
+    for number in numbers:
+        (example,) = data[number]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(example.token_ids)[None]).logits[0].double()
+        at = torch.from_numpy(example.loss_mask)
+        assert example.labels is not None
+        labels = (torch.from_numpy(example.labels)[at] == tokens[1]).long()
+        chosen = logits[at][:, tokens]
+        losses.append(F.cross_entropy(chosen, labels, reduction="none"))
+        right.append((chosen.argmax(-1) == labels).double())
+    return torch.cat(losses).mean().item(), torch.cat(right).mean().item()
+
+
+def test_a_process_reward_model_learns_steps_agrees_with_transformers_and_resumes(
+    inputs: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    train = {"steps": STEPS, "global_batch": 8, "optimizer": {"lr": 3e-3}, "parallel": {"tp": 2}}
+    config = step_settings(inputs, "prm", train=train, checkpoint=SAVES)
+    run = run_in_process(config, "train-rm")
+    steps = metrics(run)
+    model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    loss, accuracy = step_metrics(model, Config.model_validate(config, strict=False))
+    assert steps[-1]["eval/loss"] == pytest.approx(loss, abs=1e-4)
+    assert steps[-1]["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    assert_resumes_bit_by_bit(run, config, "train-rm")
+
+
+@pytest.mark.full
+def test_curves_of_process_reward_models_agree_across_layouts_and_packing(inputs: Path) -> None:
+    train = {"steps": STEPS, "global_batch": 4, "optimizer": {"lr": 1e-3}, "micro_batch": 4}
+    layouts = {
+        "single": {},
+        "pp 2": {"parallel": {"pp": 2}, "micro_batch": 2},
+        "cp 2": {"parallel": {"cp": 2}},
+        "tp 2 sp": {"parallel": {"tp": 2, "sp": True}},
+    }
+    curves = [
+        metrics(
+            run_in_process(
+                step_settings(inputs, f"prm {name}", train={**train, **changes}), "train-rm"
+            )
+        )
+        for name, changes in layouts.items()
+    ]
+    for other in curves[1:]:
+        for step, another in zip(curves[0], other, strict=True):
+            for key in ("train/loss", "train/accuracy"):
+                assert another[key] == pytest.approx(step[key], abs=1e-5), key
+    data = {"pack": True, "seq_length": 64}
+    packed = step_settings(inputs, "prm packed", data=data, train={**train, "lora": {"rank": 4}})
+    assert all(
+        math.isfinite(step["train/loss"]) for step in metrics(run_in_process(packed, "train-rm"))
+    )
 
 
 @pytest.mark.full

@@ -129,10 +129,10 @@ class Adapters:
             if is_layer(placed.rule.mcore, placed.rule.hf, settings.targets)
         )
         self._heads = {
-            placed: parameters[placed.name].requires_grad_()
-            for placed in tensors
-            if placed.rule.mcore == SCORE_HEAD
+            placed: parameters[placed.name] for placed in tensors if placed.rule.mcore == SCORE_HEAD
         }
+        for head in self._heads.values():
+            head.requires_grad_(True)
         self._by_name = {adapted.placed.name: adapted for adapted in self.all}
         for adapted in self.all:
             self._attach(adapted, seed)
