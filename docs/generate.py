@@ -286,7 +286,7 @@ def _target(row: Any) -> str:
     known = {re.sub(r"\.0\.", ".", key) for key in settable_keys()}
     if row.to:
         is_known = all(any(name == key or name.startswith(f"{key}.") for name in known) or
-                       key.startswith("log.options.") for key in row.to)  # fmt: skip
+                       ".options." in key for key in row.to)  # fmt: skip
         text = ", ".join(map(code, row.to))
         return text if is_known else f"{text} (not in this version)"
     effects = {

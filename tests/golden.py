@@ -337,6 +337,7 @@ class HandlerRow:
     answer: str | None = None
     text: str | None = None
     answers: tuple[str, ...] = ()  # of preference data, after `turns`
+    labels: tuple[str, ...] = ()  # of steps, beside `text`
     value: float = 0.0  # margin or label of preference data
 
 
@@ -373,6 +374,9 @@ HANDLERS: dict[str, HandlerRow] = {
         _TURNS[:1],
         answers=("2", "3"),
         value=0.5,
+    ),
+    "steps": HandlerRow(
+        {"input": "1 + 1? Two. ки", "value": ["+"]}, text="1 + 1? Two. ки", labels=("+",)
     ),
     "labeled": HandlerRow(
         {"prompt": "1 + 1?", "completion": "2", "label": True},

@@ -75,6 +75,35 @@ def test_stage_orm_becomes_train_rm() -> None:
     assert native(translation)["algo"] == {"reward_model": {"kind": "outcome"}}
 
 
+PRM = TUNE.replace("--is-pairwise-dataset", "--is-instruction-dataset")
+STEPS = "--placeholder-token ки --reward-tokens + -"
+
+
+def test_stage_prm_becomes_train_rm_of_labeled_steps() -> None:
+    text = PRM.format(stage="prm", more=STEPS)
+    translation = translate_arguments("mindspeed-llm", text.split())
+    validation = validate(translation)
+    assert (validation.commands, validation.errors) == (("train-rm",), ())
+    expected = {"kind": "process", "reward_tokens": ["+", "-"]}
+    assert native(translation)["algo"] == {"reward_model": expected}
+    with pytest.raises(MsrlError, match=mentions("reward_tokens", "missing")):
+        translate_arguments("mindspeed-llm", PRM.format(stage="prm", more="").split())
+
+
+def test_preprocessing_of_labeled_steps_is_imported() -> None:
+    text = (
+        "preprocess_data.py --input rows.parquet --handler-name AlpacaStyleProcessRewardHandler "
+        f"--tokenizer-name-or-path hf --output-prefix data --seq-length 4096 {STEPS}"
+    )
+    translation = translate_arguments("mindspeed-llm", text.split())
+    assert not validate(translation).errors
+    tokens = {"placeholder_token": "ки", "reward_tokens": ["+", "-"]}
+    assert native(translation)["preprocess"]["options"] == tokens
+    plain = text.replace("AlpacaStyleProcessRewardHandler", "AlpacaStyleInstructionHandler")
+    translation = translate_arguments("mindspeed-llm", plain.split())
+    assert "options" not in native(translation)["preprocess"]
+
+
 @pytest.mark.parametrize(
     ("stage", "more", "fragments"),
     [

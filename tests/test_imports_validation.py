@@ -65,9 +65,9 @@ def test_a_training_without_weights_is_refused() -> None:
 
 
 def test_other_stages_are_refused_in_one_line() -> None:
-    with pytest.raises(MsrlError, match=mentions("stage=prm", "process")) as caught:
+    with pytest.raises(MsrlError, match=mentions("stage=trl_ppo", "RL")) as caught:
         translate_arguments(
-            "mindspeed-llm", [*TUNE.replace("stage sft", "stage prm").split(), "--fp16"]
+            "mindspeed-llm", [*TUNE.replace("stage sft", "stage trl_ppo").split(), "--fp16"]
         )
     assert "\n" not in str(caught.value)
 

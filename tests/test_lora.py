@@ -113,10 +113,12 @@ def save_ranks(
     *,
     base: bool,
     load: str | None = None,
+    head: Tensor | None = None,
 ) -> None:
     """Write an mcore checkpoint as a trainer does.
 
-    It has only the adapter, or also the base weights under their `base_layer` names.
+    It has only the adapter, or also the base weights under their `base_layer` names. `head` is the
+    score head of a reward model.
     """
     source = open_weights(hf)
     for at in layout.ranks():
@@ -128,6 +130,8 @@ def save_ranks(
             load=load,
         )
         model = rank_adapter(adapter, layout, at)
+        if head is not None and at.pp == layout.pp - 1:
+            model["rm_head.weight"] = head.chunk(layout.tp, dim=1)[at.tp]
         for name, tensor in source.local_tensors(layout, at) if base else ():
             adapted = any(f".{module}." in name for module in HF_NAMES)
             model[
@@ -300,6 +304,73 @@ def test_all_commands_merge_to_one_verified_model(
                 torch.equal(t, first[hf])
                 for hf, t in zip(rule.hf, source.hf_tensors(rule), strict=True)
             ), (name, rule.mcore)
+
+
+# --- adapters of reward models
+
+HEAD = torch.linspace(-1.0, 1.0, 64)[None]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_score_head_saved_beside_adapters_replaces_the_output_layer(
+    tmp_path: Path, tp: int, pp: int, tied: bool
+) -> None:
+    dtype = torch.float32
+    weights = tiny.save(tmp_path / "hf", dtype=dtype, tie_word_embeddings=tied)
+    adapter, layout = full_adapter(), ParallelLayout(tp, pp)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", layout, adapter, base=False, head=HEAD)
+    base = open_weights(tmp_path / "hf")
+    merged = MergedSource(base, read_adapter(tmp_path / "ranks", base.shape))
+    write_hf(merged, tmp_path / "out", None)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["num_labels"] == 1
+    actual = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(actual["score.weight"], HEAD)
+    assert actual.keys() == (weights.keys() - {"lm_head.weight"}) | {"score.weight"}
+    for module, factors in adapter.items():
+        expected = by_hand(weights[f"{module}.weight"], *factors, ALPHA / RANK)
+        torch.testing.assert_close(actual[f"{module}.weight"], expected, rtol=1e-6, atol=1e-5)
+
+
+def test_the_adapter_of_a_reward_model_survives_the_way_through_peft(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf", dtype=torch.float32)
+    shape = load_shape(tmp_path / "hf")
+    layout = ParallelLayout(2, 2)
+    save_ranks(tmp_path / "ranks", tmp_path / "hf", layout, full_adapter(), base=False, head=HEAD)
+    write_peft(read_adapter(tmp_path / "ranks", shape), tmp_path / "peft", "Qwen/tiny")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    actual = read_adapter(tmp_path / "peft", shape)
+    assert torch.equal(actual.replaced["score.weight"], HEAD) and len(actual.deltas) == 14
+    assert actual.summary() == "rank 4, scale 2, 14 weights, 1 weights replaced"
+
+
+def test_commands_merge_the_adapter_of_a_reward_model_and_verify_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_real(tmp_path / "hf", "qwen2", tied=False)
+    small = {name: (a * 0.1, b * 0.1) for name, (a, b) in full_adapter().items()}
+    load = str(tmp_path / "hf")
+    layout = ParallelLayout(2)
+    save_ranks(tmp_path / "a", tmp_path / "hf", layout, small, base=False, head=HEAD, load=load)
+    (tmp_path / "a" / "hf").mkdir()
+    shutil.copyfile(tmp_path / "hf" / "config.json", tmp_path / "a" / "hf" / "config.json")
+    with pytest.raises(MsrlError, match=mentions("only", "adapter", "hf2hf")):
+        open_weights(tmp_path / "a")
+    run(command="lora2hf", load=tmp_path / "a", save=tmp_path / "peft", hf_config=tmp_path / "hf")
+    for name, adapter in (("first", "a"), ("second", "peft")):
+        lora = tmp_path / adapter
+        run(command="hf2hf", load=tmp_path / "hf", lora=lora, save=tmp_path / name)
+    output = capsys.readouterr().out
+    assert output.count("scores, fp32") == 2 and output.count("14 merged weights") == 2
+    first, second = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
+    )
+    assert first.keys() == second.keys() and all(
+        torch.equal(tensor, second[name]) for name, tensor in first.items()
+    )
 
 
 # --- refused adapters and checkpoints

@@ -90,9 +90,19 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ("train-dpo", ("cluster.roles.critic.load=x",), ("cluster.roles.critic", "train-dpo")),
         ("train-sft", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-dpo")),
         ("train-sft", (), ("data.train", "pairs", "sft")),
-        ("train-rm", ("train.lora.rank=4",), ("train.lora.rank", 4, "adapters")),
+        ("train-rm", ("train.lora.rank=4", "train.freeze=['*']"), ("train.freeze", "train.lora")),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
-        ("train-rm", ("algo.reward_model.kind=process",), ("kind", "process", "version")),
+        ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
+        (
+            "train-rm",
+            ("algo.reward_model.kind=process", "algo.reward_model.center_coef=0.1"),
+            ("center_coef", 0.1, "process"),
+        ),
+        (
+            "train-rm",
+            ("algo.reward_model.reward_tokens=[a, b]",),
+            ("reward_tokens", "outcome"),
+        ),
         ("train-rm", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-rm")),
         ("train-rm", ("model.init=random",), ("model.init", "random", "train-sft")),
     ],
@@ -151,6 +161,8 @@ def test_the_memory_has_a_reference_only_where_the_ranks_hold_one(inputs: Path) 
         assert "reference weights" not in memory("train-dpo", "data.seq_length=64", *sets)
     scores = memory("train-rm", "data.seq_length=64")
     assert "logits" not in scores and scores["weights"] < own["weights"]
+    adapted = memory("train-rm", "data.seq_length=64", "train.lora.rank=4")
+    assert 0 < adapted["gradients"] < scores["gradients"]
     single = memory_rows(resolve(check(inputs, "train-dpo").config, "train-sft"))
     assert "activations" not in single
 

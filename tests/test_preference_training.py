@@ -13,12 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from msrl.checkpoint.adapters.megatron import read_adapter
+from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.source import open_weights
+from msrl.cli import app
 from msrl.config.schema import Config
+from msrl.data.dataset import StepDataset
 from msrl.data.preferences import PreferenceDataset
+from msrl.data.tokenizer import open_tokenizer
 from msrl.models.families import all_rules
 from msrl.plan.run_plan import resolve
-from msrl.types import RenderedExample
+from msrl.types import RenderedExample, RenderedPreference
+from msrl.workflows.sft.rows import split
 from support import shared_data
 from tiny_qwen2 import save_model
 from training_runs import metrics, succeed, write_config, write_rows
@@ -54,8 +60,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preprocess(folder: Path, name: str, rows: Any, handler: str) -> None:
-    from msrl.cli import app
-
     source = str(write_rows(folder / f"{name}.jsonl", rows))
     arguments = ["preprocess", "--input", source, "--tokenizer", str(folder / "model")]
     arguments += ["--handler", handler, "--template", "qwen"]
@@ -92,9 +96,13 @@ def run_in_process(config: Mapping[str, Any], command: str = "train-dpo") -> Pat
     return Path(validated.run.dir) / validated.run.name
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint by Hugging Face name."""
-    source = open_weights(checkpoint)
+def weights(checkpoint: Path, adapters_of: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return all weights of a checkpoint by Hugging Face name, with adapters merged into a base."""
+    if adapters_of is None:
+        source = open_weights(checkpoint)
+    else:
+        base = open_weights(adapters_of)
+        source = MergedSource(base, read_adapter(checkpoint, base.shape))
     return {
         name: tensor.clone()
         for rule in all_rules(source.shape)
@@ -102,7 +110,9 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_resumes_bit_by_bit(run: Path, config: dict[str, Any], command: str) -> None:
+def assert_resumes_bit_by_bit(
+    run: Path, config: dict[str, Any], command: str, adapters_of: Path | None = None
+) -> None:
     """Repeat the second half of a run from its checkpoint, and compare all results."""
     config = {**config, "run": {**config["run"], "name": f"{run.name}-resumed"}}
     config["checkpoint"] = {**config["checkpoint"], "resume": str(run / "checkpoints")}
@@ -114,7 +124,7 @@ def assert_resumes_bit_by_bit(run: Path, config: dict[str, Any], command: str) -
     config["checkpoint"]["resume"] = "auto"
     resumed = run_in_process(config, command)
     assert metrics(resumed) == metrics(run)[STEPS // 2 :]
-    before, after = weights(run / "checkpoints"), weights(resumed / "checkpoints")
+    before, after = (weights(each / "checkpoints", adapters_of) for each in (run, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -132,8 +142,6 @@ def logprobs(model: Any, side: RenderedExample) -> torch.Tensor:
 
 
 def held_out(config: Config, kind: str = "pairs") -> list[Any]:
-    from msrl.workflows.sft.rows import split
-
     data = PreferenceDataset(str(config.data.train), kind)
     numbers = split(len(data), config.data.eval_fraction, config.run.seed)[1]
     return [data[number] for number in numbers]
@@ -322,6 +330,16 @@ def reward_run(inputs: Path) -> tuple[Path, dict[str, Any]]:
     return run_in_process(config, "train-rm"), config
 
 
+def pair_scores(model: Any, row: RenderedPreference) -> list[float]:
+    """Return the scores of a classifier of transformers for both answers of a pair."""
+    scores: list[float] = []
+    for side in row.sides:
+        end = int(side.loss_mask.nonzero()[0][-1]) + 1
+        with torch.no_grad():
+            scores.append(model(torch.from_numpy(side.token_ids[:end])[None]).logits.item())
+    return scores
+
+
 @pytest.mark.full
 def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resumes(
     reward_run: tuple[Path, dict[str, Any]], inputs: Path, tmp_path: Path
@@ -340,16 +358,8 @@ def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resume
         AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
         for path in (run / "hf", tmp_path / "hf")
     )
-    scores: list[list[float]] = []
-    with torch.no_grad():
-        for row in rows:
-            ends = [int(side.loss_mask.nonzero()[0][-1]) + 1 for side in row.sides]
-            ids = [
-                torch.from_numpy(side.token_ids[:end])[None]
-                for side, end in zip(row.sides, ends, strict=True)
-            ]
-            scores.append([model(side).logits.item() for side in ids])
-            assert scores[-1] == [converted(side).logits.item() for side in ids]
+    scores = [pair_scores(model, row) for row in rows]
+    assert scores == [pair_scores(converted, row) for row in rows]
     chosen, rejected = torch.tensor(scores, dtype=torch.float64).T
     margins = torch.tensor([row.value for row in rows], dtype=torch.float64)
     weight = torch.tensor([row.weight for row in rows], dtype=torch.float64)
@@ -366,6 +376,31 @@ def test_a_reward_model_agrees_with_transformers_after_the_round_trip_and_resume
 
 
 @pytest.mark.full
+def test_adapters_of_a_reward_model_train_beside_its_head_and_resume_bit_by_bit(
+    inputs: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    train = {"steps": STEPS, "global_batch": 8, "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}
+    config = settings(inputs, "rm lora", train={**train, "parallel": {"tp": 2}}, checkpoint=SAVES)
+    run = run_in_process(config, "train-rm")
+    steps = metrics(run)
+    assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    single = settings(inputs, "rm lora single", train={**train, "parallel": {"pp": 2}})
+    for step, other in zip(steps, metrics(run_in_process(single, "train-rm")), strict=True):
+        assert other["train/loss"] == pytest.approx(step["train/loss"], abs=1e-5)
+    model = AutoModelForSequenceClassification.from_pretrained(run / "hf", dtype=torch.float32)
+    rows = held_out(Config.model_validate(config, strict=False))
+    scores = torch.tensor([pair_scores(model, row) for row in rows])
+    margins, weight = scores[:, 0] - scores[:, 1], torch.tensor([row.weight for row in rows])
+    loss = (-F.logsigmoid(margins) * weight).sum() / weight.sum()
+    assert steps[-1]["eval/loss"] == pytest.approx(loss.item(), abs=1e-4)
+    assert margins.abs().min() > 0
+    assert_resumes_bit_by_bit(run, config, "train-rm", adapters_of=inputs / "model")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "chunked logits"])
 def test_curves_of_reward_models_agree_across_layouts(inputs: Path, layout: str) -> None:
     results: list[list[dict[str, float]]] = []
@@ -379,6 +414,90 @@ def test_curves_of_reward_models_agree_across_layouts(inputs: Path, layout: str)
     for step, other in zip(*results, strict=True):
         for key in ("train/loss", "train/margin"):
             assert other[key] == pytest.approx(step[key], abs=1e-5), key
+
+
+def step_settings(inputs: Path, name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a process reward model on steps that a letter decides."""
+    rows = [
+        {
+            "input": " ".join(f"{'ab'[(i + k) % 2]}{i} #" for k in range(1 + i % 3)),
+            "value": ["+-"[(i + k) % 2] for k in range(1 + i % 3)],
+        }
+        for i in range(24)
+    ]
+    if not (inputs / "steps_manifest.json").exists():
+        source = str(write_rows(inputs / "steps.jsonl", rows))
+        arguments = ["preprocess", "--input", source, "--tokenizer", str(inputs / "model")]
+        arguments += ["--handler", "steps", "--set", "preprocess.options.placeholder_token='#'"]
+        app.app([*arguments, "--output-prefix", str(inputs / "steps")], standalone_mode=False)
+    data = {"train": str(inputs / "steps"), **sections.pop("data", {})}
+    algo = {"reward_model": {"kind": "process", "reward_tokens": ["+", "-"]}}
+    return settings(inputs, name, data=data, algo=algo, **sections)
+
+
+def step_metrics(model: Any, config: Config) -> tuple[float, float]:
+    """Return loss and accuracy of a causal model of transformers on the held-out steps."""
+    data = StepDataset(str(config.data.train))
+    numbers = split(len(data), config.data.eval_fraction, config.run.seed)[1]
+    tokens = [open_tokenizer(str(config.model.path)).token_id(text) for text in "+-"]
+    losses: list[torch.Tensor] = []
+    right: list[torch.Tensor] = []
+    for number in numbers:
+        (example,) = data[number]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(example.token_ids)[None]).logits[0].double()
+        at = torch.from_numpy(example.loss_mask)
+        assert example.labels is not None
+        labels = (torch.from_numpy(example.labels)[at] == tokens[1]).long()
+        chosen = logits[at][:, tokens]
+        losses.append(F.cross_entropy(chosen, labels, reduction="none"))
+        right.append((chosen.argmax(-1) == labels).double())
+    return torch.cat(losses).mean().item(), torch.cat(right).mean().item()
+
+
+def test_a_process_reward_model_learns_steps_agrees_with_transformers_and_resumes(
+    inputs: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    train = {"steps": STEPS, "global_batch": 8, "optimizer": {"lr": 3e-3}, "parallel": {"tp": 2}}
+    config = step_settings(inputs, "prm", train=train, checkpoint=SAVES)
+    run = run_in_process(config, "train-rm")
+    steps = metrics(run)
+    model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    loss, accuracy = step_metrics(model, Config.model_validate(config, strict=False))
+    assert steps[-1]["eval/loss"] == pytest.approx(loss, abs=1e-4)
+    assert steps[-1]["eval/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    assert_resumes_bit_by_bit(run, config, "train-rm")
+
+
+@pytest.mark.full
+def test_curves_of_process_reward_models_agree_across_layouts_and_packing(inputs: Path) -> None:
+    train = {"steps": STEPS, "global_batch": 4, "optimizer": {"lr": 1e-3}, "micro_batch": 4}
+    layouts = {
+        "single": {},
+        "pp 2": {"parallel": {"pp": 2}, "micro_batch": 2},
+        "cp 2": {"parallel": {"cp": 2}},
+        "tp 2 sp": {"parallel": {"tp": 2, "sp": True}},
+    }
+    curves = [
+        metrics(
+            run_in_process(
+                step_settings(inputs, f"prm {name}", train={**train, **changes}), "train-rm"
+            )
+        )
+        for name, changes in layouts.items()
+    ]
+    for other in curves[1:]:
+        for step, another in zip(curves[0], other, strict=True):
+            for key in ("train/loss", "train/accuracy"):
+                assert another[key] == pytest.approx(step[key], abs=1e-5), key
+    data = {"pack": True, "seq_length": 64}
+    packed = step_settings(inputs, "prm packed", data=data, train={**train, "lora": {"rank": 4}})
+    assert all(
+        math.isfinite(step["train/loss"]) for step in metrics(run_in_process(packed, "train-rm"))
+    )
 
 
 @pytest.mark.full

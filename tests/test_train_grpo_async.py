@@ -208,7 +208,7 @@ def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs:
             for row in actual:
                 row.pop("versions", None)
             assert actual == expected, (folder, step)
-    # An asynchronous loss has tokens of several versions, so that its mean is no gap of one version.
+    # An asynchronous loss has tokens of several versions, so its mean is not the gap of one.
     excluded = ("perf/", "rollout/tokens_per_s", "rollout/logprob_gap")
     for expected_metrics, actual_metrics in zip(
         metrics(synchronous), metrics(asynchronous_run), strict=True

@@ -64,11 +64,29 @@ class PreferenceRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRow:
+    """Text with a placeholder after each step, and the reward token of each step."""
+
+    text: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedExample:
-    """Conversation as tokens. `loss_mask` is True for tokens that are trained on."""
+    """Conversation as tokens. `loss_mask` is True for tokens that are trained on.
+
+    A text with labeled steps has `labels`: the token to predict at each placeholder, which the loss
+    mask selects.
+    """
 
     token_ids: Ints  # [T]
     loss_mask: Bools  # [T]
+    labels: Ints | None = None  # [T]
+
+    def truncated(self, length: int) -> RenderedExample:
+        """Return the first `length` tokens."""
+        labels = None if self.labels is None else self.labels[:length]
+        return RenderedExample(self.token_ids[:length], self.loss_mask[:length], labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,7 @@ class FileRecord(TypedDict):
 class DatasetManifest:
     """Manifest of preprocessed data, stored beside it as JSON."""
 
-    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled"]
+    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"]
     template: str
     handler: str
     tokenizer_hash: str

@@ -20,7 +20,7 @@ import torch
 from msrl.checkpoint.atomic_folder import require_free_path, require_space, staged_folder
 from msrl.checkpoint.dist.write import group_by_file, write_file, write_metadata_files
 from msrl.checkpoint.dtypes import cast_to, hf_name
-from msrl.checkpoint.hf.folder import copy_sidecars
+from msrl.checkpoint.hf.folder import copy_sidecars, record_score_head
 from msrl.checkpoint.hf.manifest import write_hf_manifest
 from msrl.checkpoint.hf.pass_through import FILE as PASS_THROUGH_FILE
 from msrl.checkpoint.hf.pass_through import (
@@ -174,6 +174,8 @@ def write_mcore(
             folder / SIDECAR,
             source.main_dtype() if target.dtype is None else target.dtype,
         )
+        if source.shape.reward_head:  # the config may be that of the language model
+            record_score_head(folder / SIDECAR)
         passed_through = write_pass_through(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())
         kind = "dist" if target.distributed else "mindspeed"
@@ -220,6 +222,8 @@ def write_hf(
         written = dtype or source.main_dtype()
         write_hf_manifest(folder, source.shape, hf_name(written), writer.close(), versions())
         copy_sidecars(source.hf_dir, folder, written)
+        if source.shape.reward_head:
+            record_score_head(folder)
 
 
 def _rank_specs(source: WeightSource, target: McoreTarget, rank: RankPlan) -> dict[str, TensorSpec]:

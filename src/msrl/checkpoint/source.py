@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from msrl.models.families import load_shape
 from msrl.models.hf_config import MAX_LAYERS
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import OUTPUT_LAYER
+from msrl.models.reward_head import WEIGHT as SCORE_HEAD
 from msrl.models.rules import Replicated, Rule, Vocab, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tensors
@@ -346,7 +347,7 @@ def _base_weights(
     model: Mapping[str, Tensor] = content["model"]
     refuse_prediction_layers(save, model)
     weights = {name: tensor for name, tensor in model.items() if ".lora_" not in name}
-    if len(weights) < len(model) and not weights:
+    if holds_only_adapter(model):
         raise MsrlError(
             f"{save}: contains only a LoRA adapter. "
             f"Merge it into its base model: {_merge_command(save, content['args'])}"
@@ -357,6 +358,15 @@ def _base_weights(
             f"Merge it (convert-ckpt mcore2hf or reshard, with --lora {save})."
         )
     return {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+
+
+def holds_only_adapter(names: Collection[str]) -> bool:
+    """Return True for the tensors of an adapter without base weights.
+
+    An adapter of a reward model comes with its score head.
+    """
+    others = [name for name in names if ".lora_" not in name]
+    return len(others) < len(names) and all(name.endswith(SCORE_HEAD) for name in others)
 
 
 def _merge_command(save: Path, args: argparse.Namespace) -> str:

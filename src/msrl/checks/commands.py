@@ -19,6 +19,7 @@ from msrl.checks.rollout import check_temperature
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.config.templates import template_names
+from msrl.data.manifest import TEXTS
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.paths import TRACKER, config_dir, is_hf, is_mcore
@@ -138,10 +139,10 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
 
 
 def _writes_text(resolved: Resolved, aliases: Mapping[str, str]) -> bool:
-    """Return True if `preprocess` writes pretraining text, which needs no template."""
+    """Return True if `preprocess` writes text as it is, which needs no template."""
     preprocess = resolved.config.preprocess
     name = aliases.get(str(preprocess.handler), str(preprocess.handler))
-    return preprocess.kind == "pretrain" or name in ("pretrain", "sharegpt_pretrain")
+    return preprocess.kind in TEXTS or name in ("pretrain", "sharegpt_pretrain", "steps")
 
 
 def check_generate(resolved: Resolved) -> Iterator[str]:

@@ -15,6 +15,7 @@ from msrl.registry import PREFERENCES
 _REMEDIES = {
     "pairs": "with a handler for pairs such as pairs or sharegpt_pairs",
     "labeled": "with handler labeled",
+    "steps": "with handler steps",
 }
 _ROLES = ("rollout", "critic", "reward")
 
@@ -38,21 +39,23 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 
 def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each setting of train-rm that is invalid or has no effect."""
-    train = resolved.config.train
-    yield from check_kind(resolved, plan, "pairs", _REMEDIES["pairs"])
+    kind = "steps" if plan.trains_steps else "pairs"
+    yield from check_kind(resolved, plan, kind, _REMEDIES[kind])
     yield from check_preference_data(resolved)
     yield from check_algo_keys(resolved, "reward_model", "train-rm")
     yield from _unused_roles(resolved, "train-rm", ("reference", *_ROLES))
-    if train.lora.rank is not None:
+    if resolved.config.train.chunk is not None:
         yield resolved.mistake(
-            "train.lora.rank",
-            "adapters are not supported in train-rm, which also trains the score head. Remove it, "
-            "or set train.freeze.",
+            "train.chunk",
+            "has no effect in train-rm, which computes no logits over the vocabulary. Remove it.",
         )
-    if train.chunk is not None:
-        yield resolved.mistake(
-            "train.chunk", "has no effect in train-rm: reward models have no logits. Remove it."
-        )
+    unread = "center_coef" if plan.trains_steps else "reward_tokens"
+    for key in changed_keys(resolved, "algo.reward_model"):
+        if key.endswith(unread):
+            model = resolved.config.algo.reward_model.kind
+            yield resolved.mistake(
+                key, f"has no effect with algo.reward_model.kind={model}. Remove it."
+            )
 
 
 def _unused_roles(resolved: Resolved, command: str, roles: Iterable[str]) -> Iterator[str]:

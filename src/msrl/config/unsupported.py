@@ -46,7 +46,6 @@ NOT_YET_VALUES: dict[str, frozenset[str]] = {
         {"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}
     ),
     "generate.engine": frozenset({"megatron"}),
-    "algo.reward_model.kind": frozenset({"process"}),
 }
 
 _NO_FLOAT16 = (

@@ -33,9 +33,11 @@ _LOG = logging.getLogger(__name__)
 class SftDataset:
     """Rows of SFT examples. `[i]` returns the examples that are packed into row i, in order."""
 
+    kind = "sft"
+
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = prefix = str(prefix)
-        self.manifest = require_kind(prefix, "sft")
+        self.manifest = require_kind(prefix, self.kind)
         self._ids = _open(prefix, "input_ids")
         self._masks = _open(prefix, "attention_mask")
         self._labels = _open(prefix, "labels")
@@ -71,6 +73,26 @@ class SftDataset:
     def stray_token(self, vocab_size: int) -> StrayToken | None:
         """Return the first token id outside the vocabulary, ignoring padding. Reads all data."""
         return stray_token(self._ids, vocab_size, self._masks)
+
+
+class StepDataset(SftDataset):
+    """Texts with labeled steps, one per row."""
+
+    kind = "steps"
+
+    def __getitem__(self, number: int) -> tuple[RenderedExample, ...]:
+        labels = self._labels[number].astype(np.int64)
+        ids = self._ids[number].astype(np.int64)
+        return (RenderedExample(ids, labels != IGNORE, labels),)
+
+    def stray_label(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Return row and token of the first label that is none of `token_ids`. Reads all labels."""
+        for number in range(len(self)):
+            labels = self._labels[number]
+            strays = labels[~np.isin(labels, (IGNORE, *token_ids))]
+            if len(strays):
+                return number, int(strays[0])
+        return None
 
 
 class PromptDataset:

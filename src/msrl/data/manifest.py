@@ -29,7 +29,9 @@ KEYS = {
         "values",
     ),
     "labeled": ("input_ids", "attention_mask", "labels", "values"),
+    "steps": ("input_ids", "attention_mask", "labels"),
 }
+TEXTS = ("pretrain", "steps")  # kinds of data without a template
 PREFERENCES = ("pairs", "labeled")  # kinds of preference data
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.data.columns import EXTRA, DroppedRow
+from msrl.data.dataset import IGNORE
 from msrl.data.handlers import Handler
-from msrl.data.manifest import PREFERENCES
+from msrl.data.manifest import PREFERENCES, TEXTS
 from msrl.data.preferences import fit, last_answer_only
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
@@ -26,6 +27,7 @@ from msrl.data.rows.media import refuse_media
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.spans import encode_texts
+from msrl.data.steps import StepTokens
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import without_thought
 from msrl.errors import MsrlError
@@ -38,6 +40,7 @@ from msrl.types import (
     PreferenceRow,
     RenderedExample,
     RenderedPreference,
+    StepRow,
 )
 
 Tokens = NDArray[np.int32]
@@ -50,10 +53,11 @@ class TokenizeSettings:
 
     handler: Handler
     tokenizer: TextTokenizer
-    renderer: Renderer | None  # None for pretraining text
+    renderer: Renderer | None  # None for text without a template
     seq_length: int | None  # maximum length in tokens, None for no limit
     truncate: bool  # truncate longer examples instead of dropping them
     eod_token_id: int | None  # appended to every document
+    step_tokens: StepTokens | None = None  # of texts with labeled steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,14 @@ class TokenizedRows:
 
     num_read: int
     sequences: Ragged
-    loss_mask: Bools  # [N] for sft, else empty
+    loss_mask: Bools  # [N] for sft and steps, else empty
     answers: tuple[str, ...]  # lines of the answers file (prompts)
     answer_ids: Ragged  # tokens of the answers (prompts)
     dropped: Mapping[str, int]  # number of dropped rows by reason
     truncated: int
     num_without_answer: int = 0  # prompts without a ground truth
     preferences: tuple[RenderedPreference, ...] = ()  # rows of preference data
+    step_labels: Ints | None = None  # [N] for steps
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
@@ -89,6 +94,8 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     num_read = len(items) + dropped.total()
     if job.handler.kind == "pretrain":
         return _tokenize_texts(job, items, dropped, num_read)
+    if job.handler.kind == "steps":
+        return _collect_examples(job, _tokenize_steps(job, items, dropped), dropped, num_read)
     assert job.renderer is not None
     if job.handler.kind in PREFERENCES:
         conversations = [conversation for row in items for conversation in row.conversations]
@@ -108,7 +115,7 @@ def _convert_rows(
     """Return the offsets of the usable rows and their texts or conversations."""
     kind, convert = job.handler.kind, job.handler.converter()
     passed = [path for name, path in job.handler.columns.paths.items() if name.startswith(EXTRA)]
-    is_checked = kind != "pretrain" and not is_own(job.handler.name)
+    is_checked = kind not in TEXTS and not is_own(job.handler.name)
     offsets: list[int] = []
     items: list[Any] = []
     for offset, row in batch.values():
@@ -119,7 +126,7 @@ def _convert_rows(
                 refuse_media(row, passed)
             item = convert(row)
             _check_characters(item)
-            is_fitted = kind == "pretrain" or kind in PREFERENCES
+            is_fitted = kind in TEXTS or kind in PREFERENCES
             items.append(item if is_fitted else _fit_to_kind(item, kind))
             offsets.append(offset)
         except DroppedRow as error:
@@ -130,13 +137,13 @@ def _convert_rows(
     return offsets, items
 
 
-def _check_characters(item: str | Conversation | PreferenceRow) -> None:
+def _check_characters(item: str | StepRow | Conversation | PreferenceRow) -> None:
     r"""Raise MsrlError if a text contains an unpaired surrogate.
 
     JSON can contain one (`\ud83d` alone), but it can be neither tokenized nor written to a file.
     """
-    if isinstance(item, str):
-        texts = [item]
+    if isinstance(item, str | StepRow):
+        texts = [item if isinstance(item, str) else item.text]
     else:
         sides = item.conversations if isinstance(item, PreferenceRow) else (item,)
         texts = [text for side in sides for text in _conversation_texts(side)]
@@ -214,6 +221,24 @@ def _tokenize_texts(
     return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
 
 
+def _tokenize_steps(
+    job: TokenizeSettings, rows: Sequence[StepRow], dropped: Counter[str]
+) -> list[RenderedExample]:
+    """Tokenize texts with labeled steps, without special tokens."""
+    assert job.step_tokens is not None
+    texts = [row.text for row in rows]
+    encodings = job.tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    examples: list[RenderedExample] = []
+    for row, encoding in zip(rows, encodings, strict=True):
+        ids = np.asarray(encoding.ids, np.int64)
+        labels = job.step_tokens.labels(ids, row.labels)
+        if labels is None:
+            dropped["wrong_number_of_labels"] += 1
+        else:
+            examples.append(RenderedExample(ids, labels != IGNORE, labels))
+    return examples
+
+
 def _collect_examples(
     job: TokenizeSettings, rendered: Sequence[RenderedExample], dropped: Counter[str], num_read: int
 ) -> TokenizedRows:
@@ -221,7 +246,7 @@ def _collect_examples(
     limit = job.seq_length
     num_long = sum(limit is not None and len(e.token_ids) > limit for e in rendered)
     if job.truncate:
-        fitting = [RenderedExample(e.token_ids[:limit], e.loss_mask[:limit]) for e in rendered]
+        fitting = [e if limit is None else e.truncated(limit) for e in rendered]
     else:
         fitting = [e for e in rendered if limit is None or len(e.token_ids) <= limit]
         _count(dropped, "too_long", num_long)
@@ -231,7 +256,12 @@ def _collect_examples(
     truncated = num_long if job.truncate else 0
     sequences = _ragged([e.token_ids for e in examples])
     loss_mask = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in examples)])
-    return TokenizedRows(num_read, sequences, loss_mask, (), _ragged([]), dropped, truncated)
+    labels = [example.labels for example in examples if example.labels is not None]
+    step_labels = np.concatenate(labels) if labels else None
+    none = _ragged([])
+    return TokenizedRows(
+        num_read, sequences, loss_mask, (), none, dropped, truncated, step_labels=step_labels
+    )
 
 
 def _collect_preferences(

@@ -51,7 +51,7 @@ class DatasetWriter:
 
     Args:
         prefix: prefix of the files.
-        kind: pretrain, sft, prompts, pairs or labeled.
+        kind: pretrain, sft, prompts, pairs, labeled or steps.
         capacity: length in tokens of rows in which examples are packed (sft); None for one example
             per row. With packing, attention_mask is 1..k for the k examples of a row and 0 for
             padding, otherwise it is 1.
@@ -59,7 +59,7 @@ class DatasetWriter:
         overwrite: replace existing files.
 
     Labels are the token ids, with -100 for tokens that are not trained. For prompts they are the
-    tokens of the answer.
+    tokens of the answer, for steps the reward tokens at the placeholders.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class DatasetWriter:
     def _add_examples(self, batch: TokenizedRows) -> None:
         """Write examples as one row each, or add them to the window for packing."""
         ids = batch.sequences
-        labels = np.where(batch.loss_mask, ids.values, np.int32(IGNORE))
+        targets = ids.values if batch.step_labels is None else batch.step_labels
+        labels = np.where(batch.loss_mask, targets, np.int32(IGNORE)).astype(np.int32)
         self.counts["loss_tokens"] += int(batch.loss_mask.sum())
         if self._capacity is None:
             self._add_rows(

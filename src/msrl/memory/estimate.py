@@ -260,9 +260,9 @@ def _stage_memory(
     if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
     spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
-    logits = head_bytes(
-        shape, batch, spread, train.chunk, temporary_elements, is_trained=is_trained
-    )
+    # A process reward model has logits of its reward tokens only.
+    chunk = 1 if plan.trains_steps else train.chunk
+    logits = head_bytes(shape, batch, spread, chunk, temporary_elements, is_trained=is_trained)
     forward = _forward_bytes(train, shape, batch, spread) if has_rollouts else 0
     return replace(memory, logits=logits, forward=forward)
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
-from msrl.models.reward_head import BIAS
+from msrl.models.reward_head import BIAS, WEIGHT
 from msrl.models.rules import Replicated, Sharded, Vocab
 from msrl.models.select import chosen, is_layer
 from msrl.models.shape import Shape
@@ -65,6 +65,8 @@ def _parameter_counts(
             if is_layer(tensor.rule.mcore, tensor.rule.hf, lora.targets)
         ]
         total += sum(size for _, size in sizes)
+        heads = [tensor for tensor in tensors if tensor.rule.mcore == WEIGHT]
+        sizes += [(tensor, _elements(tensor)) for tensor in heads]
     else:
         frozen = chosen(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
         sizes = [

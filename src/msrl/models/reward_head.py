@@ -24,6 +24,7 @@ from msrl.models.shape import Shape
 _SCORING, _GENERATING = "ForSequenceClassification", "ForCausalLM"
 OUTPUT_LAYER = "output_layer.weight"
 WEIGHT, BIAS = "rm_head.weight", "rm_head.bias"
+HF_WEIGHT = "score.weight"
 
 
 def is_scoring(architecture: str) -> bool:
@@ -66,13 +67,17 @@ def has_classifier(architecture: str) -> bool:
     return architecture.endswith((_SCORING, _GENERATING))
 
 
+def scoring_architecture(architecture: str) -> str:
+    """Return the architecture of the same decoder with a score head."""
+    return base_architecture(architecture).removesuffix(_GENERATING) + _SCORING
+
+
 def scoring_config(values: Mapping[str, object]) -> dict[str, object]:
     """Return the config.json of a decoder with a score head, given that of the one without."""
     names = cast("list[str]", values["architectures"])
-    scoring = [name.removesuffix(_GENERATING) + _SCORING for name in names]
     return {
         **values,
-        "architectures": scoring,
+        "architectures": [scoring_architecture(name) for name in names],
         "num_labels": 1,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
@@ -87,7 +92,7 @@ def with_score(shape: Shape, architecture: str) -> Shape:
 def with_score_rules(rules: Rules, shape: Shape) -> Rules:
     """Return the rules of the decoder with a score head instead of the output layer."""
     head = (
-        Rule(WEIGHT, ("score.weight",), Sharded(1), ((1, shape.hidden_size),)),
+        Rule(WEIGHT, (HF_WEIGHT,), Sharded(1), ((1, shape.hidden_size),)),
         Rule(BIAS, (), Zeros(1), ()),
     )
     return replace(

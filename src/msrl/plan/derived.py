@@ -161,7 +161,12 @@ def preference_plan(config: Config) -> PreferencePlan:
 def has_pairs(config: Config, command: str) -> bool:
     """Return True if a training reads preference pairs."""
     is_pairwise = command == "train-dpo" and preference_plan(config).data == "pairs"
-    return is_pairwise or command == "train-rm"
+    return is_pairwise or (command == "train-rm" and not trains_steps(config, command))
+
+
+def trains_steps(config: Config, command: str) -> bool:
+    """Return True if a training trains a process reward model, which labels steps."""
+    return command == "train-rm" and config.algo.reward_model.kind == "process"
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:

@@ -37,6 +37,7 @@ from msrl.plan.derived import (
     num_separate_devices,
     preference_plan,
     replica_size,
+    trains_steps,
     world_size,
 )
 from msrl.plan.distillation import distillation_config
@@ -165,8 +166,13 @@ class RunPlan:
 
     @property
     def is_reward_model(self) -> bool:
-        """True if the trained model gives scores."""
+        """True if the trained model gives scores or labels steps."""
         return self.command == "train-rm"
+
+    @property
+    def trains_steps(self) -> bool:
+        """True if the trained model is a process reward model."""
+        return trains_steps(self.config, self.command)
 
     @property
     def has_own_reference(self) -> bool:
@@ -302,7 +308,8 @@ def resolve(config: Config, command: str) -> RunPlan:
     if command == "train-distill":
         config = distillation_config(config)
     models, samples = _ModelReader(), has_rollouts(command)
-    policy = _policy(config, models, has_score=command == "train-rm")
+    has_score = command == "train-rm" and not trains_steps(config, command)
+    policy = _policy(config, models, has_score=has_score)
     has_reference = _needs_reference(config, command)
     sources = config.reward.sources if samples else ()
     teachers = config.algo.distill.teachers if samples else ()

@@ -29,6 +29,8 @@ from msrl.trainer.objective.logprobs import (
     vocab_parallel_logprobs,
 )
 from msrl.trainer.objective.losses import Loss, Outputs
+from msrl.trainer.objective.steps import StepLoss
+from msrl.trainer.objective.token_logits import token_logits
 from msrl.trainer.replica import ModelReplica, Output
 from msrl.types import Floats, MicroBatch, TokenStatistic
 
@@ -42,7 +44,7 @@ class LanguageModelReplica(ModelReplica):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: Loss,
+        loss: Loss | StepLoss,
         *,
         num_tokens: float,
         lr: float,
@@ -58,18 +60,18 @@ class LanguageModelReplica(ModelReplica):
             minimize,
             num_tokens=num_tokens,
             lr=lr,
-            gives_hidden=self._is_chunked,
+            gives_hidden=self._is_chunked or isinstance(loss, StepLoss),
             comparisons=comparisons,
         )
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, *, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of a training step without an update."""
         rows = self.run(
             micro_batches,
             functools.partial(self._minimize, loss, num_tokens),
-            gives_hidden=self._is_chunked,
+            gives_hidden=self._is_chunked or isinstance(loss, StepLoss),
         )
         return self.mean_metrics(rows, num_tokens)
 
@@ -216,14 +218,23 @@ class LanguageModelReplica(ModelReplica):
         return self.settings.logit_chunk is not None
 
     def _minimize(
-        self, loss: Loss, num_tokens: float, output: Output, batch: DeviceBatch
+        self, loss: Loss | StepLoss, num_tokens: float, output: Output, batch: DeviceBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        if isinstance(loss, StepLoss):
+            return loss(self._token_logits(output, batch, loss), batch.fields, num_tokens)
         logprobs, entropy, divergences = self.label_logprobs(
             output, batch, loss.temperature, with_entropy=loss.needs_entropy
         )
         return loss(
             Outputs(logprobs, batch.sequences, entropy, divergences), batch.fields, num_tokens
         )
+
+    def _token_logits(self, output: Output, batch: DeviceBatch, loss: StepLoss) -> Tensor:
+        """Return the logits of the reward tokens, [M, K]."""
+        assert isinstance(output, HiddenStates)
+        first = self.position.tp_rank * len(output.output_weight)
+        logits = token_logits(output, loss.token_ids, first=first)
+        return batch.gather(logits[: len(batch.labels)])
 
     def _columns(
         self, width: int, temperature: float, *, with_entropy: bool = False

@@ -21,6 +21,7 @@ from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.losses import ComparedModel, Loss, ValuesLoss
+from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
@@ -110,7 +111,12 @@ class TrainingRank:
     # Policy, reference and teachers
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float, lr: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss | StepLoss,
+        *,
+        num_tokens: float,
+        lr: float,
     ) -> dict[str, float]:
         """Run one optimizer step of the policy over this data-parallel rank's micro-batches.
 
@@ -128,7 +134,7 @@ class TrainingRank:
         )
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, num_tokens: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, *, num_tokens: float
     ) -> dict[str, float]:
         """Return the policy's metrics of a training step without an update."""
         return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from msrl.checkpoint.scored import with_score_head
 from msrl.checkpoint.weights import WeightSource
-from msrl.models.reward_head import BIAS, OUTPUT_LAYER, WEIGHT, with_score
+from msrl.models.reward_head import with_score
 from msrl.models.shape import Shape
 from msrl.trainer.objective.device_batch import DeviceBatch, spread
 from msrl.trainer.objective.losses import ValuesLoss
@@ -36,20 +36,7 @@ class ValueModelReplica(ModelReplica):
 
     def fill_weights(self, weights: dict[str, Tensor], source: WeightSource) -> None:
         """Copy this rank's tensors of `source`; the head of a language model becomes zero."""
-        if source.shape.reward_head:
-            return super().fill_weights(weights, source)
-        head = [name for name in weights if name.endswith((WEIGHT, BIAS))]
-        position = self.position
-        with torch.no_grad():
-            for name in head:
-                weights.pop(name).zero_()
-            for name, tensor in source.local_tensors(
-                position.layout, position.coords, dtype=position.dtype
-            ):
-                if not name.endswith(OUTPUT_LAYER):
-                    weights.pop(name).copy_(tensor)
-        assert not weights, f"weights that no rule fills: {sorted(weights)}"
-        return None
+        super().fill_weights(weights, with_score_head(source))
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
         """Return the value before each label, [N] per micro-batch, 0 where the mask is not set.

@@ -15,6 +15,7 @@ from msrl.checkpoint.source import WeightSource
 from msrl.models.entries import split_entry
 from msrl.models.families import all_rules, rules_for
 from msrl.models.hf_config import read_hf_config
+from msrl.models.reward_head import scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
@@ -59,6 +60,8 @@ def model_config(shape: Shape, hf_dir: Path) -> Any:
         for key, value in values.items()
         if key not in ("model_type", "auto_map", "quantization_config")
     }
+    if shape.reward_head:
+        config_values = scoring_config(config_values)
     return model_class(shape).config_class.from_dict(config_values)
 
 

@@ -62,8 +62,9 @@ def _train_dpo(plan: RunPlan) -> str:
 
 def _train_rm(plan: RunPlan) -> str:
     from msrl.workflows.preference.reward_model import RewardModelTask
+    from msrl.workflows.preference.steps import StepTask
 
-    return _supervised(plan, RewardModelTask())
+    return _supervised(plan, StepTask() if plan.trains_steps else RewardModelTask())
 
 
 def _supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:

@@ -23,10 +23,11 @@ from pathlib import Path
 from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
-from msrl.data.manifest import KEYS
+from msrl.data.manifest import KEYS, TEXTS
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
+from msrl.data.steps import step_tokens
 from msrl.data.templates import Template, load_template, template_names
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
@@ -113,7 +114,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options
     )
     _check_kind(settings, handler.kind)
-    template = None if handler.kind == "pretrain" else _load_template(settings.template)
+    template = None if handler.kind in TEXTS else _load_template(settings.template)
     tokenizer = open_tokenizer(_required("tokenizer", settings.tokenizer))
     renderer: Renderer | None = None
     if template is not None:
@@ -125,6 +126,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         seq_length=settings.seq_length,
         truncate=settings.too_long == "truncate",
         eod_token_id=_end_of_document(tokenizer) if settings.append_eod else None,
+        step_tokens=step_tokens(tokenizer, handler.options) if handler.kind == "steps" else None,
     )
 
 
@@ -250,6 +252,7 @@ _NOUNS = {
     "prompts": "prompts",
     "pairs": "pairs",
     "labeled": "labeled answers",
+    "steps": "texts with labeled steps",
 }
 
 
@@ -341,8 +344,8 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
         "pack": settings.pack and kind != "sft",
         "too_long": settings.too_long == "truncate" and kind in ("prompts", "pretrain"),
         "seq_length": settings.seq_length is not None and kind == "pretrain",
-        "template": settings.template is not None and kind == "pretrain",
-        "enable_thinking": settings.enable_thinking is not None and kind == "pretrain",
+        "template": settings.template is not None and kind in TEXTS,
+        "enable_thinking": settings.enable_thinking is not None and kind in TEXTS,
         "append_eod": settings.append_eod and kind != "pretrain",
     }
     for key, is_set in unused.items():

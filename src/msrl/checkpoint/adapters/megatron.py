@@ -12,7 +12,8 @@ the base weights:
 
 {module} is a name such as `decoder.layers.0.self_attention.linear_qkv`. The file's `args` has
 lora_r, lora_alpha and lora_target_modules; the scale is lora_alpha / lora_r. q, k and v (gate and
-up) share one A, because Megatron fuses them into one layer.
+up) share one A, because Megatron fuses them into one layer. An adapter of a reward model comes with
+its score head, `rm_head.weight`, on the last stage.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.reward_head import HF_WEIGHT, scoring_architecture, with_score
+from msrl.models.reward_head import WEIGHT as SCORE_HEAD
 from msrl.models.rules import Rule, Sharded
 from msrl.models.shape import Shape
-from msrl.models.stages import stage_tensors
+from msrl.models.stages import split_chunk_name, stage_tensors
 
 
 def read_adapter(folder: Path, shape: Shape) -> Adapter:
@@ -92,12 +95,33 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None
     deltas = dict[str, Delta]()
     for rule, shards in _adapted_rules(shape, layout, models, str(save)):
         deltas |= _join_shards(rule, shards, alpha / rank, str(save))
+    head = _score_head(layout, {at: content["model"] for at, content in contents.items()})
     other_ranks = {delta.rank for delta in deltas.values()} - {rank}
     if other_ranks:
         raise MsrlError(f"{save}: lora_r={rank}, but it contains ranks {sorted(other_ranks)}")
-    adapter = Adapter(str(save), float(alpha), deltas, {})
+    adapter = Adapter(str(save), float(alpha), deltas, head)
+    if adapter.has_score_head and not shape.reward_head:
+        shape = with_score(shape, scoring_architecture(shape.architecture))
     adapter.check(all_rules(shape))
     return adapter
+
+
+def _score_head(
+    layout: ParallelLayout, models: Mapping[Coords, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the score head by its Hugging Face name; nothing without one.
+
+    It is sharded along the hidden channels over the tensor-parallel ranks of the last stage.
+    """
+    shards = {
+        at.tp: tensor
+        for at, model in models.items()
+        for name, tensor in model.items()
+        if split_chunk_name(name)[1] == SCORE_HEAD
+    }
+    if not shards:
+        return {}
+    return {HF_WEIGHT: torch.cat([shards[rank] for rank in range(layout.tp)], dim=1)}
 
 
 def _adapter_tensors(model: Mapping[str, Tensor]) -> dict[str, Tensor]:

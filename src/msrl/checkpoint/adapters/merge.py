@@ -1,5 +1,8 @@
 """LoRA adapters merged into weights on the CPU: W' = W + s B A (arXiv:2106.09685, section 4.1).
 
+The score head of a reward model, which is trained beside its adapters, replaces that of the base
+model, or its output layer.
+
 A is [r, in], B is [out, r], W is [out, in] per Hugging Face tensor. s = alpha / r, or alpha /
 sqrt(r) for rank-stabilized LoRA (arXiv:2312.03732). The sum is computed in float32 and rounded once
 to the type of the result. Adapter files: `adapters.megatron` and `adapters.peft`.
@@ -16,9 +19,11 @@ from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.dtypes import cast_to, same_bits
+from msrl.checkpoint.scored import with_score_head
 from msrl.checkpoint.source import WeightSource
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
+from msrl.models.reward_head import HF_WEIGHT
 from msrl.models.rules import Rule
 
 _HEAD = "lm_head.weight"
@@ -63,6 +68,11 @@ class Adapter:
     alpha: float
     deltas: Mapping[str, Delta]
     replaced: Mapping[str, Tensor]
+
+    @property
+    def has_score_head(self) -> bool:
+        """True for the adapter of a reward model, which comes with its score head."""
+        return HF_WEIGHT in self.replaced
 
     def check(self, rules: Iterable[Rule]) -> None:
         """Check that the adapter fits a model.
@@ -142,6 +152,8 @@ class MergedSource(WeightSource):
             dtype: Type that merged weights are rounded to; default: that of the weight in `base`.
             hf_dir: Folder of config and tokenizer, if it is not that of `base`.
         """
+        if adapter.has_score_head:
+            base = with_score_head(base)
         embedding = all_rules(base.shape)[0].hf[0]
         adapter = adapter.tied(embedding) if base.shape.tie_word_embeddings else adapter
         adapter.check(all_rules(base.shape))

@@ -176,7 +176,7 @@ def _written_config(adapter: Adapter, rank: int, scale: float, base_model: str) 
     alpha = scale * rank
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if adapter.has_score_head else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": rank,

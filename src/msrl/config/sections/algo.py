@@ -300,16 +300,22 @@ class PreferenceConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """Loss of train-rm on preference pairs."""
+    """Loss of train-rm on preference pairs or on labeled steps."""
 
-    kind: Literal["outcome"] = Field(
+    kind: Literal["outcome", "process"] = Field(
         default="outcome",
-        description="Kind of reward model: one score of the complete answer (outcome).",
+        description="Kind of reward model: one score of the complete answer, from pairs (outcome), "
+        "or a label of each step of an answer (process).",
     )
     center_coef: NonNegative = Field(
         default=0.0,
         description="Coefficient of the square of both scores' sum, which keeps scores around 0. "
-        "0 disables the term.",
+        "0 disables the term. For kind outcome.",
+    )
+    reward_tokens: tuple[Text, ...] = Field(
+        default=("+", "-"),
+        description="Tokens that label the steps of the data. The model predicts them at the "
+        "placeholder behind each step. For kind process.",
     )
 
 
@@ -378,7 +384,7 @@ class AlgoConfig(Section):
         default=PreferenceConfig(), description="Loss of train-dpo on preference data."
     )
     reward_model: RewardModelConfig = Field(
-        default=RewardModelConfig(), description="Loss of train-rm on preference pairs."
+        default=RewardModelConfig(), description="Loss of train-rm."
     )
     distill: DistillConfig = Field(
         default=DistillConfig(),

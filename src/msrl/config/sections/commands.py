@@ -91,11 +91,11 @@ class PreprocessConfig(Section):
     tokenizer: Text | None = Field(
         default=None, description="Folder of the Hugging Face tokenizer."
     )
-    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled"] | None = Field(
+    kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"] | None = Field(
         default=None,
         description="Kind of data to write: documents (pretrain), examples with a loss mask (sft), "
-        "prompts with ground truths (prompts), preference pairs (pairs), or answers with a label "
-        "(labeled). Default: the kind of the handler.",
+        "prompts with ground truths (prompts), preference pairs (pairs), answers with a label "
+        "(labeled), or texts with a label for each step (steps). Default: the kind of the handler.",
     )
     handler: Text | None = Field(
         default=None,
@@ -106,7 +106,7 @@ class PreprocessConfig(Section):
     template: Text | None = Field(
         default=None,
         description="Prompt template: a name, a YAML file, or FILE.json:NAME for a templates.json "
-        "of MindSpeed. pretrain needs none.",
+        "of MindSpeed. pretrain and steps need none.",
         examples=[*template_names()],
     )
     output_prefix: Text | None = Field(

@@ -7,7 +7,8 @@ A handler module defines:
 - `REQUIRED`: the required fields
 - `ANSWER`: optional, the required field that prompts without a ground truth may lack
 - `conversation(row, columns, *, options) -> Conversation`, or `text(row, columns)` for pretraining,
-  or `preference(row, columns) -> PreferenceRow` for pairs and labeled answers
+  or `preference(row, columns) -> PreferenceRow` for pairs and labeled answers, or
+  `steps(row, columns, *, options) -> StepRow` for step rewards
 
 The class names of MindSpeed's handlers are accepted as aliases, or refused with a reason.
 `path/file.py:NAME` is a handler of the user; see `msrl.data.rows.own_handler`.
@@ -27,8 +28,13 @@ from msrl.data.rows import own_handler
 from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
 
-Kind = Literal["pretrain", "sft", "prompts", "pairs", "labeled"]
-_FUNCTIONS = {"pretrain": "text", "pairs": "preference", "labeled": "preference"}
+Kind = Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"]
+_FUNCTIONS = {
+    "pretrain": "text",
+    "pairs": "preference",
+    "labeled": "preference",
+    "steps": "steps",
+}
 
 
 ALIASES = {
@@ -43,6 +49,7 @@ ALIASES = {
     "Math17kAlpacaStyleInstructionHandler": "r1",
     "AlpacaStylePairwiseHandler": "alpaca_pairs",
     "SharegptStylePairwiseHandler": "sharegpt_pairs",
+    "AlpacaStyleProcessRewardHandler": "steps",
 }
 # Columns and kinds that MindSpeed's handlers imply.
 _IMPLIED_COLUMNS = {
@@ -57,8 +64,6 @@ _FIXED_PROMPT = "writes a fixed prompt around each row and ignores the template"
 _FIXED_TEXT = "writes each row as a fixed text for pretraining"
 # MindSpeed's handlers without a counterpart, with the reason and the remedy.
 REFUSED = {
-    "AlpacaStyleProcessRewardHandler": "writes labels for each step (process reward models), which "
-    "msrl does not train on yet. Use data with one answer per prompt.",
     "HunyuanInstructionHandler": "finds the answers by tokens of Hunyuan, a family that msrl does "
     "not train. Use sharegpt with --template native.",
     "LlamaFactoryInstructionHandler": "reads dataset_info.json. Name the files with --input and "
@@ -91,7 +96,8 @@ class Handler:
     def converter(self) -> Callable[[Any], Any]:
         """Return the function that converts a row.
 
-        It returns a text (pretrain), a conversation, or a row of preference data.
+        It returns a text (pretrain), a conversation, a row of preference data, or a text with
+        labeled steps.
         """
         if own_handler.is_own(self.name):
             return own_handler.converter(self.name, self.kind, self.options)

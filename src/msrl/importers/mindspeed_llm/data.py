@@ -34,7 +34,7 @@ def translate(tree: Node, file: Path) -> Translation:
     keys = Keys(translation, "preprocess", translation.entries(tree, "preprocess", ""))
     put_preprocessing(translation, keys)
     keys.apply_remaining()
-    if keys.get("prompt_type") is None:
+    if keys.get("prompt_type") is None and not _reads_steps(keys):
         translation.set_default("preprocess.template", "empty")
     if keys.value("prompt_type") == "qwen3":
         translation.set_default(
@@ -45,11 +45,8 @@ def translate(tree: Node, file: Path) -> Translation:
 
 def put_preprocessing(translation: Translation, keys: Keys) -> None:
     """Translate the keys that no table row can describe: JSON, and values that mean null."""
-    handler = keys.get("handler_name")
-    if handler is not None and "ProcessReward" in str(handler.value):
-        translation.add_error(handler, "not supported: data of process reward models")
-    else:
-        keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))
+    keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))
+    _put_steps(keys)
     mapping = keys.get("map_keys")
     if mapping is not None:
         try:
@@ -77,6 +74,26 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
         if choices[choice] is not None:
             translation.assign(thinking, ["preprocess.enable_thinking"], choices[choice])
     return keys.record("enable_thinking", KeyStatus.OFF, "")
+
+
+def _reads_steps(keys: Keys) -> bool:
+    """Return True for the handler of process reward models, which uses no template."""
+    return "ProcessReward" in str(keys.value("handler_name"))
+
+
+def _put_steps(keys: Keys) -> None:
+    """Translate the tokens of the handler of process reward models."""
+    if not _reads_steps(keys):
+        for key in ("placeholder_token", "reward_tokens"):
+            keys.record(key, KeyStatus.OFF, "read with AlpacaStyleProcessRewardHandler only")
+        return
+    placeholder, tokens = keys.get("placeholder_token"), keys.get("reward_tokens")
+    if placeholder is not None:
+        options = ["preprocess.options.placeholder_token"]
+        keys.assign("placeholder_token", options, str(placeholder.value))
+    if tokens is not None:
+        texts = [str(token) for token in as_list(tokens.value)]
+        keys.assign("reward_tokens", ["preprocess.options.reward_tokens"], texts)
 
 
 def _put_template(translation: Translation, keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""Translation of the stages dpo, simpo and orm of posttrain_gpt.py.
+"""Translation of the stages dpo, simpo, orm and prm of posttrain_gpt.py.
 
 Sources: MindSpeed-LLM b626d239 and c77308a1 (losses, and `ref_model`), MindSpeed-RL 870967ac.
 Their losses are means over pairs, and `pref_ftx` multiplies the mean over the tokens of a chosen
@@ -8,11 +8,12 @@ answer, as in msrl.
 from __future__ import annotations
 
 from msrl.config.sources import wrap
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, as_list
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
-STAGES = ("dpo", "simpo", "orm")
+STAGES = ("dpo", "simpo", "orm", "prm")
+_PAIRWISE = ("dpo", "simpo", "orm")
 _DPO = ("dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "ref_model", "refer_model_iter")
 _SIMPO = ("simpo_loss_type", "simpo_beta", "simpo_label_smoothing", "gamma_beta_ratio")
 _SIMPO_BETA, _SIMPO_RATIO = 2.5, 1.4  # defaults of the original
@@ -30,15 +31,31 @@ def put_preference(translation: Translation, keys: Keys, stage: SourceKey | None
         keys.assign("stage", ["algo.reward_model.kind"], "outcome")
         text = "a checkpoint without a score head gets one of zeros"
         keys.record("load_checkpoint_loosely", KeyStatus.SAME, text)
+    elif name == "prm":
+        _put_prm(keys)
+    if name != "prm":
+        keys.record("reward_tokens", KeyStatus.OFF, "read by stage prm only")
     is_preference = name in ("dpo", "simpo")
     if is_preference:
         keys.assign("pref_ftx", [f"{_SECTION}.sft_coef"], _number(keys, "pref_ftx", 0.0))
-    if name in STAGES:
+    if name in _PAIRWISE:
         keys.record("is_pairwise_dataset", KeyStatus.APPLIED, "the stage reads pairs")
         keys.record("is_instruction_dataset", KeyStatus.SAME, "the stage reads pairs")
     unread = {"dpo": _SIMPO, "simpo": _DPO}.get(str(name), (*_DPO, *_SIMPO))
     for key in (*unread, *(() if is_preference else ("pref_ftx",))):
         keys.record(key, KeyStatus.OFF, "read by other stages only")
+
+
+def _put_prm(keys: Keys) -> None:
+    """Translate the labels of stage prm. The original trains on no step without them."""
+    keys.assign("stage", ["algo.reward_model.kind"], "process")
+    tokens = keys.value("reward_tokens")
+    if tokens is None:
+        keys.add_error("reward_tokens", "missing: name the tokens that label steps, as in `+ -`")
+    else:
+        texts = [str(token) for token in as_list(tokens)]
+        keys.assign("reward_tokens", ["algo.reward_model.reward_tokens"], texts)
+    keys.record("is_instruction_dataset", KeyStatus.SAME, "the stage reads labeled steps")
 
 
 def _put_dpo(keys: Keys) -> None:

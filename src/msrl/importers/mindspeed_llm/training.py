@@ -42,7 +42,6 @@ def put_training(translation: Translation, keys: Keys) -> None:
 def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
     """Add the error of a stage, which is the only one of the command."""
     features = {
-        "prm": "training of process reward models",
         "ray_grpo": "RL in this program",
         "ray_ppo": "RL in this program",
         "trl_ppo": "RL in this program",

@@ -153,8 +153,9 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
     return args
 
 
-def _saved_weights(policy: ModelReplica) -> Mapping[str, Tensor]:
-    return named_weights(policy.model) if policy.adapters is None else policy.adapters.named()
+def _saved_weights(replica: ModelReplica) -> Mapping[str, Tensor]:
+    """Return the weights that checkpoints contain: all of them, or those beside frozen ones."""
+    return named_weights(replica.model) if replica.adapters is None else replica.adapters.named()
 
 
 def _states(replica: ModelReplica) -> dict[str, Tensor]:
@@ -166,7 +167,7 @@ def _weight_states(critic: ModelReplica) -> dict[str, Tensor]:
     """Return copies of the critic's weights, for the file of its optimizer."""
     return {
         f"{WEIGHT}.{name}": weight.detach().to("cpu", copy=True)
-        for name, weight in named_weights(critic.model).items()
+        for name, weight in _saved_weights(critic).items()
     }
 
 
@@ -222,7 +223,7 @@ def _restore_critic(critic: ModelReplica, saved: SavedTraining, updates: int) ->
         critic, saved, critic_file, (WEIGHT, *optimizer_state.kinds(critic.position.dtype))
     )
     with torch.no_grad():
-        for name, weight in named_weights(critic.model).items():
+        for name, weight in _saved_weights(critic).items():
             weight.copy_(states[WEIGHT][name])
     optimizer_state.restore(critic, states, updates)
 

@@ -6,7 +6,8 @@ Under tensor parallelism a column-parallel layer has all of A and its own rows o
 one its own columns of A and all of B, as in the files of `checkpoint/adapters`; a replicated layer
 has all of both. Adapters are submodules of the layers that they adapt, which keep their names. q, k
 and v (gate and up) share one A; where only some of them are adapted, the rows of B of the others
-stay zero. Every expert of a mixture has its own adapter, on the ranks that hold it.
+stay zero. Every expert of a mixture has its own adapter, on the ranks that hold it. The score head
+of a reward model has no adapter; its weight is trained beside them.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from msrl.checkpoint.mcore.locate import find_checkpoint
 from msrl.config.sections.train import LoraConfig
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.reward_head import WEIGHT as SCORE_HEAD
 from msrl.models.rules import Layout, Replicated, Sharded
 from msrl.models.select import adapter_problem, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.trainer.model.build import mark_expert_copy, mark_shard
 
-# Megatron's name of the base weight, with global layer numbers, and "A" or "B".
+# Megatron's name of the weight, with global layer numbers, and "A", "B" or `COMPLETE`.
 Key = tuple[str, str]
+COMPLETE = ""  # in place of a factor: the weight itself is trained
 
 
 class _Factor(torch.nn.Module):
@@ -72,12 +75,16 @@ class Adapted:
 
 
 def factor_name(placed: StageTensor, factor: str) -> str:
-    """Return the name of the factor "A" or "B" of a weight among the model's parameters."""
+    """Return the name of the factor of a weight among the model's parameters."""
+    if factor == COMPLETE:
+        return placed.name
     return f"{placed.name.removesuffix('.weight')}.lora_{factor}.default.weight"
 
 
 def factor_layout(layout: Layout, factor: str) -> Layout:
     """Return the tensor layout of a factor, from that of the base weight."""
+    if factor == COMPLETE:
+        return layout
     if factor == "A":
         return layout if _is_row(layout) else Replicated()
     return Replicated() if _is_row(layout) else layout
@@ -88,8 +95,13 @@ def _is_row(layout: Layout) -> bool:
     return isinstance(layout, Sharded) and layout.axis == 1
 
 
+def trained_factors(placed: StageTensor) -> tuple[str, ...]:
+    """Return the factors that adapter files may have of a weight."""
+    return (COMPLETE,) if placed.rule.mcore == SCORE_HEAD else ("A", "B")
+
+
 class Adapters:
-    """Adapters of a model on this rank."""
+    """Adapters of a model on this rank, and the score head of a reward model."""
 
     def __init__(
         self,
@@ -100,7 +112,7 @@ class Adapters:
         settings: LoraConfig,
         seed: int,
     ) -> None:
-        """Freeze the model and add adapters to the target layers.
+        """Freeze the model except for a score head, and add adapters to the target layers.
 
         Raises MsrlError for a layer that cannot have one.
         """
@@ -109,12 +121,18 @@ class Adapters:
         self.scale = settings.alpha / settings.rank
         self._is_enabled = True
         model.requires_grad_(False)
-        modules = dict(model.named_modules())
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        tensors = stage_tensors(shape, layout, at)
         self.all = tuple(
             Adapted(modules[placed.name.removesuffix(".weight")], placed)
-            for placed in stage_tensors(shape, layout, at)
+            for placed in tensors
             if is_layer(placed.rule.mcore, placed.rule.hf, settings.targets)
         )
+        self._heads = {
+            placed: parameters[placed.name] for placed in tensors if placed.rule.mcore == SCORE_HEAD
+        }
+        for head in self._heads.values():
+            head.requires_grad_(True)
         self._by_name = {adapted.placed.name: adapted for adapted in self.all}
         for adapted in self.all:
             self._attach(adapted, seed)
@@ -275,14 +293,15 @@ class Adapters:
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by name."""
-        return {
+        adapters = {
             adapted.name(factor): adapted.parameter(factor)
             for adapted in self.all
             for factor in "AB"
         }
+        return adapters | {placed.name: weight for placed, weight in self._heads.items()}
 
     def load(self, root: Path, step: int) -> None:
-        """Load the adapters of a checkpoint of any parallel layout.
+        """Load the trained parameters of a checkpoint of any parallel layout.
 
         Raises MsrlError if it lacks one or has one of another shape.
         """
@@ -297,15 +316,16 @@ class Adapters:
     ) -> dict[str, Tensor]:
         """Return this rank's shards of adapter-like tensors from the files of a layout's ranks.
 
-        The tensors have the names and shards of the adapters.
+        The tensors have the names and shards of the trained parameters.
 
         Raises MsrlError if one is missing or has another shape.
         """
         complete = self._complete_factors(layout, files)
+        trained = (*(adapted.placed for adapted in self.all), *self._heads)
         local = {
-            adapted.name(factor): _own_shard(adapted.placed, factor, complete, where)
-            for adapted in self.all
-            for factor in "AB"
+            factor_name(placed, factor): _own_shard(placed, factor, complete, where)
+            for placed in trained
+            for factor in trained_factors(placed)
         }
         for name, parameter in self.named().items():
             if local[name].shape != parameter.shape:
@@ -323,7 +343,7 @@ class Adapters:
         counts: dict[Key, int] = {}
         for at, tensors in files.items():
             for placed in stage_tensors(self._shape, layout, at):
-                for factor in "AB":
+                for factor in trained_factors(placed):
                     name, key = factor_name(placed, factor), (placed.rule.mcore, factor)
                     if name in tensors:
                         shards.setdefault(key, {})[placed.shard] = tensors[name]

@@ -15,7 +15,7 @@ from msrl.checkpoint.adapters.merge import Adapter, MergedSource
 from msrl.checkpoint.adapters.peft import dropped_by_peft, read_peft, write_peft
 from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
-from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.dtypes import CHOICES, same_bits
 from msrl.checkpoint.hf.pass_through import pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
 from msrl.checkpoint.integrity import adapter_checks, hf_checks, mcore_checks
@@ -187,6 +187,11 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     different = sorted(
         name for name, delta in adapter.deltas.items() if not delta.equals(written.deltas[name])
     )
+    different += [
+        name
+        for name, weight in adapter.replaced.items()
+        if not same_bits(weight, written.replaced[name])
+    ]
     if different:
         raise VerificationError(
             f"{save}: {len(different)} adapters differ from those in {load}, first {different[0]}"

@@ -1,6 +1,7 @@
-"""Training of a reward model on preference pairs (`msrl train-rm`).
+"""Training of an outcome reward model on preference pairs (`msrl train-rm`).
 
-The training ranks hold the model as a critic, whose value at the last token is the score.
+The training ranks hold the model as a critic, whose value at the last token is the score. Process
+reward models are trained by `steps.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from msrl.types import Floats, StepReport
 from msrl.workflows.preference.batches import PreferenceBatch, make_batch
 from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
 from msrl.workflows.preference.run import PreferenceSetup
+from msrl.workflows.preference.steps import StepTask
 from msrl.workflows.training import supervised
 from msrl.workflows.training.session import TrainingSession
 from msrl.workflows.training.settings import reward_model_rank_settings
@@ -36,7 +38,10 @@ def run(plan: RunPlan) -> None:
     Raises:
         MsrlError: The configuration is invalid. It is checked before any rank starts.
     """
-    supervised.run(plan, RewardModelTask())
+    if plan.trains_steps:
+        supervised.run(plan, StepTask())
+    else:
+        supervised.run(plan, RewardModelTask())
 
 
 class RewardModelTask:

@@ -111,6 +111,7 @@ def has_only_adapter(load: Path, iteration: int | str | None = None) -> bool:
     from msrl.checkpoint.dist.read import is_distributed
     from msrl.checkpoint.mcore.files import iteration_dir, read_rank_file
     from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration
+    from msrl.checkpoint.source import holds_only_adapter
 
     iteration = latest_iteration(load) if iteration is None else iteration
     if is_distributed(iteration_dir(load, iteration)):
@@ -120,7 +121,7 @@ def has_only_adapter(load: Path, iteration: int | str | None = None) -> bool:
         for path in find_checkpoint(load, iteration).files.values()
         for name in read_rank_file(path)["model"]
     ]
-    return bool(names) and all(".lora_" in name for name in names)
+    return holds_only_adapter(names)
 
 
 def base_folder(adapter: Path) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from msrl.algorithms.packing import Sequences
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.trainer.objective.losses import SftLoss
-from msrl.types import StepReport
+from msrl.types import Floats, StepReport
 from msrl.workflows.sft.setup import SftRows, SftSetup
 from msrl.workflows.training.supervised import is_evaluation_due
 from msrl.workflows.training.trainer_group import TrainerGroup
@@ -35,8 +35,13 @@ def make_batch(rows: Sequence[Sequences]) -> Batch:
     loss_masks = tuple(mask for row in rows for mask in row.loss_masks)
     ends = list(itertools.accumulate(len(row.token_ids) for row in rows))
     spans = tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
-    sequences = Sequences(token_ids, loss_masks, {})
+    fields = {name: _field(rows, name) for name in rows[0].fields}
+    sequences = Sequences(token_ids, loss_masks, fields)
     return Batch(sequences, spans, sum(map(len, token_ids)), num_loss_tokens(sequences))
+
+
+def _field(rows: Sequence[Sequences], name: str) -> tuple[Floats, ...]:
+    return tuple(values for row in rows for values in row.fields[name])
 
 
 class HeldOutEvaluator:

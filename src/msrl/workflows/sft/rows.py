@@ -40,13 +40,14 @@ class Rows:
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
-        return [self._row(row) for row in rows]
+        return [sft_sequences(self.examples(row)) for row in rows]
 
-    def _row(self, row: int) -> Sequences:
+    def examples(self, row: int) -> list[RenderedExample]:
+        """Return the examples of a row."""
         examples: list[RenderedExample] = []
         for i in self.members[row]:
             examples += _truncate(self.dataset[i], self.max_tokens)
-        return sft_sequences(examples)
+        return examples
 
     def notes(self, capacity: int | None) -> list[str]:
         """Return notes for the user on dropped, truncated and packed rows."""
@@ -90,13 +91,13 @@ class MixedRows:
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
+        return [sft_sequences(self.examples(row)) for row in rows]
+
+    def examples(self, row: int) -> list[RenderedExample]:
+        """Return the examples of a row."""
         ends = list(accumulate(self.num_rows))
-        starts = [0, *ends]
-        numbers = [bisect_right(ends, row) for row in rows]
-        return [
-            self.datasets[number].sequences([row - starts[number]])[0]
-            for number, row in zip(numbers, rows, strict=True)
-        ]
+        number = bisect_right(ends, row)
+        return self.datasets[number].examples(row - [0, *ends][number])
 
     def notes(self, capacity: int | None) -> list[str]:
         """Return notes for the user on each dataset."""
@@ -181,7 +182,7 @@ def _truncate(examples: Sequence[RenderedExample], limit: int | None) -> Sequenc
         return examples
     starts = accumulate((len(example.token_ids) for example in examples), initial=0)
     return [
-        RenderedExample(e.token_ids[: limit - start], e.loss_mask[: limit - start])
+        e.truncated(limit - start)
         for e, start in zip(examples, starts, strict=False)
         if start < limit
     ]

@@ -95,18 +95,41 @@ def _checked_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
     Raises:
         MsrlError: They or the held-out rows do not fit the model or the configuration.
     """
-    config = plan.config
-    dataset_type = TextDataset if config.data.handler == "pretrain" else SftDataset
-    for prefix in dict.fromkeys((*weights_by_prefix(config), config.data.eval)):
-        if prefix is not None:
-            dataset = dataset_type(prefix)
-            check_data(dataset.manifest, plan, prefix)
-            verify_data(dataset, plan)
-    train, held_out = training_rows(config)
+    dataset_type = TextDataset if plan.config.data.handler == "pretrain" else SftDataset
+    for prefix in data_prefixes(plan.config):
+        check_dataset(dataset_type(prefix), plan)
+    train, held_out = training_rows(plan.config)
+    check_and_note(plan.config, train, held_out)
+    return train, held_out
+
+
+def data_prefixes(config: Config) -> tuple[str, ...]:
+    """Return the prefixes of the data to train on and of the held-out data, each once."""
+    prefixes = dict.fromkeys((*weights_by_prefix(config), config.data.eval))
+    return tuple(prefix for prefix in prefixes if prefix is not None)
+
+
+def check_dataset(dataset: SftDataset | TextDataset, plan: RunPlan) -> None:
+    """Check that a dataset is intact and fits the model. Raises MsrlError if not."""
+    check_data(dataset.manifest, plan, dataset.prefix)
+    verify_data(dataset, plan)
+
+
+def check_and_note(
+    config: Config, train: SftRows, held_out: SftRows | None, num_added: int = 0
+) -> None:
+    """Check that the rows fit into micro-batches and print notes on them.
+
+    The training adds at most `num_added` tokens to a row.
+
+    Raises:
+        MsrlError: A row does not fit.
+    """
     prefixes = ", ".join(weights_by_prefix(config))
-    check_lengths(config, prefixes, train)
+    check_lengths(config, prefixes, train, num_added)
     if held_out is not None:
-        check_lengths(config, config.data.eval or f"the held-out part of {prefixes}", held_out)
+        name = config.data.eval or f"the held-out part of {prefixes}"
+        check_lengths(config, name, held_out, num_added)
         if config.data.eval is None:
             print(
                 f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr
@@ -114,7 +137,6 @@ def _checked_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
     _print_notes("data.train", train, config)
     if held_out is not None:
         _print_notes("held out", held_out, config)
-    return train, held_out
 
 
 def _print_notes(name: str, rows: SftRows, config: Config) -> None:

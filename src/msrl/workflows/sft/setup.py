@@ -10,23 +10,27 @@ from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
 from msrl.workflows.training.supervised import SupervisedSetup
 
-SftRows = Rows | MixedRows | TextRows
-
-
+ExampleRows = Rows | MixedRows
+SftRows = ExampleRows | TextRows
 SftSetup = SupervisedSetup[SftRows]
 
 
 def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
-    if config.data.handler == "pretrain":
-        return open_text(config)
+    return open_text(config) if config.data.handler == "pretrain" else example_rows(config)
+
+
+def example_rows(
+    config: Config, dataset_type: type[SftDataset] = SftDataset
+) -> tuple[ExampleRows, ExampleRows | None]:
+    """Return the rows of examples to train on and the held-out ones, if any. Raises MsrlError."""
     if config.data.blend:
-        datasets = [SftDataset(prefix) for prefix in config.data.blend]
+        datasets = [dataset_type(prefix) for prefix in config.data.blend]
         check_templates(datasets)
         mixed = tuple(open_rows(config, dataset) for dataset in datasets)
-        held_out = config.data.eval and open_rows(config, SftDataset(config.data.eval))
+        held_out = config.data.eval and open_rows(config, dataset_type(config.data.eval))
         return MixedRows(mixed), held_out or None
-    dataset = SftDataset(str(config.data.train))
+    dataset = dataset_type(str(config.data.train))
     trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not trained:
         raise MsrlError(
@@ -36,7 +40,7 @@ def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
         )
     train = open_rows(config, dataset, trained)
     if config.data.eval is not None:
-        return train, open_rows(config, SftDataset(config.data.eval))
+        return train, open_rows(config, dataset_type(config.data.eval))
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
@@ -49,9 +53,12 @@ def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:
     return RowOrder(len(rows), batch, seed, shuffle)
 
 
-def check_lengths(config: Config, prefix: str, rows: SftRows) -> None:
-    """Raise MsrlError if a row does not fit into a micro-batch."""
-    longest, limit = rows.longest, config.train.max_tokens_per_micro_batch
+def check_lengths(config: Config, prefix: str, rows: SftRows, num_added: int = 0) -> None:
+    """Raise MsrlError if a row does not fit into a micro-batch.
+
+    The training adds `num_added` tokens to each row.
+    """
+    longest, limit = rows.longest + num_added, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:
         raise MsrlError(
             f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} "

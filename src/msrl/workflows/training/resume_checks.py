@@ -64,6 +64,8 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         preference = preference_plan(config)
         keys["algo.preference.loss"] = preference.name
         keys["algo.preference.beta"] = preference.beta
+    if plan.command == "train-rm":
+        keys["algo.reward_model.kind"] = config.algo.reward_model.kind
     if plan.critic is not None:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"

@@ -150,7 +150,8 @@ def reward_model_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
         bad_batch_dir=_bad_batch_dir(plan),
     )
     freeze = (*settings.freeze, *train.freeze)
-    return replace(common, critic=replace(settings, freeze=freeze, router=train.router))
+    critic = replace(settings, freeze=freeze, router=train.router, lora=train.lora)
+    return replace(common, critic=critic)
 
 
 def reference_rank_settings(plan: RunPlan, platform: str) -> RankSettings:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from msrl.rollout.vllm_sender import DeviceSender
     from msrl.rollout.weights.sender import Factor, WeightSender
     from msrl.trainer.objective.losses import Loss, ValuesLoss
+    from msrl.trainer.objective.steps import StepLoss
 
 WeightContent = Literal["merged", "separate", "adapters"]
 """Weights with their adapters, weights and adapters, or adapters alone."""
@@ -125,14 +126,18 @@ class TrainWorker:
     # Policy and reference
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float, lr: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss | StepLoss,
+        num_tokens: float,
+        lr: float,
     ) -> dict[str, float]:
         """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, num_tokens: float
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, num_tokens: float
     ) -> dict[str, float]:
         """Return the metrics of `update` without an update."""
         return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)

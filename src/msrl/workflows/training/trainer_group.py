@@ -21,6 +21,7 @@ from msrl.workflows.training.transport.base import Calls, Workers
 
 if TYPE_CHECKING:
     from msrl.trainer.objective.losses import Loss, ValuesLoss
+    from msrl.trainer.objective.steps import StepLoss
 
 Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
 
@@ -67,7 +68,7 @@ class TrainerGroup:
         self,
         sequences: Sequences,
         limits: BatchLimits,
-        loss: Loss,
+        loss: Loss | StepLoss,
         lr: float,
         *,
         rows: Rows | None = None,
@@ -86,7 +87,7 @@ class TrainerGroup:
         self,
         sequences: Sequences,
         limits: BatchLimits,
-        loss: Loss,
+        loss: Loss | StepLoss,
         *,
         rows: Rows | None = None,
         total_weight: float | None = None,
