@@ -170,5 +170,6 @@ class Losses:
 
 def _has_binary_scores(domain: Any) -> bool:
     """Return True if the reward worker of a domain has no other scores than 0 and 1."""
-    worker = domain.get("worker_cls") if isinstance(domain, dict) else None
+    settings = cast("dict[str, Any]", domain) if isinstance(domain, dict) else {}
+    worker = settings.get("worker_cls")
     return str(worker).rpartition(".")[2] in _BINARY_WORKERS
