@@ -37,7 +37,8 @@ def check_distill(resolved: Resolved) -> Iterator[str]:
     for number, model in enumerate(models):
         if model in models[:number]:
             yield resolved.mistake(
-                f"algo.distill.teachers.{number}.model", "is a duplicate. Add up the weights."
+                f"algo.distill.teachers.{number}.model",
+                "is a duplicate. Add up the weights, or name all tags in one entry.",
             )
 
 
@@ -50,6 +51,8 @@ def check_no_distillation(resolved: Resolved) -> Iterator[str]:
 def check_teachers(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each teacher that does not fit the policy."""
     for number, section in enumerate(resolved.config.algo.distill.teachers):
+        if section.is_self:
+            continue
         key = f"algo.distill.teachers.{number}.model"
         yield from check_model_path(resolved, key)
         if is_hf(section.model) or is_mcore(section.model):
@@ -97,6 +100,12 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
         yield (
             "algo.distill.teachers: missing. Set at least one, as in "
             "algo: {distill: {teachers: [{model: runs/grpo/hf}]}}"
+        )
+    elif all(teacher.is_self for teacher in config.algo.distill.teachers):
+        yield resolved.mistake(
+            "algo.distill.teachers.0.model",
+            "the divergence of the policy from its own start and its gradient are 0. Add another "
+            "teacher, or use train-grpo.",
         )
     for key in changed_keys(resolved, "algo"):
         name = key.removeprefix("algo.")

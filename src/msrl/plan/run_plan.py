@@ -6,13 +6,14 @@ memory estimates and workflows take them from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msrl.cluster.placement import Placement, Role
 from msrl.cluster.placement import plan as place
 from msrl.config.schema import Config
+from msrl.config.sections.algo import TeacherConfig
 from msrl.config.sections.general import DataConfig
 from msrl.config.sections.rollout import RolloutConfig
 from msrl.config.sections.train import TrainConfig
@@ -269,6 +270,21 @@ class RunPlan:
         names = [source.model for source in sources if runs_on_ranks(source.model, source.engine)]
         return tuple(self.reward_models[str(name)] for name in names)
 
+    @property
+    def rank_teachers(self) -> Mapping[str, ModelPlan]:
+        """Teachers with a replica on the training ranks.
+
+        The others have the weights that the policy starts from, and the ranks have these already:
+        as the policy without its adapters, or as the reference.
+        """
+        has_start = self.train.lora.rank is not None or (
+            self.has_reference_on_ranks and not self.has_own_reference
+        )
+        if not has_start:
+            return self.teachers
+        start = self.model.weights
+        return {name: model for name, model in self.teachers.items() if model.weights != start}
+
     def hf_config(self, folder: Path) -> HfConfig:
         """Return the config.json of a model of this run, which is not read again.
 
@@ -315,10 +331,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         critic=_critic(config, policy, models) if samples and needs_critic(config) else None,
         reference=_reference(config, policy, models) if has_reference else None,
         reward_models={name: models.read(name, config_dir(name)) for name in names},
-        teachers={
-            teacher.model: models.read(teacher.model, config_dir(teacher.model))
-            for teacher in teachers
-        },
+        teachers=_teachers(teachers, policy, models),
         datasets=datasets,
         run_dir=run_folder(config),
         checkpoint_dir=checkpoint_folder(config),
@@ -427,6 +440,19 @@ def _reference(config: Config, policy: ModelPlan | None, models: _ModelReader) -
     if not is_hf(str(owner)) and policy is not None:
         return replace(policy, weights=Path(load).absolute())
     return models.read(load, owner)
+
+
+def _teachers(
+    sections: Sequence[TeacherConfig], policy: ModelPlan | None, models: _ModelReader
+) -> dict[str, ModelPlan]:
+    """Return the teachers by name. The policy is its own teacher before the training."""
+    teachers: dict[str, ModelPlan] = {}
+    for section in sections:
+        if not section.is_self:
+            teachers[section.model] = models.read(section.model, config_dir(section.model))
+        elif policy is not None:
+            teachers[section.model] = policy
+    return teachers
 
 
 def _datasets(config: Config) -> dict[str, DatasetPlan]:

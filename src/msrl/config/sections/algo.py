@@ -318,9 +318,19 @@ class TeacherConfig(Section):
 
     model: Text = Field(
         description="Hugging Face or mcore folder of the teacher, which has the same tokenizer "
-        "as the policy."
+        "as the policy, or self: the weights that the policy starts from."
     )
     weight: Positive = Field(default=1.0, description="Weight of the divergence from it.")
+    tags: tuple[Text, ...] = Field(
+        default=(),
+        description="Teach only rows whose data column extra.tag has one of these values. "
+        "Default: teach all rows.",
+    )
+
+    @property
+    def is_self(self) -> bool:
+        """True if the teacher is the policy before the training."""
+        return self.model == "self"
 
 
 class DistillConfig(Section):
@@ -328,8 +338,8 @@ class DistillConfig(Section):
 
     teachers: tuple[TeacherConfig, ...] = Field(
         default=(),
-        description="Teachers, whose weighted divergences are added up. Without any, there is no "
-        "term.",
+        description="Teachers. The weighted divergences from those of a row are added up. Without "
+        "any, there is no term.",
         examples=[[{"model": "runs/grpo/hf"}]],
     )
     coef: NonNegative = Field(

@@ -31,7 +31,6 @@ from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
-from msrl.config.sections.algo import DistillConfig
 from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
@@ -47,9 +46,10 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.objective.losses import Distillation, PolicyLoss, required_arguments
+from msrl.trainer.objective.losses import PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
+from msrl.workflows.rl.distillation import distillation, with_teacher_weights
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
 from msrl.workflows.rl.step import Clock
@@ -154,6 +154,7 @@ class Updater:
         advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
+        sequences = with_teacher_weights(sequences, groups, algo.distill.teachers)
         if algo.old_logprobs == "log-linear":
             sequences = with_versions(sequences, groups)
         if not keep.all():
@@ -348,16 +349,8 @@ def policy_loss(config: Config) -> PolicyLoss:
             for name, value in algo.options.items()
             if name in registry.plugin_options(plugin)
         },
-        distillation=_distillation(algo.distill),
+        distillation=distillation(algo.distill),
     )
-
-
-def _distillation(section: DistillConfig) -> Distillation | None:
-    """Return the term of the loss; None without teachers."""
-    if not section.is_on:
-        return None
-    weights = {teacher.model: teacher.weight for teacher in section.teachers}
-    return Distillation(section.coef, weights, section.divergence, section.options)
 
 
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]

@@ -120,6 +120,8 @@ def check_teacher_tokenizers(plan: RunPlan) -> None:
         MsrlError: A teacher has another tokenizer, or none.
     """
     for number, section in enumerate(plan.config.algo.distill.teachers):
+        if section.is_self:
+            continue
         folder = plan.teachers[section.model].hf_dir
         if _tokenizer_hash(folder) != _tokenizer_hash(plan.tokenizer_dir):
             raise MsrlError(
