@@ -89,10 +89,6 @@ def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
         (("algo.distill.coef=0",), ("algo.distill.coef", "teachers")),
         (("algo.distill.top_k=20",), ("algo.distill.top_k", "advantage")),
         (
-            ("algo.distill.teachers=[{model: x, url: 'http://host'}]",),
-            ("algo.distill.teachers.0.url", "version"),
-        ),
-        (
             ("algo.distill.teachers=[{model: nowhere}]",),
             ("algo.distill.teachers.0.model", "nowhere"),
         ),

@@ -19,7 +19,6 @@ NOT_YET: dict[str, str] = {
     "rollout.multi_turn": "set environment.name",
     "rollout.max_turns": "set environment.max_turns",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
-    "algo.distill.teachers.url": "a teacher runs on the training ranks. Set model",
     "train.optimizer.name": "the optimizer is AdamW. Muon orthogonalizes complete matrices, but "
     "Megatron's distributed optimizer splits them over ranks, and megatron-core's Muon needs the "
     "package emerging_optimizers",

@@ -99,7 +99,7 @@ class RunPlan:
         critic: Value model; None for a run without one.
         reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
-        teachers: Models to distill from, by `model` of the teacher.
+        teachers: Models to distill from on the ranks, by `model` of the teacher.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
         checkpoint_dir: Folder of the run's checkpoints.
@@ -321,7 +321,7 @@ def resolve(config: Config, command: str) -> RunPlan:
     policy = _policy(config, models, has_score=command == "train-rm")
     has_reference = _needs_reference(config, command)
     sources = config.reward.sources if samples else ()
-    teachers = config.algo.distill.teachers if samples else ()
+    teachers = config.algo.distill.on_ranks if samples else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
     return RunPlan(
@@ -448,10 +448,11 @@ def _teachers(
     """Return the teachers by name. The policy is its own teacher before the training."""
     teachers: dict[str, ModelPlan] = {}
     for section in sections:
+        name = section.name
         if not section.is_self:
-            teachers[section.model] = models.read(section.model, config_dir(section.model))
+            teachers[name] = models.read(name, config_dir(name))
         elif policy is not None:
-            teachers[section.model] = policy
+            teachers[name] = policy
     return teachers
 
 

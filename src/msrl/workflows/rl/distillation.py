@@ -19,10 +19,10 @@ from msrl.types import Prompt, ScoredGroup
 
 
 def distillation(section: DistillConfig) -> Distillation | None:
-    """Return the term of the loss; None without teachers."""
-    if not section.is_on:
+    """Return the term of the loss; None without teachers on the ranks."""
+    if not section.on_ranks:
         return None
-    weights = {teacher.model: teacher.weight for teacher in section.teachers}
+    weights = {teacher.name: teacher.weight for teacher in section.on_ranks}
     return Distillation(section.coef, weights, section.divergence, section.options)
 
 
