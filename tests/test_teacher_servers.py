@@ -21,7 +21,8 @@ from msrl.config.sections.algo import TeacherConfig
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
-from msrl.rewards.teacher_server import TeacherServer
+from msrl.rollout.teacher_server import TeacherServer
+from msrl.tracking.rollouts import read_records
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.step import Clock
@@ -451,11 +452,8 @@ def test_a_served_teacher_has_the_log_probabilities_of_its_model_and_trains_a_st
         assert_mentions(connect([section], tokenizer, 128).notes[0], "tokens of the policy")
         client = TeacherServer(section, KEY).connect(128)
         ids = np.random.default_rng(0).integers(3, 250, 40)
-        with torch.no_grad():
-            model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
-            logprobs = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
-        expected = logprobs[:-1].gather(-1, torch.from_numpy(ids[1:])[:, None])[:, 0]
-        np.testing.assert_allclose(client.logprobs(ids)[1:], expected, atol=1e-3)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
+        np.testing.assert_allclose(client.logprobs(ids), token_logprobs(model, ids), atol=1e-3)
         _refuses_other_tokens(client, stranger)
         _trains(tmp_path, server.url)
     finally:
@@ -473,7 +471,9 @@ def _refuses_other_tokens(client: TeacherServer, stranger: Any) -> None:
 
 
 def _trains(folder: Path, url: str) -> None:
-    """Run steps of train-distill, whose estimated divergence falls."""
+    """Run steps of train-distill, and compare the advantages with those of transformers."""
+    from transformers import AutoModelForCausalLM
+
     preprocess(folder, 16)
     config = {
         "run": {"dir": str(folder / "runs"), "name": "distill"},
@@ -481,21 +481,40 @@ def _trains(folder: Path, url: str) -> None:
         "data": {"train": str(folder / "rl")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 300.0},
         "rollout": {
-            "prompts_per_step": 16,
+            "prompts_per_step": 4,
             "samples_per_prompt": 2,
             "max_prompt_tokens": 128,
             "max_response_tokens": 16,
             "engine": {"dp": 1},
         },
         "algo": {"distill": {"teachers": [{"url": url, "api_key": "${env:TEACHER_KEY}"}]}},
-        "train": {"steps": 20, "micro_batch": 32, "optimizer": {"lr": 2e-3}},
-        "log": {"trackers": []},
+        "train": {"steps": 2, "micro_batch": 4, "optimizer": {"lr": 1e-3}},
+        "log": {"trackers": [], "rollouts": "parquet"},
     }
     (folder / "distill.yaml").write_text(yaml.safe_dump(config))
     succeed("train-distill", "-c", str(folder / "distill.yaml"), log=folder / "train.log")
     run = folder / "runs" / "distill"
-    divergences = [row["train/distill_kl"] for row in metrics(run)]
-    assert len(divergences) == 20
-    assert sum(divergences[-5:]) < 0.95 * sum(divergences[:5])
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        for name in ("student", "teacher")
+    )
+    records = read_records(run / "rollouts" / "step_000001.parquet")
+    expected = [
+        (token_logprobs(teacher, r.token_ids) - token_logprobs(student, r.token_ids))[r.is_sampled]
+        for r in records
+    ]
+    actual = [record.advantages[record.is_sampled] for record in records]
+    np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), atol=2e-3)
+    first, second = metrics(run)
+    assert first["train/distill_kl"] == pytest.approx(-np.concatenate(expected).mean(), abs=2e-3)
+    assert second["train/distill_kl"] > 0 and first["train/grad_norm"] > 0
     for path in (*run.glob("*.yaml"), run / "log.txt", folder / "train.log"):
         assert SECRET not in path.read_text()
+
+
+@torch.no_grad()
+def token_logprobs(model: Any, token_ids: np.ndarray) -> np.ndarray:  # [T] -> [T]
+    """Return the log-probability of every token; 0 for the first."""
+    logprobs = model(torch.from_numpy(token_ids)[None]).logits[0, :-1].log_softmax(-1)
+    values = logprobs.gather(-1, torch.from_numpy(token_ids[1:])[:, None])[:, 0].numpy()
+    return np.concatenate(([0.0], values))

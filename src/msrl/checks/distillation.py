@@ -13,7 +13,7 @@ from msrl.models.paths import is_hf, is_mcore
 from msrl.plan.distillation import implied_values
 from msrl.plan.run_plan import ModelPlan, RunPlan
 from msrl.registry import DIVERGENCES
-from msrl.rewards.teacher_server import key_refusal, url_refusal
+from msrl.rollout.teacher_server import key_refusal, url_refusal
 
 # Keys of `algo` that train-distill reads, besides those that it implies.
 _KEYS = ("distill", "aggregate", "entropy_coef", "mask.truncated")

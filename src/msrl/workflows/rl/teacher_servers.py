@@ -16,7 +16,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences
 from msrl.config.sections.algo import TeacherConfig
 from msrl.data.tokenizer import TextTokenizer
-from msrl.rewards.teacher_server import TeacherServer
+from msrl.rollout.teacher_server import TeacherServer
 from msrl.types import Floats, Prompt
 from msrl.workflows.rl.distillation import teaches
 
