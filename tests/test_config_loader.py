@@ -380,6 +380,13 @@ def test_every_unsupported_key_is_refused():
             assert_mentions(line, path, "version")
 
 
+def test_muon_is_refused_with_the_reason():
+    key = "train.optimizer.name"
+    (line,) = mistakes(sets=(f"{key}=muon",))
+    assert_mentions(line, f"{key}=muon", "emerging_optimizers", "adamw")
+    assert load(sets=[f"{key}=adamw"]).config.train.optimizer.name == "adamw"
+
+
 def test_parse_reports_every_bad_key_of_a_file():
     with pytest.raises(ManyErrors) as caught:
         parse("a: 1\na: 2\n[b]: 3\nc: !x 4\n", "f.yaml")

@@ -8,25 +8,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
+from msrl.config.sections.algo import TeacherConfig
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.plan.run_plan import resolve
 from msrl.rewards.score import Scorer
-from msrl.types import Completion, Prompt, RolloutGroup
+from msrl.trainer.objective.losses import Distillation, teacher_weight
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.rl.distillation import check_tags, with_teacher_weights
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update import Updater, policy_loss
-from msrl.workflows.training.settings import rank_settings
+from msrl.workflows.training.settings import loaded_models, rank_settings
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer, save_model
 from training_runs import metrics, succeed, write_rows
 
-QUESTIONS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
-COLUMNS = '{"prompt": "question", "response": "answer"}'
+TAGS = ("math", "code")
+QUESTIONS = [
+    {"question": f"What is {i} + {i}?", "answer": str(2 * i), "kind": TAGS[i % 2]}
+    for i in range(16)
+]
+COLUMNS = '{"prompt": "question", "response": "answer", "extra.tag": "kind"}'
 STEPS = 3
 
 
@@ -80,16 +89,16 @@ def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
         (("algo.distill.coef=0",), ("algo.distill.coef", "teachers")),
         (("algo.distill.top_k=20",), ("algo.distill.top_k", "advantage")),
         (
-            ("algo.distill.teachers=[{model: x, url: 'http://host'}]",),
-            ("algo.distill.teachers.0.url", "version"),
-        ),
-        (
             ("algo.distill.teachers=[{model: nowhere}]",),
             ("algo.distill.teachers.0.model", "nowhere"),
         ),
         (
-            ("algo.distill.teachers=[{model: a}, {model: a}]",),
+            ("algo.distill.teachers=[{model: a}, {model: a, tags: [math]}]",),
             ("algo.distill.teachers.1.model", "duplicate"),
+        ),
+        (
+            ("algo.distill.teachers=[{model: self}]",),
+            ("algo.distill.teachers.0.model", "self", "gradient"),
         ),
         (("algo.policy_loss=gspo_x",), ("algo.policy_loss",)),
         (("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-distill")),
@@ -156,6 +165,105 @@ def test_a_dry_run_refuses_a_teacher_with_another_tokenizer(
     other = f"algo.distill.teachers=[{{model: {inputs / 'stranger'}}}]"
     assert msrl("train-distill", "-c", file, "--set", other, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "algo.distill.teachers.0.model", "tokenizer")
+
+
+# --- tags ---
+
+
+def prompt(index: int, tag: str | None) -> Prompt:
+    return Prompt(index, np.array([1, 2]), extra={} if tag is None else {"tag": tag})
+
+
+def group(row: Prompt, *lengths: int) -> ScoredGroup:
+    """Return a group of completions with these numbers of tokens."""
+    completions = tuple(
+        Completion(np.arange(n), np.zeros(n, np.float32), "stop", 0, "") for n in lengths
+    )
+    return ScoredGroup(RolloutGroup(row, completions), (Reward(0.0, {}),) * len(lengths))
+
+
+def test_a_teacher_has_no_weight_in_rows_without_its_tags() -> None:
+    teachers = (
+        TeacherConfig(model="a", weight=0.5, tags=("math",)),
+        TeacherConfig(model="b", weight=2.0, tags=("code", "math")),
+        TeacherConfig(model="c", weight=3.0),
+    )
+    groups = [group(prompt(0, "math"), 1, 3), group(prompt(1, "code"), 2, 2)]
+    lengths = [3, 5, 4, 4]
+    plain = Sequences(
+        tuple(np.zeros(n, np.int64) for n in lengths),
+        tuple(np.ones(n, np.bool_) for n in lengths),
+        {},
+    )
+    fields = with_teacher_weights(plain, groups, teachers).fields
+    weights = [[set(row.tolist()) for row in fields[teacher_weight(n)]] for n in range(3)]
+    assert weights[0] == [{0.5}, {0.5}, {0.0}, {0.0}]
+    assert weights[1] == [{2.0}] * 4 and weights[2] == [{3.0}] * 4
+    assert [len(row) for row in fields[teacher_weight(0)]] == lengths
+    assert with_teacher_weights(plain, groups, teachers[2:]) is plain
+
+
+def test_the_term_reads_the_weights_of_each_token() -> None:
+    term = Distillation(1.0, {"a": 0.5, "b": 2.0}, "reverse_kl")
+    divergences = torch.tensor([[1.0, 10.0], [2.0, 20.0]])
+    assert term.per_token(divergences, {}).tolist() == [20.5, 41.0]
+    fields = {
+        teacher_weight(0): torch.tensor([0.5, 0.0]),
+        teacher_weight(1): torch.tensor([0.0, 2.0]),
+    }
+    assert term.per_token(divergences, fields).tolist() == [0.5, 40.0]
+
+
+def test_a_tag_without_rows_and_a_row_without_a_teacher_are_refused() -> None:
+    rows = [prompt(0, "math"), prompt(1, "code"), prompt(2, None)]
+    math, other = TeacherConfig(model="a", tags=("math",)), TeacherConfig(model="b")
+    check_tags((math, other), rows, needs_teacher=True)
+    check_tags((math,), rows, needs_teacher=False)
+    with pytest.raises(MsrlError, match=mentions("row 1", "code", "teacher")):
+        check_tags((math,), rows, needs_teacher=True)
+    typo = TeacherConfig(model="c", tags=("math", "maths"))
+    with pytest.raises(MsrlError, match=mentions("algo.distill.teachers.1.tags", "maths")):
+        check_tags((other, typo), rows, needs_teacher=True)
+
+
+def test_a_dry_run_compares_the_tags_of_teachers_with_the_data(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def teachers(*tags: str) -> str:
+        names = zip(("teacher", "second"), tags, strict=True)
+        return ", ".join(f"{{model: {inputs / name}, tags: [{tag}]}}" for name, tag in names)
+
+    arguments = ["-c", str(inputs / "distill.yaml"), "--dry-run", "--set"]
+    sets = f"algo.distill.teachers=[{teachers('math', 'code')}]"
+    assert msrl("train-distill", *arguments, sets) == 0
+    sets = f"algo.distill.teachers=[{teachers('math', 'math')}]"
+    assert msrl("train-distill", *arguments, sets) == 2
+    assert_mentions(capsys.readouterr().err, "algo.distill.teachers", "code", "row 1")
+
+
+# --- self-distillation ---
+
+
+def test_the_policy_as_its_teacher_needs_no_copy_where_the_ranks_have_its_start(
+    inputs: Path,
+) -> None:
+    teachers = f"algo.distill.teachers=[{{model: {inputs / 'teacher'}}}, {{model: self}}]"
+    start = inputs / "student"
+
+    def rank_teachers(*sets: str) -> list[Path]:
+        sets = (teachers, "reward.sources=[{verifier: acc}]", *sets)
+        config = check(inputs, *sets, "rollout.samples_per_prompt=2", command="train-grpo").config
+        plan = resolve(config, "train-grpo")
+        assert plan.teachers["self"].weights == start and start in loaded_models(plan, None)
+        return [settings.model for settings in rank_settings(plan, "cpu").teachers.values()]
+
+    assert rank_teachers() == [inputs / "teacher", start]
+    assert rank_teachers("train.lora.rank=4") == [inputs / "teacher"]
+    reference = "algo.kl.loss.coef=0.1"
+    assert rank_teachers(reference) == [inputs / "teacher"]
+    other = f"cluster.roles.reference.load={inputs / 'second'}"
+    assert rank_teachers(reference, other) == [inputs / "teacher", start]
+    assert rank_teachers(reference, other, "train.lora.rank=4") == [inputs / "teacher"]
 
 
 def test_a_step_without_reward_sources_keeps_all_samples_for_the_divergence(inputs: Path) -> None:

@@ -66,7 +66,7 @@ def make_inputs(config: Config) -> None:
             Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
         )
     rewards = [Path(source.model) for source in config.reward.sources if source.model is not None]
-    teachers = [Path(teacher.model) for teacher in config.algo.distill.teachers]
+    teachers = [Path(teacher.name) for teacher in config.algo.distill.on_ranks]
     for path in (*rewards, *teachers):
         architecture = "Qwen2ForSequenceClassification" if path in rewards else "Qwen2ForCausalLM"
         changes = {"architectures": [architecture], "num_labels": 1}

@@ -574,6 +574,28 @@ def test_unsupported_flags_are_refused_with_a_reason(tmp_path: Path):
         )
 
 
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        ("--optimizer muon --muon-momentum 0.9", ("optimizer=muon", "emerging_optimizers")),
+        ("--optimizer sgd", ("optimizer=sgd", "adamw")),
+    ],
+)
+def test_other_optimizers_than_adam_are_refused_with_a_reason(
+    flags: str, fragments: tuple[str, ...], tmp_path: Path
+):
+    script = (
+        "python posttrain_gpt.py --stage sft --load a --data-path b --train-iters 3 --lr 1e-5 "
+        "--global-batch-size 8"
+    )
+
+    def refused(flags: str) -> str:
+        return "\n".join(imported("mindspeed-llm", f"{script} {flags}", tmp_path, "sh").refused())
+
+    assert_mentions(refused(flags), *fragments)
+    assert "optimizer=" not in refused("--optimizer adam --muon-momentum 0.9")
+
+
 def test_first_generation_files_of_mindspeed_run_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -175,6 +175,9 @@ def _varying_by_token(resolved: Resolved) -> Iterator[tuple[str, tuple[str, str]
             )
     if algo.top_entropy < 1.0:
         yield "algo.top_entropy", ("selects tokens of a sequence", "Set it to 1")
+    if algo.distill.has_servers:
+        remedy = "Use teachers with model, or another policy loss"
+        yield "algo.distill.teachers", ("with url, gives each token its own advantage", remedy)
 
 
 def _varying_returns(algo: AlgoConfig) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -1,7 +1,7 @@
 """Interpolation of `${env:NAME}` and `${section.key}` in values. `$${` escapes `${`.
 
 The environment may contain secrets. A value that uses it keeps its reference, which is written and
-printed in place of the value (`config/secrets.py`). In addresses and headers of requests,
+printed in place of the value (`config/secrets.py`). In addresses, headers and keys of requests,
 `${env:NAME}` is checked but not replaced: the sender resolves it with `with_environment`.
 """
 
@@ -17,7 +17,9 @@ from msrl.errors import nearest
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
-_RESOLVED_BY_SENDER = re.compile(r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$")
+_RESOLVED_BY_SENDER = re.compile(
+    r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
+)
 
 
 def with_environment(text: str) -> str:

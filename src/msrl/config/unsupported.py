@@ -19,11 +19,6 @@ NOT_YET: dict[str, str] = {
     "rollout.multi_turn": "set environment.name",
     "rollout.max_turns": "set environment.max_turns",
     "algo.value.coef": "set cluster.roles.critic.optimizer.lr, the learning rate of the critic",
-    "algo.distill.teachers.url": "a teacher runs on the training ranks. Set model",
-    "algo.distill.teachers.tags": "every teacher reads all rows. Set weight",
-    "train.optimizer.name": "the optimizer is AdamW. Muon orthogonalizes complete matrices, but "
-    "Megatron's distributed optimizer splits them over ranks, and megatron-core's Muon needs the "
-    "package emerging_optimizers",
     "checkpoint.save_optimizer": "the optimizer is always saved",
     "checkpoint.save_rng": "the RNG state is always saved",
     "env": "set environment.name",
@@ -52,9 +47,18 @@ _NO_FLOAT16 = (
     "float16 is not supported for training: its gradients need loss scaling, which msrl does not "
     "have. Set it to bfloat16, which has the range of float32"
 )
+_NO_MUON = (
+    "Muon is not supported: it orthogonalizes complete matrices, but Megatron's distributed "
+    "optimizer splits them over ranks, and megatron-core's Muon needs the package "
+    "emerging_optimizers, which msrl does not install. Set it to adamw"
+)
 # Values that are refused with the reason, and are not choices of any version.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "model.dtype": dict.fromkeys(("float16", "fp16", "half"), _NO_FLOAT16),
+    "train.optimizer.name": {
+        "muon": _NO_MUON,
+        "sgd": "the only optimizer is adamw. Set it to that",
+    },
 }
 
 

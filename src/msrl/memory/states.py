@@ -152,7 +152,7 @@ def reward_model_bytes(plan: RunPlan, stage: int) -> int:
 
 def teacher_bytes(plan: RunPlan) -> int:
     """Return the bytes of the teachers' weights on a training device."""
-    shapes = [model.require_shape() for model in plan.teachers.values()]
+    shapes = [model.require_shape() for model in plan.rank_teachers.values()]
     return element_bytes(plan) * sum(parameters_per_rank(shape, plan.layout) for shape in shapes)
 
 

@@ -6,13 +6,14 @@ memory estimates and workflows take them from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msrl.cluster.placement import Placement, Role
 from msrl.cluster.placement import plan as place
 from msrl.config.schema import Config
+from msrl.config.sections.algo import TeacherConfig
 from msrl.config.sections.general import DataConfig
 from msrl.config.sections.rollout import RolloutConfig
 from msrl.config.sections.train import TrainConfig
@@ -99,7 +100,7 @@ class RunPlan:
         critic: Value model; None for a run without one.
         reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
-        teachers: Models to distill from, by `model` of the teacher.
+        teachers: Models to distill from on the ranks, by `model` of the teacher.
         datasets: Training and evaluation data, by prefix.
         run_dir: Folder of the run.
         checkpoint_dir: Folder of the run's checkpoints.
@@ -275,6 +276,21 @@ class RunPlan:
         names = [source.model for source in sources if runs_on_ranks(source.model, source.engine)]
         return tuple(self.reward_models[str(name)] for name in names)
 
+    @property
+    def rank_teachers(self) -> Mapping[str, ModelPlan]:
+        """Teachers with a replica on the training ranks.
+
+        The others have the weights that the policy starts from, and the ranks have these already:
+        as the policy without its adapters, or as the reference.
+        """
+        has_start = self.train.lora.rank is not None or (
+            self.has_reference_on_ranks and not self.has_own_reference
+        )
+        if not has_start:
+            return self.teachers
+        start = self.model.weights
+        return {name: model for name, model in self.teachers.items() if model.weights != start}
+
     def hf_config(self, folder: Path) -> HfConfig:
         """Return the config.json of a model of this run, which is not read again.
 
@@ -312,7 +328,7 @@ def resolve(config: Config, command: str) -> RunPlan:
     policy = _policy(config, models, has_score=has_score)
     has_reference = _needs_reference(config, command)
     sources = config.reward.sources if samples else ()
-    teachers = config.algo.distill.teachers if samples else ()
+    teachers = config.algo.distill.on_ranks if samples else ()
     names = [source.model for source in sources if source.model is not None]
     datasets = _datasets(config)
     return RunPlan(
@@ -322,10 +338,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         critic=_critic(config, policy, models) if samples and needs_critic(config) else None,
         reference=_reference(config, policy, models) if has_reference else None,
         reward_models={name: models.read(name, config_dir(name)) for name in names},
-        teachers={
-            teacher.model: models.read(teacher.model, config_dir(teacher.model))
-            for teacher in teachers
-        },
+        teachers=_teachers(teachers, policy, models),
         datasets=datasets,
         run_dir=run_folder(config),
         checkpoint_dir=checkpoint_folder(config),
@@ -434,6 +447,20 @@ def _reference(config: Config, policy: ModelPlan | None, models: _ModelReader) -
     if not is_hf(str(owner)) and policy is not None:
         return replace(policy, weights=Path(load).absolute())
     return models.read(load, owner)
+
+
+def _teachers(
+    sections: Sequence[TeacherConfig], policy: ModelPlan | None, models: _ModelReader
+) -> dict[str, ModelPlan]:
+    """Return the teachers by name. The policy is its own teacher before the training."""
+    teachers: dict[str, ModelPlan] = {}
+    for section in sections:
+        name = section.name
+        if not section.is_self:
+            teachers[name] = models.read(name, config_dir(name))
+        elif policy is not None:
+            teachers[name] = policy
+    return teachers
 
 
 def _datasets(config: Config) -> dict[str, DatasetPlan]:

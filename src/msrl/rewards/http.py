@@ -79,8 +79,21 @@ def post_json(server: Server, payload: object) -> tuple[Any, int]:
     Raises:
         RemoteError: The server returned no usable answer in time.
     """
+    return _request(server, json.dumps(payload).encode())
+
+
+def get_json(server: Server) -> Any:
+    """Return the server's answer to a GET request.
+
+    Raises:
+        RemoteError: The server returned no usable answer in time.
+    """
+    return _request(server, None)[0]
+
+
+def _request(server: Server, body: bytes | None) -> tuple[Any, int]:
+    """Send a body by POST, or a GET without one; return the answer and the number of retries."""
     deadline = time.monotonic() + server.timeout_s
-    body = json.dumps(payload).encode()
     for attempt in range(server.retries + 1):
         try:
             return _attempt(server, body, deadline), attempt
@@ -103,16 +116,17 @@ def _pause_s(server: Server, attempt: int, error: _TemporaryError) -> float:
     return min(MAX_PAUSE_S, server.backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-def _attempt(server: Server, body: bytes, deadline: float) -> Any:
-    """Post once and return the decoded answer.
+def _attempt(server: Server, body: bytes | None, deadline: float) -> Any:
+    """Send a request once and return the decoded answer.
 
     Raises:
         _TemporaryError: Another attempt may succeed.
         RemoteError: The error is final.
     """
     headers = {"Content-Type": "application/json", **server.headers}
+    method = "GET" if body is None else "POST"
     request = urllib.request.Request(
-        with_environment(server.url), data=body, headers=headers, method="POST"
+        with_environment(server.url), data=body, headers=headers, method=method
     )
     try:
         with _opener.open(request, timeout=max(0.001, deadline - time.monotonic())) as answer:

@@ -25,7 +25,7 @@ from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.pool import CallResult
 
 _ADDRESS = re.compile(r"[!-~]+")
-_HEADER = re.compile(r"[\t -~\xa0-\xff]*")
+HEADER_TEXT = re.compile(r"[\t -~\xa0-\xff]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     return {name: with_environment(value) for name, value in (headers or {}).items()}
 
 
-def _address_refusal(url: str) -> str | None:
+def address_refusal(url: str) -> str | None:
     """Return the reason why an address cannot be used, or None."""
     try:
         address = with_environment(url)
@@ -116,14 +116,14 @@ class Remote:
         **_: Any,
     ) -> str | None:
         """Return the reason why these options cannot be used, or None."""
-        reason = _address_refusal(url)
+        reason = address_refusal(url)
         if reason is not None:
             return reason
         try:
             resolved = _resolve_headers(headers)
         except KeyError as error:
             return f"options.headers: environment variable {error.args[0]} is not set"
-        invalid = [name for name in resolved if not _HEADER.fullmatch(name + resolved[name])]
+        invalid = [name for name in resolved if not HEADER_TEXT.fullmatch(name + resolved[name])]
         if invalid:
             limits = "must be a single line of Latin-1 characters"
             return f"options.headers.{invalid[0]} {limits}; check for a line feed at its end"

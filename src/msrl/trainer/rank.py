@@ -174,12 +174,8 @@ class TrainingRank:
 
         The model runs on this rank. It stays on the device until the update has used its head.
         """
-        if model.teacher is None:
-            with self._reference() as reference:
-                distributions = reference.distributions(micro_batches, temperature)
-        else:
-            teacher = self.teachers[model.teacher]
-            distributions = teacher.distributions(micro_batches, temperature)
+        with self._compared(model.teacher) as other:
+            distributions = other.distributions(micro_batches, temperature)
         plugin = registry.load(
             registry.DIVERGENCES, model.divergence, key="algo.distill.divergence"
         )
@@ -196,9 +192,30 @@ class TrainingRank:
         if self.reference is not None:
             yield self.reference
         else:
-            assert self.policy.adapters is not None, "built without a reference"
+            with self._initial_policy() as policy:
+                yield policy
+
+    @contextmanager
+    def _initial_policy(self) -> Iterator[LanguageModelReplica]:
+        """Provide the policy before the training: without its adapters, or the reference."""
+        if self.policy.adapters is not None:
             with self.policy.adapters.disabled():
                 yield self.policy
+        else:
+            assert self.reference is not None, "built without a reference"
+            yield self.reference
+
+    @contextmanager
+    def _compared(self, teacher: str | None) -> Iterator[LanguageModelReplica]:
+        """Provide a teacher, or the reference for None.
+
+        A teacher without a replica has the weights that the policy started from.
+        """
+        if teacher in self.teachers:
+            yield self.teachers[teacher]
+        else:
+            with self._reference() if teacher is None else self._initial_policy() as model:
+                yield model
 
     # Critic and reward models
 

@@ -16,6 +16,7 @@ from msrl.config.sections.base import (
     NonNegative,
     OneOf,
     Positive,
+    Seconds,
     Section,
     Size,
     Text,
@@ -320,33 +321,83 @@ class RewardModelConfig(Section):
 
 
 class TeacherConfig(Section):
-    """Teacher: a frozen model on the training ranks, with their parallel layout."""
+    """Teacher: a frozen model on the training ranks, with their parallel layout, or on a server.
 
-    model: Text = Field(
-        description="Hugging Face or mcore folder of the teacher, which has the same tokenizer "
-        "as the policy."
+    Exactly one of model and url is set. The tokenizer is that of the policy.
+    """
+
+    model: Text | None = Field(
+        default=None,
+        description="Hugging Face or mcore folder of a teacher on the training ranks, or self: "
+        "the weights that the policy starts from.",
     )
-    weight: Positive = Field(default=1.0, description="Weight of the divergence from it.")
+    url: Text | None = Field(
+        default=None,
+        description="Base URL of an OpenAI-compatible server of the teacher, as in "
+        "http://host:8000/v1. It must return log-probabilities of prompts, as vLLM and msrl serve "
+        "do.",
+    )
+    served_name: Text | None = Field(
+        default=None,
+        description="Name of the model on the server. Default: that of its only model.",
+    )
+    api_key: Text | None = Field(
+        default=None,
+        description="API key of the server as ${env:NAME}. It is read only for a request and "
+        "never written.",
+    )
+    timeout_s: Seconds = Field(
+        default=120.0,
+        description="Maximum time of a request to the server with all its attempts, in seconds.",
+    )
+    retries: Size = Field(default=5, description="Attempts of a request after the first one.")
+    concurrency: Count = Field(
+        default=8, description="Number of concurrent requests, each with one response."
+    )
+    weight: Positive = Field(
+        default=1.0, description="Weight of the divergence or the advantage of this teacher."
+    )
+    tags: tuple[Text, ...] = Field(
+        default=(),
+        description="Teach only rows whose data column extra.tag has one of these values. "
+        "Default: teach all rows.",
+    )
+
+    @property
+    def name(self) -> str:
+        """Name of a teacher on the training ranks."""
+        assert self.model is not None, "a teacher on a server"
+        return self.model
+
+    @property
+    def is_self(self) -> bool:
+        """True if the teacher is the policy before the training."""
+        return self.model == "self"
 
 
 class DistillConfig(Section):
-    """Term of the loss: exact divergence of the policy from teachers, on the policy's samples."""
+    """Distillation of teachers into the policy, on the policy's samples.
+
+    Teachers on the ranks give a term of the loss, the exact divergence of the policy. Teachers on
+    servers give an advantage of each sampled token, log p(teacher) - log p(policy).
+    """
 
     teachers: tuple[TeacherConfig, ...] = Field(
         default=(),
-        description="Teachers, whose weighted divergences are added up. Without any, there is no "
-        "term.",
+        description="Teachers. The weighted divergences and advantages of those of a row are "
+        "added up.",
         examples=[[{"model": "runs/grpo/hf"}]],
     )
     coef: NonNegative = Field(
         default=1.0,
-        description="Coefficient of the term. train-grpo adds it to the policy loss, whose "
-        "coefficient is algo.rl_coef.",
+        description="Coefficient of the divergence, which train-grpo adds to the policy loss, "
+        "and of the advantage, which it adds to that of the rewards. algo.rl_coef multiplies the "
+        "policy loss.",
     )
     divergence: DivergenceName = Field(
         default="reverse_kl",
-        description="Divergence at every response token, over the full vocabulary and at the "
-        "sampling temperature.",
+        description="Divergence at every response token from teachers on the ranks, over the full "
+        "vocabulary and at the sampling temperature.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
@@ -356,6 +407,15 @@ class DistillConfig(Section):
     @property
     def is_on(self) -> bool:
         return bool(self.teachers)
+
+    @property
+    def on_ranks(self) -> tuple[TeacherConfig, ...]:
+        """Teachers on the training ranks."""
+        return tuple(teacher for teacher in self.teachers if teacher.model is not None)
+
+    @property
+    def has_servers(self) -> bool:
+        return any(teacher.url is not None for teacher in self.teachers)
 
 
 class AlgoConfig(Section):

@@ -37,6 +37,9 @@ class UpdatesConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate schedule."""
 
+    name: Literal["adamw"] = Field(
+        default="adamw", description="Optimizer. Muon is refused with the reason."
+    )
     lr: Positive = Field(default=1e-5, description="Peak learning rate.")
     min_lr: NonNegative = Field(
         default=0.0, description="Learning rate at the end of a decaying schedule."

@@ -94,6 +94,11 @@ class SftLoss:
         return loss, {"loss": -outputs.logprobs.detach().sum()}
 
 
+def teacher_weight(number: int) -> str:
+    """Return the name of the field with the weight of a teacher at every token."""
+    return f"teacher_weight_{number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Distillation:
     """Term of a loss: coef times the weighted sum of the exact divergences from the teachers."""
@@ -107,9 +112,17 @@ class Distillation:
     def compared(self) -> tuple[ComparedModel, ...]:
         return tuple(ComparedModel(name, self.divergence, self.options) for name in self.weights)
 
-    def per_token(self, divergences: Tensor) -> Tensor:  # [M, K] -> [M]
-        """Return the weighted sum over the teachers."""
-        return divergences @ divergences.new_tensor(tuple(self.weights.values()))
+    def per_token(
+        self, divergences: Tensor, fields: Mapping[str, Tensor]
+    ) -> Tensor:  # [M, K] -> [M]
+        """Return the weighted sum over the teachers.
+
+        The fields `teacher_weight(number)` of a batch, if it has them, replace the weights.
+        """
+        if teacher_weight(0) not in fields:
+            return divergences @ divergences.new_tensor(tuple(self.weights.values()))
+        rows = [fields[teacher_weight(number)] for number in range(len(self.weights))]
+        return (divergences * torch.stack(rows, -1)).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +269,7 @@ class PolicyLoss:
             from_teachers = _required(outputs.divergences)[:, int(self._has_exact_kl) :]
             terms["distill"] = (
                 self.distillation.coef,
-                self.distillation.per_token(from_teachers),
+                self.distillation.per_token(from_teachers, fields),
             )
         return terms
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msrl.algorithms.samples import length_matrix, reward_matrix
 from msrl.checks.asynchronous import is_corrected
@@ -38,6 +39,8 @@ from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, prepare, rollout_engine_settings
 from msrl.workflows.rl.step import Clock, step_metrics
+from msrl.workflows.rl.teacher_servers import TeacherServers
+from msrl.workflows.rl.teacher_servers import connect as connect_teachers
 from msrl.workflows.rl.token_values import TokenValues, ValuesBySample, size_note
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
@@ -58,6 +61,7 @@ CURVES = (
     "rollout/response_length",
     "train/kl",
     "train/distill",
+    "train/distill_kl",
     "train/entropy",
     "train/grad_norm",
     "train/value_explained_variance",
@@ -80,6 +84,7 @@ def run(plan: RunPlan) -> None:
         finish_completed(plan, job.resume, CURVES)
         return
     check_start(plan, job.platform, job.resume)
+    teachers = connect_teachers(job.config.algo.distill.teachers, job.tokenizer, plan.max_model_len)
     with open_session(
         plan,
         start_step=job.start_step,
@@ -96,7 +101,9 @@ def run(plan: RunPlan) -> None:
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
-        with _workers(job, session.restarts) as workers:
+        for line in teachers.notes:
+            session.note(line)
+        with _workers(job, teachers, session.restarts) as workers:
             session.note(
                 f"All workers started in {duration_text(time.perf_counter() - start_time)}"
             )
@@ -117,13 +124,14 @@ class _Workers:
     engines: EngineGroup
     weights: WeightTransfer
     scorer: Scorer
+    teachers: TeacherServers
 
 
 def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     """Run the remaining steps."""
-    config, trainers, engines = job.config, workers.trainers, workers.engines
+    trainers, engines = workers.trainers, workers.engines
     state = job.resume.state()["extra"] if job.resume else {}
-    updater = Updater(config, trainers, job.num_steps, state)
+    updater = _updater(job, workers, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
     rollout_log = _rollout_log(job, session)
     token_values, gaps = _token_values(job, trainers, session), _gap_monitor(job, session)
@@ -162,7 +170,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             "older policies without a correction"
         )
     state = job.resume.state()["extra"] if job.resume else {}
-    updater = Updater(config, trainers, job.num_steps, state)
+    updater = _updater(job, workers, state)
     engines = LoopingEngines(workers.engines.workers, workers.engines.restart_lost)
     publish = workers.weights.publish
     rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
@@ -192,6 +200,17 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+
+
+def _updater(job: RLSetup, workers: _Workers, state: Mapping[str, Any]) -> Updater:
+    return Updater(
+        job.config,
+        workers.trainers,
+        job.num_steps,
+        state,
+        workers.teachers,
+        has_rewards=not job.plan.is_distillation,
+    )
 
 
 def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
@@ -305,7 +324,7 @@ def _mfu(job: RLSetup, prepared: PreparedStep, clock: Clock) -> dict[str, float]
 
 
 @contextmanager
-def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
+def _workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iterator[_Workers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
@@ -349,7 +368,7 @@ def _workers(job: RLSetup, restarts: Restarts) -> Iterator[_Workers]:
         engines.restore_with(weights.reload)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield _Workers(trainers, engines, weights, scorer)
+        yield _Workers(trainers, engines, weights, scorer, teachers)
         engines.release()
 
 

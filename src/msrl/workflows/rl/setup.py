@@ -31,6 +31,7 @@ from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
+from msrl.workflows.rl.distillation import check_tags
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import check_data, check_teacher_tokenizers, verify_data
@@ -97,6 +98,11 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     tokenizer = open_tokenizer(plan.tokenizer_dir)
     check_teacher_tokenizers(plan)
     prompts = _training_prompts(plan, tokenizer)
+    check_tags(
+        config.algo.distill.teachers,
+        (prompts.dataset[row] for row in prompts.rows),
+        needs_teacher=plan.is_distillation,
+    )
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
             difficulty(prompts.dataset[row])

@@ -7,7 +7,7 @@ a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
-from msrl.config.sections.algo import DistillConfig
 from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
@@ -47,12 +46,22 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.objective.losses import Distillation, PolicyLoss, required_arguments
+from msrl.trainer.objective.losses import PolicyLoss, required_arguments
 from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
+from msrl.workflows.rl.distillation import (
+    distillation,
+    sequence_prompts,
+    with_teacher_weights,
+)
 from msrl.workflows.rl.rollouts import select_informative
 from msrl.workflows.rl.setup import difficulty
 from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.teacher_servers import (
+    TeacherAnswer,
+    TeacherServers,
+    teacher_advantages,
+)
 from msrl.workflows.training.settings import policy_schedule
 from msrl.workflows.training.trainer_group import TrainerGroup
 
@@ -98,10 +107,21 @@ class Updater:
     """
 
     def __init__(
-        self, config: Config, trainers: TrainerGroup, num_steps: int, state: Mapping[str, Any]
+        self,
+        config: Config,
+        trainers: TrainerGroup,
+        num_steps: int,
+        state: Mapping[str, Any],
+        teachers: TeacherServers | None = None,
+        *,
+        has_rewards: bool = True,
     ) -> None:
-        """Start from `state()` of the checkpoint to resume from, or from an empty state."""
+        """Start from `state()` of the checkpoint to resume from, or from an empty state.
+
+        With `has_rewards` False, rewards are only reported and give no advantages.
+        """
         self._config, self._trainers = config, trainers
+        self._teachers, self._has_rewards = teachers or TeacherServers(), has_rewards
         self._schedule = policy_schedule(config, num_steps)
         self._critic = CriticUpdater(config, trainers, num_steps) if needs_critic(config) else None
         self._kl_factor = (
@@ -131,7 +151,10 @@ class Updater:
         plain = rl_sequences(
             training_samples(groups, np.zeros(int(lengths.sum())), np.ones_like(keep))
         )
-        logprobs, values = self._forward(plain, clock)
+        is_trained = np.repeat(keep.ravel(), sequence_counts(groups)).tolist()
+        with self._teachers.request(plain, sequence_prompts(groups), is_trained) as answers:
+            logprobs, values = self._forward(plain, clock)
+            taught = self._taught(plain, logprobs, answers, clock)
         processed = self._rewards.apply([*groups, *dropped])
         metrics = dict(processed.metrics)
         if algo.kl.controller.kind == "adaptive":
@@ -152,8 +175,14 @@ class Updater:
             greedy_rewards = self._rewards.greedy_rewards(groups)
             metrics["greedy_reward"] = float(greedy_rewards.mean())
         advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
-        samples = samples_with_advantages(self._config, groups, rewards, keep, advantages)
+        if taught is not None:
+            is_kept = rewards.everywhere(keep)
+            metrics["distill_kl"] = -float(taught[is_kept].sum()) / max(1, int(is_kept.sum()))
+        if not self._has_rewards:
+            advantages = np.zeros_like(advantages)
+        samples = samples_with_advantages(self._config, groups, rewards, keep, advantages, taught)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
+        sequences = with_teacher_weights(sequences, groups, algo.distill.teachers)
         if algo.old_logprobs == "log-linear":
             sequences = with_versions(sequences, groups)
         if not keep.all():
@@ -174,6 +203,24 @@ class Updater:
             return logprobs, None
         with clock("values"):
             return logprobs, self._critic.values(sequences, self._limits(forward=True))
+
+    def _taught(
+        self,
+        sequences: Sequences,
+        logprobs: _StepLogprobs,
+        answers: Callable[[], Sequence[TeacherAnswer]],
+        clock: Clock,
+    ) -> Reals | None:  # [N]
+        """Return the advantages of teachers on servers without the coefficient, if there are any.
+
+        `answers` waits for the servers.
+        """
+        if not self._teachers:
+            return None
+        assert logprobs.policy is not None
+        with clock("teachers"):
+            rows = teacher_advantages(logprobs.policy, answers())
+        return loss_token_values(sequences, rows)
 
     def _divergence(self, sequences: Sequences, logprobs: _StepLogprobs) -> Reals:  # [N]
         """Return the divergence for the KL penalty in the rewards."""
@@ -299,7 +346,7 @@ class Updater:
         )
         policy = reference = None
         estimates_norms = needs_distribution(self._config)
-        if self._needs_old_logprobs or kl.reward.coef or estimates_norms:
+        if self._needs_old_logprobs or kl.reward.coef or estimates_norms or self._teachers:
             policy = self._trainers.begin_logprobs(sequences, limits, temperature)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
             reference = self._trainers.begin_logprobs(
@@ -348,16 +395,8 @@ def policy_loss(config: Config) -> PolicyLoss:
             for name, value in algo.options.items()
             if name in registry.plugin_options(plugin)
         },
-        distillation=_distillation(algo.distill),
+        distillation=distillation(algo.distill),
     )
-
-
-def _distillation(section: DistillConfig) -> Distillation | None:
-    """Return the term of the loss; None without teachers."""
-    if not section.is_on:
-        return None
-    weights = {teacher.model: teacher.weight for teacher in section.teachers}
-    return Distillation(section.coef, weights, section.divergence, section.options)
 
 
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
@@ -412,14 +451,18 @@ def samples_with_advantages(
     rewards: TokenRewards,
     keep: Flags,  # [P, G]
     advantages: Reals,  # [N]
+    taught: Reals | None = None,  # [N], advantages of teachers
 ) -> tuple[TrainingSample, ...]:
     """Return a sample per completion.
 
-    Advantages are whitened over the trained samples, then clipped, then weighted.
+    Advantages are whitened over the trained samples. Those of teachers are added. The sums are
+    clipped, then weighted.
     """
     settings = config.algo.advantage
     if settings.whiten:
         advantages = rewards.whiten(advantages, settings.eps)
+    if taught is not None:
+        advantages = advantages + config.algo.distill.coef * taught
     if settings.clip is not None:
         advantages = advantages.clip(-settings.clip, settings.clip)
     weights = rewards.everywhere(_sample_weights(config.algo, groups, keep))

@@ -114,12 +114,14 @@ def _refuse_other_tokenizer(manifest: DatasetManifest, plan: RunPlan, prefix: st
 
 
 def check_teacher_tokenizers(plan: RunPlan) -> None:
-    """Check that all teachers have the tokenizer of the policy.
+    """Check that all teachers on the ranks have the tokenizer of the policy.
 
     Raises:
         MsrlError: A teacher has another tokenizer, or none.
     """
     for number, section in enumerate(plan.config.algo.distill.teachers):
+        if section.model is None or section.is_self:
+            continue
         folder = plan.teachers[section.model].hf_dir
         if _tokenizer_hash(folder) != _tokenizer_hash(plan.tokenizer_dir):
             raise MsrlError(

@@ -75,8 +75,10 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     if plan.reference is not None and plan.has_own_reference:
         key = "cluster.roles.reference.load"
         contents[key] = weights_digest(plan.reference.weights)
-    for number, teacher in enumerate(plan.teachers.values()):
-        contents[f"algo.distill.teachers.{number}.model"] = weights_digest(teacher.weights)
+    for number, section in enumerate(plan.config.algo.distill.teachers):
+        if section.model is not None:
+            weights = plan.teachers[section.model].weights
+            contents[f"algo.distill.teachers.{number}.model"] = weights_digest(weights)
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
 
 

@@ -40,8 +40,8 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
         folders.append(plan.reference.weights)
     if plan.critic is not None and resume is None:
         folders.append(plan.critic.weights)
-    further = (*plan.reward_models.values(), *plan.teachers.values())
-    return [*folders, *(model.weights for model in further)]
+    further = (*plan.reward_models.values(), *plan.rank_teachers.values())
+    return list(dict.fromkeys([*folders, *(model.weights for model in further)]))
 
 
 def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _teacher_settings(plan: RunPlan) -> dict[str, ReplicaSettings]:
             offload=plan.train.offload,
             logit_chunk=plan.train.chunk,
         )
-        for name, model in plan.teachers.items()
+        for name, model in plan.rank_teachers.items()
     }
 
 

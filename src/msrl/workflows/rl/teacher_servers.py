@@ -1,0 +1,136 @@
+"""Advantages from teachers on servers: log p(teacher) - log p(policy) of every sampled token.
+
+The expected policy gradient of these advantages at a position is minus the gradient of the reverse
+KL divergence from the teacher there. T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from msrl.algorithms.packing import Sequences
+from msrl.config.sections.algo import TeacherConfig
+from msrl.data.tokenizer import TextTokenizer
+from msrl.rollout.teacher_server import TeacherServer
+from msrl.types import Floats, Prompt
+from msrl.workflows.rl.distillation import teaches
+
+_NUM_COMPARED = 256  # tokens of the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherAnswer:
+    """Log-probabilities of a teacher, [T] by the number of a sequence that it teaches."""
+
+    weight: float
+    logprobs: dict[int, Floats]
+
+
+class TeacherServers:
+    """Teachers on servers, which compute while the ranks do.
+
+    `notes` are lines on their checks.
+    """
+
+    def __init__(self, servers: Sequence[TeacherServer] = (), notes: Sequence[str] = ()) -> None:
+        self._servers, self.notes = tuple(servers), tuple(notes)
+
+    def __bool__(self) -> bool:
+        return bool(self._servers)
+
+    @contextmanager
+    def request(
+        self, sequences: Sequences, prompts: Sequence[Prompt], is_trained: Sequence[bool]
+    ) -> Iterator[Callable[[], list[TeacherAnswer]]]:
+        """Request the log-probabilities of trained sequences, and provide a function that waits.
+
+        Requests that have not begun at the end of the context are canceled.
+        """
+        with ExitStack() as stack:
+            pending: list[tuple[TeacherServer, dict[int, Future[Floats]]]] = []
+            for server in self._servers:
+                threads = ThreadPoolExecutor(server.section.concurrency)
+                stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+                requests = {
+                    number: threads.submit(server.logprobs, sequences.token_ids[number])
+                    for number in _taught(server.section, prompts, is_trained)
+                }
+                pending.append((server, requests))
+            yield lambda: [_answer(server.section, requests) for server, requests in pending]
+
+
+def connect(
+    teachers: Sequence[TeacherConfig], tokenizer: TextTokenizer, num_tokens: int
+) -> TeacherServers:
+    """Check all servers and return them.
+
+    Args:
+        teachers: Teachers of the run.
+        tokenizer: Tokenizer of the policy.
+        num_tokens: Maximum length of a sequence.
+
+    Raises:
+        MsrlError: A server does not answer, or its model does not fit the policy.
+    """
+    servers: list[TeacherServer] = []
+    notes: list[str] = []
+    for number, section in enumerate(teachers):
+        if section.url is None:
+            continue
+        key = f"algo.distill.teachers.{number}.url"
+        server = TeacherServer(section, key).connect(num_tokens)
+        servers.append(server)
+        if server.compare_tokens(token_texts(tokenizer, num_tokens)):
+            notes.append(f"Teacher {server.name} at {section.url} has the tokens of the policy")
+        else:
+            notes.append(
+                f"warning: {server.setting}: returns no texts of tokens, so its tokenizer could "
+                "not be compared with that of the policy"
+            )
+    return TeacherServers(servers, notes)
+
+
+def token_texts(tokenizer: TextTokenizer, num_tokens: int) -> dict[int, str]:
+    """Return texts of at most `num_tokens` tokens by id, spread over the vocabulary."""
+    ids = sorted(set(tokenizer.get_vocab().values()))
+    count = min(len(ids), num_tokens, _NUM_COMPARED)
+    chosen = np.linspace(0, len(ids) - 1, count).astype(int).tolist()
+    decode = tokenizer.backend.decode
+    return {ids[i]: decode([ids[i]], skip_special_tokens=False) for i in chosen}
+
+
+def teacher_advantages(
+    policy: Sequence[Floats],  # [T] each
+    answers: Sequence[TeacherAnswer],
+) -> tuple[Floats, ...]:  # [T] each
+    """Return the weighted sum of log p(teacher) - log p(policy) over the teachers of a sequence.
+
+    It is 0 for a sequence without a teacher.
+    """
+    rows = [np.zeros(len(logprobs), np.float32) for logprobs in policy]
+    for answer in answers:
+        for number, logprobs in answer.logprobs.items():
+            rows[number] += answer.weight * (logprobs - policy[number])
+    return tuple(rows)
+
+
+def _taught(
+    section: TeacherConfig, prompts: Sequence[Prompt], is_trained: Sequence[bool]
+) -> list[int]:
+    """Return the numbers of the trained sequences that a teacher teaches."""
+    rows = enumerate(zip(prompts, is_trained, strict=True))
+    return [number for number, (prompt, flag) in rows if flag and teaches(section, prompt)]
+
+
+def _answer(section: TeacherConfig, requests: dict[int, Future[Floats]]) -> TeacherAnswer:
+    """Wait for all requests to a server, or until one fails."""
+    wait(requests.values(), return_when=FIRST_EXCEPTION)
+    for request in requests.values():
+        if request.done() and (error := request.exception()) is not None:
+            raise error
+    return TeacherAnswer(section.weight, {n: request.result() for n, request in requests.items()})
