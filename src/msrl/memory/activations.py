@@ -87,17 +87,21 @@ def layer_bytes(
     scales = norm_tokens * _FP32_BYTES
     is_mixture = shape.moe is not None and shape.moe.layers[layer]
     # Inputs of the two norms; outputs of the norms, which are inputs of the first linear layers.
+    *,
+    is_grouped: bool = True,
     attention = row + 2 * scales + row * ("linear_qkv" in saved_inputs)
     if shape.post_norms:
         attention += 2 * (row + scales)
     normed = row * ("linear_fc1" in saved_inputs)
+    `is_grouped` is True if the products of experts are grouped, which is so without adapters.
     if shape.mla is not None:
         latent, core = _latent_attention(shape, shape.mla, batch, spread, norm_tokens, saved_inputs)
         attention, inputs = attention + latent, 0
     else:
         core, inputs = _core_attention(shape, layer, batch, spread, "linear_proj" in saved_inputs)
     if is_mixture and shape.moe is not None:
-        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, saved_inputs)
+        inner = _inner_tensors(shape, is_grouped=is_grouped)
+        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, saved_inputs, inner)
     else:
         saves_product = "linear_fc2" in saved_inputs
         forward = _feed_forward(shape, shape.ffn_hidden_size, tokens, element, saves_product)
@@ -184,16 +188,17 @@ def _mixture(
     norm_tokens: int,
     saved_inputs: frozenset[str],
 ) -> int:
-    """Return the bytes of router, routed tokens and experts, with balanced routing over ranks."""
+    """Return the bytes of router, routed tokens and experts, with balanced routing over ranks.
+
+    `inner` is the number of tensors in an expert between its linear layers.
+    """
     element, tokens = batch.element_bytes, batch.num_tokens // spread.cp
     saves_product = "linear_fc2" in saved_inputs
     router = norm_tokens * moe.num_experts * (5 * _FP32_BYTES + 2)
     if element < _FP32_BYTES:  # the router input in float32
         router += norm_tokens * shape.hidden_size * _FP32_BYTES
     routed = tokens * moe.experts_per_token * spread.etp // spread.tp
-    # Megatron experts save gate, up, activated gate, their product, and the product times the
-    # router weight.
-    inner = 4 + saves_product + (2 if moe_is_clamped(shape) else 0)
+    inner += saves_product  # times the router weight
     inputs = shape.hidden_size * ("linear_fc1" in saved_inputs)
     experts = routed * (inputs + inner * moe.ffn_hidden_size // spread.etp) * element
     shared = tokens * moe.shared_ffn_hidden_size * (3 + saves_product) * element // spread.tp
@@ -210,6 +215,7 @@ def saved_bytes(
 ) -> tuple[int, int]:
     """Return (bytes that a stage with these layers saves, peak bytes of recomputation)."""
     if recomputed.granularity == "full":
+    inner: int,
         return _saved_with_full_recompute(layers, recomputed)
     recomputed_modules = recomputed.modules if recomputed.granularity == "selective" else ()
     total, peak = 0, 0
@@ -227,6 +233,16 @@ def saved_bytes(
 def _saved_with_full_recompute(
     layers: list[LayerBytes], recomputed: RecomputeConfig
 ) -> tuple[int, int]:
+def _inner_tensors(shape: Shape, *, is_grouped: bool) -> int:
+    """Return the number of saved tensors between the linear layers of an expert.
+
+    These are gate and up; without a fused activation, also the activated gate and the product.
+    """
+    clamped = 2 if moe_is_clamped(shape) else 0
+    is_fused = is_grouped and shape.activation == "silu" and not clamped
+    return 2 if is_fused else 4 + clamped
+
+
     size = recomputed.layers
     if recomputed.method == "block":
         block = layers[:size]

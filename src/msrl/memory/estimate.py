@@ -233,6 +233,16 @@ def _trains_head(train: TrainConfig, shape: Shape) -> bool:
         return train.lora.rank is None
     head_rules = rules.first if shape.tie_word_embeddings else rules.last
     frozen = chosen(shape, train.freeze, key="train.freeze")
+def adapts_experts(lora: LoraConfig, shape: Shape) -> bool:
+    """Return True if experts have adapters, so that they run one after the other."""
+    layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
+    return lora.rank is not None and any(
+        rule.expert is not None and is_layer(rule.mcore, rule.hf, lora.targets)
+        for layer in layers
+        for rule in layer
+    )
+
+
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
@@ -270,10 +280,14 @@ def _stage_memory(
 def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
     spread, saved_inputs = _spread(plan, shape), _saved_inputs(plan.train.lora, shape)
+    is_grouped = not adapts_experts(plan.train.lora, shape)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
-        layers = [layer_bytes(shape, layer, batch, spread, saved_inputs) for layer in numbers]
+        layers = [
+            layer_bytes(shape, layer, batch, spread, saved_inputs, is_grouped=is_grouped)
+            for layer in numbers
+        ]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
         size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
         saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
