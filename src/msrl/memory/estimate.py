@@ -207,10 +207,17 @@ def passes_in_flight(plan: RunPlan, shape: Shape, stage: int) -> tuple[int, int]
     return min(in_flight, batches * num_virtual), num_virtual
 
 
-def _spread(plan: RunPlan, shape: Shape) -> Spread:
+def spread_sizes(plan: RunPlan, shape: Shape) -> Spread:
     """Return the parallel sizes; mixtures of experts always use sequence parallelism with TP."""
     parallel, etp = plan.train.parallel, plan.layout.etp_size
-    return Spread(parallel.tp, etp, parallel.cp, parallel.sp or shape.moe is not None)
+    return Spread(
+        parallel.tp,
+        etp,
+        parallel.cp,
+        parallel.sp or shape.moe is not None,
+        gathers_keys=parallel.cp > 1 and parallel.cp_algo == "allgather",
+        head_ranks=parallel.num_head_ranks,
+    )
 
 
 def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
@@ -226,13 +233,6 @@ def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
     )
 
 
-def _trains_head(train: TrainConfig, shape: Shape) -> bool:
-    """Return True if the weights of the output layer, or of a tied embedding, are trained."""
-    rules = rules_for(shape)
-    if train.lora.rank is not None or not train.freeze:
-        return train.lora.rank is None
-    head_rules = rules.first if shape.tie_word_embeddings else rules.last
-    frozen = chosen(shape, train.freeze, key="train.freeze")
 def adapts_experts(lora: LoraConfig, shape: Shape) -> bool:
     """Return True if experts have adapters, so that they run one after the other."""
     layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
@@ -243,6 +243,13 @@ def adapts_experts(lora: LoraConfig, shape: Shape) -> bool:
     )
 
 
+def _trains_head(train: TrainConfig, shape: Shape) -> bool:
+    """Return True if the weights of the output layer, or of a tied embedding, are trained."""
+    rules = rules_for(shape)
+    if train.lora.rank is not None or not train.freeze:
+        return train.lora.rank is None
+    head_rules = rules.first if shape.tie_word_embeddings else rules.last
+    frozen = chosen(shape, train.freeze, key="train.freeze")
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
@@ -269,7 +276,7 @@ def _stage_memory(
     memory = replace(memory, activations=activations, working=working)
     if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
-    spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
+    spread, is_trained = spread_sizes(plan, shape), _trains_head(train, shape)
     logits = head_bytes(
         shape, batch, spread, train.chunk, temporary_elements, is_trained=is_trained
     )
@@ -279,7 +286,7 @@ def _stage_memory(
 
 def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
-    spread, saved_inputs = _spread(plan, shape), _saved_inputs(plan.train.lora, shape)
+    spread, saved_inputs = spread_sizes(plan, shape), _saved_inputs(plan.train.lora, shape)
     is_grouped = not adapts_experts(plan.train.lora, shape)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):
