@@ -612,8 +612,6 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
     "megatron.expert_model_parallel_size": ({}, 2), "megatron.context_parallel_size": ({}, 2),
     "megatron.context_parallel_algo": ({}, "megatron_cp_algo"),
-    "megatron.ulysses_degree_in_cp": (
-        {"megatron_training.context_parallel_algo": "hybrid_cp_algo"}, 2),
     "megatron.recompute_granularity": ({"megatron_training.recompute-granularity": ...},
         "selective"),
     "megatron.recompute_method": ({"megatron_training.recompute-method": ...}, "block"),

@@ -42,10 +42,10 @@ def sent_bytes(shape: Shape, batch: Pass, spread: Spread) -> SentBytes:
     mixed = tokens * heads * (query_width + value_width)
     exchanged = (pairs + mixed) * element * (spread.head_ranks - 1) // spread.head_ranks
     size = spread.ring_size
-    travelling = (size - 1) * pairs * element
+    traveling = (size - 1) * pairs * element
     # The gradients of keys and values, in float32, travel with them and then to their rank.
     gradients = size * pairs * _FP32_BYTES if size > 1 else 0
-    return SentBytes(exchanged + travelling, exchanged + travelling + gradients)
+    return SentBytes(exchanged + traveling, exchanged + traveling + gradients)
 
 
 def communication_rows(plan: RunPlan) -> dict[str, str]:

@@ -163,7 +163,8 @@ def _split_heads(x: Tensor, context: ContextShare) -> Tensor:  # [n, h, d] -> [p
 def _join_heads(x: Tensor, context: ContextShare) -> Tensor:  # [p, h / u, d] -> [n, h, d]
     num_ranks = dist.get_world_size(context.groups.heads)
     by_rank = x[context.inverse].unflatten(0, (num_ranks, -1))  # [u, n, h / u, d]
-    return _all_to_all(by_rank, context).transpose(0, 1).flatten(1, 2)
+    # With one head of each rank, flattening does not copy.
+    return _all_to_all(by_rank, context).transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _all_to_all(by_rank: Tensor, context: ContextShare) -> Tensor:  # [u, ...] -> [u, ...]

@@ -153,6 +153,8 @@ def _pass_on(x: Tensor, group: dist.ProcessGroup, tag: int = 0) -> tuple[Tensor,
 
 
 class _RingAttention(torch.autograd.Function):
+    """Attention whose backward pass needs only inputs, output and softmax normalizers."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -199,8 +201,8 @@ class _RingAttention(torch.autograd.Function):
             grad_sinks = -(weights * means).sum((0, 2)).to(sinks.dtype)
         return (
             grad_query.to(query.dtype),
-            grad_key.to(key.dtype),
-            grad_value.to(value.dtype),
+            grad_key.contiguous().to(key.dtype),
+            grad_value.contiguous().to(value.dtype),
             grad_sinks,
             None,
             None,
