@@ -309,6 +309,7 @@ LLM_CASES: dict[str, Case] = {
     "train.num_layer_list": ({}, "1,3"), "train.noop_layers": ({}, "0,3"),
     "train.sequence_parallel": ({"tensor_model_parallel_size": 2}, True),
     "train.context_parallel_algo": ({}, "megatron_cp_algo"),
+    "train.ulysses_degree_in_cp": ({"context_parallel_algo": "hybrid_cp_algo"}, 2),
     "train.recompute_granularity": ({}, "full"),
     "train.recompute_method": ({}, "block"),
     "train.loss_chunk_size": ({"loss_compute_mode": "chunk"}, 7),

@@ -133,6 +133,7 @@ def estimate(case: Case, *sets: str) -> Memory:
         f"train.parallel.tp={layout.tp}",
         f"train.parallel.pp={layout.pp}",
         f"train.parallel.cp={layout.cp}",
+        f"train.parallel.cp_algo={layout.cp_algo}",
         f"train.parallel.ep={layout.ep}",
         f"train.parallel.etp={layout.etp or 'null'}",
         f"train.parallel.sp={str(layout.sp).lower()}",
@@ -254,6 +255,8 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "pp2": ("dense", {"layout": Layout(pp=2), "batches": 3}, ()),
     "pp2 vpp": ("dense", {"layout": Layout(pp=2, vpp=1), "batches": 4}, ("train.parallel.vpp=1",)),
     "cp2": ("dense", {"layout": Layout(cp=2)}, ()),
+    "cp2 ulysses": ("dense", {"layout": Layout(cp=2, cp_algo="ulysses", head_ranks=2)}, ()),
+    "cp2 ring": ("dense", {"layout": Layout(cp=2, cp_algo="ring")}, ()),
     "experts spread": (
         "mixture",
         {"layout": Layout(tp=2, ep=2, etp=1, sp=True), "dtype": "bfloat16"},

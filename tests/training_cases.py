@@ -66,6 +66,9 @@ TEN_STEPS = (
     "chunked logits cp2",
     "offload",
     "micro-batches of 1",
+    "cp2 ulysses",
+    "cp2 ring",
+    "cp4 hybrid",
 )
 SPLIT_POLICIES = ("gspo", "tis", "cispo", "dppo")
 EXACT_DIVERGENCES = ("tp2 cp2",)
@@ -79,6 +82,14 @@ TABLE = {
     **LAYOUTS,
     "pp2 vpp": Case("", Path(), Layout(pp=2, vpp=1)),
     "uniform recompute": Case("", Path(), Layout(tp=2), more={"recompute": FULL}),
+    "cp2 ulysses": Case("", Path(), Layout(cp=2, cp_algo="ulysses", head_ranks=2)),
+    # One key and value head on each rank, for two ranks that exchange heads.
+    "tp2 sp cp2 ulysses": Case(
+        "", Path(), Layout(tp=2, sp=True, cp=2, cp_algo="ulysses", head_ranks=2)
+    ),
+    "cp2 ring": Case("", Path(), Layout(cp=2, cp_algo="ring"), more={"recompute": SELECTIVE}),
+    "pp2 cp2 ring": Case("", Path(), Layout(pp=2, cp=2, cp_algo="ring")),
+    "cp4 hybrid": Case("", Path(), Layout(cp=4, cp_algo="hybrid", head_ranks=2)),
 }
 
 SAVING = {"recompute": FULL, "offload": OffloadConfig(optimizer=True, grads=True, params=True)}

@@ -93,7 +93,7 @@ def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
         yield str(error)
         return
     if convert.command in ("hf2mcore", "reshard"):
-        yield from check_layout(resolved, shape, "convert", derived.layout_from(convert))
+        yield from check_layout(resolved, "convert", derived.layout_from(convert).problems(shape))
     if convert.orm and not shape.reward_head:
         message = (
             f"{shape.architecture} has no score head, which reward models "

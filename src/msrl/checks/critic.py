@@ -9,6 +9,7 @@ from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.models.paths import is_hf, is_mcore
 from msrl.plan import derived
+from msrl.plan.context import layout_problems
 from msrl.plan.run_plan import RunPlan
 
 _KEYS = ("algo.value.clip", "algo.value.warmup_steps", "cluster.roles.critic")
@@ -82,5 +83,6 @@ def _fits(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake("cluster.roles.critic.load", message)
     if plan.separate_model("critic") is not None:
         return  # the check of roles compares its layout
-    for line in check_layout(resolved, shape, "train.parallel", plan.layout):
+    problems = layout_problems(plan.train.parallel, shape)
+    for line in check_layout(resolved, "train.parallel", problems):
         yield f"{line} (critic {load}, which has the parallel layout of the policy)"

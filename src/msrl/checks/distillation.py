@@ -10,6 +10,7 @@ from msrl.checks.preference import changed_keys
 from msrl.config.loader import Resolved
 from msrl.config.sections.algo import TeacherConfig
 from msrl.models.paths import is_hf, is_mcore
+from msrl.plan.context import layout_problems
 from msrl.plan.distillation import implied_values
 from msrl.plan.run_plan import ModelPlan, RunPlan
 from msrl.registry import DIVERGENCES
@@ -150,7 +151,7 @@ def _fits(resolved: Resolved, key: str, plan: RunPlan, teacher: ModelPlan) -> It
             "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
             "Set train.parallel.sp to true.",
         )
-    for field, message in plan.layout.problems(shape):
+    for field, message in layout_problems(plan.train.parallel, shape):
         yield resolved.mistake(
             key, f"has the parallel layout of the policy: train.parallel.{field} {message}"
         )

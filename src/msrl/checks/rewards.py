@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
 from msrl.models.paths import runs_on_ranks
+from msrl.plan.context import layout_problems
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards import sources
 
@@ -44,7 +45,7 @@ def _rank_models(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                 "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
                 "Set train.parallel.sp to true.",
             )
-        for field, message in plan.layout.problems(shape):
+        for field, message in layout_problems(plan.train.parallel, shape):
             yield resolved.mistake(
                 f"reward.sources.{number}.model",
                 f"has the parallel layout of the policy: train.parallel.{field} {message}",

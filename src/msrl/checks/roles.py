@@ -9,6 +9,7 @@ from msrl.config.loader import Resolved
 from msrl.config.sections.roles import DevicesConfig
 from msrl.models.paths import is_hf, is_mcore
 from msrl.models.shape import Shape
+from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.derived import (
     num_separate_devices,
     samples_per_step,
@@ -83,8 +84,11 @@ def _separate(resolved: Resolved, plan: RunPlan, model: SeparateModel) -> Iterat
             f"one copy of the model ({model.layout}). Set {key}.parallel.",
         )
         return
+    if model.parallel.cp != plan.train.parallel.cp:
+        for field, message in size_problems(model.parallel):
+            yield f"{key}.parallel.cp={model.parallel.cp}: train.parallel.{field} {message}"
     for shape in _shapes(plan, model.role):
-        for field, message in model.layout.problems(shape):
+        for field, message in layout_problems(model.parallel, shape):
             yield f"{key}.parallel.{field}: {message}"
     samples = samples_per_step(resolved.config)
     if model.role == "critic":
@@ -139,7 +143,7 @@ def _fits(resolved: Resolved, plan: RunPlan, reference: ModelPlan) -> Iterator[s
             f"have up to {longest}",
         )
     if plan.separate_model("reference") is None:
-        for field, message in plan.layout.problems(shape):
+        for field, message in layout_problems(plan.train.parallel, shape):
             yield resolved.mistake(key, f"has the layout of the policy: {field} {message}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msrl.checks.inputs import (
@@ -16,11 +16,10 @@ from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import is_hf, is_mcore
 from msrl.models.select import check_layers, chosen
-from msrl.models.shape import Shape
 from msrl.plan import derived
+from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.run_plan import RunPlan
 
 
@@ -219,6 +218,7 @@ def check_devices(resolved: Resolved) -> Iterator[str]:
             Ports.parse(config.cluster.ports)
         except MsrlError as error:
             yield str(error)
+    yield from check_layout(resolved, "train.parallel", size_problems(parallel))
     if parallel.sp and parallel.tp == 1:
         yield resolved.mistake(
             "train.parallel.sp",
@@ -239,7 +239,8 @@ def check_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if shape is None:
         yield plan.model.error
         return
-    yield from check_layout(resolved, shape, "train.parallel", plan.layout)
+    problems = layout_problems(plan.train.parallel, shape)
+    yield from check_layout(resolved, "train.parallel", problems)
     seq_length = resolved.config.data.seq_length
     if seq_length is not None and seq_length > shape.max_position_embeddings:
         yield resolved.mistake(
@@ -248,10 +249,10 @@ def check_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 
 
 def check_layout(
-    resolved: Resolved, shape: Shape, section: str, layout: ParallelLayout
+    resolved: Resolved, section: str, problems: Iterable[tuple[str, str]]
 ) -> Iterator[str]:
     """Yield a line for each key of a section whose parallel layout does not fit the model."""
-    for field, message in layout.problems(shape):
+    for field, message in problems:
         yield resolved.mistake(f"{section}.{field}", message)
 
 

@@ -51,6 +51,7 @@ def show(
     from msrl.checks.validate import guess
     from msrl.config.secrets import recorded
     from msrl.config.show import to_yaml
+    from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows
     from msrl.plan.derived import derived
     from msrl.plan.run_plan import resolve as plan_run
@@ -58,11 +59,11 @@ def show(
     resolved = resolve(ctx)
     target = command.value if command else guess(resolved) or ""
     warn(resolved, target)
+    plan = plan_run(resolved.config, target)
     memory = {
-        f"bytes of the fullest device, {name}": size
-        for name, size in memory_rows(plan_run(resolved.config, target)).items()
+        f"bytes of the fullest device, {name}": size for name, size in memory_rows(plan).items()
     }
-    rows = {**derived(resolved.config, target), **memory}
+    rows = {**derived(resolved.config, target), **communication_rows(plan), **memory}
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
         values = recorded(resolved.config)

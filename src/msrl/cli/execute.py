@@ -211,10 +211,11 @@ def show_plan(resolved: Resolved, command: str, plan: RunPlan | None = None) -> 
 
 def _show_derived(plan: RunPlan) -> None:
     """Print derived values and the memory estimate."""
+    from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows, table
     from msrl.plan.derived import derived
 
-    rows = derived(plan.config, plan.command)
+    rows = {**derived(plan.config, plan.command), **communication_rows(plan)}
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():

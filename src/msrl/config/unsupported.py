@@ -37,9 +37,6 @@ RENAMED = {"convert.layout": "convert.format"}
 
 NOT_YET_VALUES: dict[str, frozenset[str]] = {
     "rollout.engine.name": frozenset({"megatron"}),
-    "train.parallel.cp_algo": frozenset(
-        {"ring", "ulysses", "hybrid", "megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo"}
-    ),
     "generate.engine": frozenset({"megatron"}),
 }
 

@@ -51,6 +51,9 @@ def with_model(
     return [*translation.entries(models[name], section, name), *keys]
 
 
+HYBRID_CP = ("hybrid_cp_algo", "hybrid_adaptive_cp_algo")
+
+
 class MegatronKeys:
     """Rules for Megatron keys that depend on each other."""
 
@@ -176,6 +179,9 @@ class MegatronKeys:
         self.translation.record(number, KeyStatus.OFF, "lr_warmup_fraction is used")
 
     def _parallel(self) -> None:
+        if self.keys.value("context_parallel_algo") not in HYBRID_CP:
+            reason = "context_parallel_algo does not exchange heads within smaller groups"
+            self.keys.record("ulysses_degree_in_cp", KeyStatus.DEAD, reason)
         sequence = self.keys.get("sequence_parallel")
         if sequence is None:
             return

@@ -48,12 +48,23 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Parallel sizes of a pass: tensor, expert-tensor and context, and sequence parallelism."""
+    """Parallel sizes of a pass: tensor, expert-tensor and context, and sequence parallelism.
+
+    `head_ranks` context-parallel ranks exchange tokens for heads, unless they `gathers_keys`: then
+    every rank gathers all keys and values.
+    """
 
     tp: int = 1
     etp: int = 1
     cp: int = 1
     sp: bool = False
+    gathers_keys: bool = False
+    head_ranks: int = 1
+
+    @property
+    def ring_size(self) -> int:
+        """Number of ranks that keys and values travel around."""
+        return 1 if self.gathers_keys else self.cp // self.head_ranks
 
 
 class LayerBytes(NamedTuple):
@@ -76,10 +87,13 @@ def layer_bytes(
     batch: Pass,
     spread: Spread,
     saved_inputs: frozenset[str] = frozenset(LINEARS),
+    *,
+    is_grouped: bool = True,
 ) -> LayerBytes:
     """Return the bytes that a layer saves of a pass.
 
     `saved_inputs` names the linear layers that save their inputs, which are those that are trained.
+    `is_grouped` is True if the products of experts are grouped, which is so without adapters.
     """
     element, tokens = batch.element_bytes, batch.num_tokens // spread.cp
     norm_tokens = tokens // spread.tp if spread.sp else tokens
@@ -97,7 +111,8 @@ def layer_bytes(
     else:
         core, inputs = _core_attention(shape, layer, batch, spread, "linear_proj" in saved_inputs)
     if is_mixture and shape.moe is not None:
-        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, saved_inputs)
+        inner = _inner_tensors(shape, is_grouped=is_grouped)
+        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, saved_inputs, inner)
     else:
         saves_product = "linear_fc2" in saved_inputs
         forward = _feed_forward(shape, shape.ffn_hidden_size, tokens, element, saves_product)
@@ -112,28 +127,42 @@ def _core_attention(
     element, core = batch.element_bytes, batch.core_bytes
     tokens, heads = batch.num_tokens // spread.cp, shape.num_attention_heads // spread.tp
     q = tokens * heads * shape.head_dim
-    kv = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim
-    projected = (q + 2 * kv) * element
+    kv = tokens * key_heads(shape, spread) * shape.head_dim
+    projected_keys = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim
+    projected = (q + 2 * projected_keys) * element
     # The projection interleaves the query heads of a group with its keys, so groups need a copy.
     copied_query = q * element if shape.heads_per_group > 1 else 0
-    is_shared, window = spread.cp > 1, shape.attention.layer_window(layer)
+    window = shape.attention.layer_window(layer)
     is_windowed = window is not None and window < batch.longest
-    is_copied = core > element or batch.is_packed or is_shared or is_windowed
-    has_new_values = is_shared or core > element  # else values are views of the projection
+    is_received = spread.gathers_keys or spread.head_ranks > 1
+    # Without a ring, attention pieces are concatenated and windows are computed in blocks.
+    has_pieces = spread.ring_size == 1 and (batch.is_packed or is_windowed)
+    is_copied = core > element or is_received or has_pieces
+    has_new_values = is_received or core > element  # else values are views of the projection
     saved = projected if not has_new_values or shape.qk_norm else 0
     saved += copied_query if shape.qk_norm else 0
-    saved += (q + (2 * kv * spread.cp if has_new_values else kv)) * core  # operands of the products
-    saved += q * (core + element * (is_copied and saves_output))  # output
+    num_gathered = spread.cp if spread.gathers_keys else 1
+    # Operands of the products.
+    saved += (q + (2 * kv * num_gathered if has_new_values else kv)) * core
+    output_bytes = core if spread.ring_size == 1 else _FP32_BYTES
+    saved += q * (output_bytes + element * (is_copied and saves_output))  # output
     saved += tokens * heads * _FP32_BYTES  # softmax normalizers
     saved += _masks(batch, spread, window if is_windowed else None)
     return saved, projected + copied_query + q * element * saves_output
 
 
+def key_heads(shape: Shape, spread: Spread) -> int:
+    """Return the key and value heads of a rank, repeated where more ranks exchange heads."""
+    return max(shape.num_query_groups // spread.tp, spread.head_ranks)
+
+
 def _masks(batch: Pass, spread: Spread, window: int | None) -> int:
-    """Return the bytes of attention masks, which windows and context parallelism need."""
+    """Return the bytes of attention masks, which windows and gathered keys need."""
+    if spread.ring_size > 1:
+        return 0  # computed again in the backward pass
     if window is not None:
         return batch.num_tokens // spread.cp * (window + _MASK_BLOCK) * batch.core_bytes
-    if spread.cp == 1:
+    if not spread.gathers_keys:
         return 0
     num_chunks = 2 * spread.cp
     return batch.num_tokens * batch.longest * (num_chunks + 1) // num_chunks**2 * batch.core_bytes
@@ -158,9 +187,11 @@ def _latent_attention(
     latents = norm_tokens * ((down + normed) * element + 2 * _FP32_BYTES)
     # Queries, keys, values and output, all padded to the query dimension, then the unpadded output.
     per_head = 4 * query_dim * core_bytes
+    if spread.ring_size > 1:  # without padding
+        per_head = (2 * query_dim + mla.v_head_dim) * core_bytes + mla.v_head_dim * _FP32_BYTES
     per_head += mla.v_head_dim * element * ("linear_proj" in saved_inputs)
     core = tokens * heads * (per_head + _FP32_BYTES)
-    if spread.cp > 1:
+    if spread.gathers_keys:
         core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * core_bytes
     return latents, core + _masks(batch, spread, None)
 
@@ -183,21 +214,33 @@ def _mixture(
     spread: Spread,
     norm_tokens: int,
     saved_inputs: frozenset[str],
+    inner: int,
 ) -> int:
-    """Return the bytes of router, routed tokens and experts, with balanced routing over ranks."""
+    """Return the bytes of router, routed tokens and experts, with balanced routing over ranks.
+
+    `inner` is the number of tensors in an expert between its linear layers.
+    """
     element, tokens = batch.element_bytes, batch.num_tokens // spread.cp
     saves_product = "linear_fc2" in saved_inputs
     router = norm_tokens * moe.num_experts * (5 * _FP32_BYTES + 2)
     if element < _FP32_BYTES:  # the router input in float32
         router += norm_tokens * shape.hidden_size * _FP32_BYTES
     routed = tokens * moe.experts_per_token * spread.etp // spread.tp
-    # Megatron experts save gate, up, activated gate, their product, and the product times the
-    # router weight.
-    inner = 4 + saves_product + (2 if moe_is_clamped(shape) else 0)
+    inner += saves_product  # times the router weight
     inputs = shape.hidden_size * ("linear_fc1" in saved_inputs)
     experts = routed * (inputs + inner * moe.ffn_hidden_size // spread.etp) * element
     shared = tokens * moe.shared_ffn_hidden_size * (3 + saves_product) * element // spread.tp
     return router + experts + shared
+
+
+def _inner_tensors(shape: Shape, *, is_grouped: bool) -> int:
+    """Return the number of saved tensors between the linear layers of an expert.
+
+    These are gate and up; without a fused activation, also the activated gate and the product.
+    """
+    clamped = 2 if moe_is_clamped(shape) else 0
+    is_fused = is_grouped and shape.activation == "silu" and not clamped
+    return 2 if is_fused else 4 + clamped
 
 
 def moe_is_clamped(shape: Shape) -> bool:

@@ -207,10 +207,17 @@ def passes_in_flight(plan: RunPlan, shape: Shape, stage: int) -> tuple[int, int]
     return min(in_flight, batches * num_virtual), num_virtual
 
 
-def _spread(plan: RunPlan, shape: Shape) -> Spread:
+def spread_sizes(plan: RunPlan, shape: Shape) -> Spread:
     """Return the parallel sizes; mixtures of experts always use sequence parallelism with TP."""
     parallel, etp = plan.train.parallel, plan.layout.etp_size
-    return Spread(parallel.tp, etp, parallel.cp, parallel.sp or shape.moe is not None)
+    return Spread(
+        parallel.tp,
+        etp,
+        parallel.cp,
+        parallel.sp or shape.moe is not None,
+        gathers_keys=parallel.cp > 1 and parallel.cp_algo == "allgather",
+        head_ranks=parallel.num_head_ranks,
+    )
 
 
 def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
@@ -223,6 +230,16 @@ def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
         for layer in layers
         for rule in layer
         if is_layer(rule.mcore, rule.hf, lora.targets)
+    )
+
+
+def adapts_experts(lora: LoraConfig, shape: Shape) -> bool:
+    """Return True if experts have adapters, so that they run one after the other."""
+    layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
+    return lora.rank is not None and any(
+        rule.expert is not None and is_layer(rule.mcore, rule.hf, lora.targets)
+        for layer in layers
+        for rule in layer
     )
 
 
@@ -259,7 +276,7 @@ def _stage_memory(
     memory = replace(memory, activations=activations, working=working)
     if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
-    spread, is_trained = _spread(plan, shape), _trains_head(train, shape)
+    spread, is_trained = spread_sizes(plan, shape), _trains_head(train, shape)
     # A process reward model has logits of its reward tokens only.
     chunk = 1 if plan.trains_steps else train.chunk
     logits = head_bytes(shape, batch, spread, chunk, temporary_elements, is_trained=is_trained)
@@ -269,11 +286,15 @@ def _stage_memory(
 
 def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
-    spread, saved_inputs = _spread(plan, shape), _saved_inputs(plan.train.lora, shape)
+    spread, saved_inputs = spread_sizes(plan, shape), _saved_inputs(plan.train.lora, shape)
+    is_grouped = not adapts_experts(plan.train.lora, shape)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):
         numbers = [layer for layer in chunk if layer is not None]
-        layers = [layer_bytes(shape, layer, batch, spread, saved_inputs) for layer in numbers]
+        layers = [
+            layer_bytes(shape, layer, batch, spread, saved_inputs, is_grouped=is_grouped)
+            for layer in numbers
+        ]
         mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
         size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
         saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))

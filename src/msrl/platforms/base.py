@@ -118,6 +118,8 @@ class Platform(ABC):
     # Size of temporary tensors in chunked computations: small compared to the logits.
     elements_at_once: int = 1 << 26
     upcast_attention: bool = False  # torch's attention is faster in float32 than in 16 bits
+    # Types with a kernel of torch's `grouped_mm`, the products of all experts at once.
+    grouped_product_dtypes: frozenset[str] = frozenset()
     reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
     shares_main_memory: bool = False  # the device's memory is the main memory
     forks_ranks: bool = False  # a process that has imported Megatron may be forked into ranks

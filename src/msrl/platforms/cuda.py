@@ -127,6 +127,7 @@ class CudaPlatform(Platform):
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     overlap_communication = True
+    grouped_product_dtypes = frozenset({"bfloat16"})
 
     def network_environment(self, interface: str) -> Mapping[str, str]:
         common = super().network_environment(interface)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +15,22 @@ from msrl.models.parallel_layout import Coords
 from msrl.platforms.base import Platform
 from msrl.trainer.network import select_interface
 from msrl.trainer.settings import Layout, RankSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroups:
+    """Groups of the context-parallel ranks of this rank, by the messages that they exchange.
+
+    Attributes:
+        ranks: All of them. They share the tokens of every sequence.
+        heads: Ranks that exchange tokens for attention heads; None: all ranks gather the keys and
+            values (allgather), or no rank does (ring).
+        ring: Ranks that pass their keys and values around a ring; None: there is no ring.
+    """
+
+    ranks: dist.ProcessGroup
+    heads: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,7 @@ class RankPosition:
     dp_rank: int
     dp_size: int
     is_last_stage: bool
+    context: ContextGroups | None  # None without context parallelism
 
     @property
     def coords(self) -> Coords:
@@ -86,7 +104,10 @@ def initialize(
 def rank_position(
     settings: RankSettings, platform: Platform, rank: int, world_size: int
 ) -> RankPosition:
-    """Return the position of this rank, which has joined its process groups."""
+    """Return the position of this rank, which has joined its process groups.
+
+    All ranks call it together, since it creates the groups of context parallelism.
+    """
     return RankPosition(
         platform=platform,
         device=platform.device(rank),
@@ -101,7 +122,45 @@ def rank_position(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
+        context=context_groups(settings.layout, settings.timeout_s),
     )
+
+
+def context_groups(layout: Layout, timeout_s: float) -> ContextGroups | None:
+    """Return the groups of this rank's context parallelism; None without it.
+
+    All ranks call it together.
+    """
+    if layout.cp == 1:
+        return None
+    ranks = cp_group()
+    if layout.cp_algo == "allgather":
+        return ContextGroups(ranks)
+    if layout.head_ranks == layout.cp:
+        return ContextGroups(ranks, heads=ranks)
+    if layout.head_ranks == 1:
+        return ContextGroups(ranks, ring=ranks)
+    own: list[dist.ProcessGroup] = []
+    timeout = datetime.timedelta(seconds=timeout_s)
+    for members in _subgroups(ranks, layout.head_ranks):
+        group = dist.new_group(list(members), timeout=timeout)
+        if dist.get_rank() in members:
+            own.append(cast("dist.ProcessGroup", group))
+    return ContextGroups(ranks, heads=own[0], ring=own[1])
+
+
+def _subgroups(ranks: dist.ProcessGroup, head_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield the subgroups of all context-parallel groups, in the same order on all ranks.
+
+    Those of neighboring ranks, which exchange heads, come before the rings of a group.
+    """
+    members: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(members, dist.get_process_group_ranks(ranks))
+    for group in sorted({tuple(numbers) for numbers in members}):
+        for first in range(0, len(group), head_ranks):
+            yield group[first : first + head_ranks]
+        for first in range(head_ranks):
+            yield group[first::head_ranks]
 
 
 def tp_group() -> dist.ProcessGroup:

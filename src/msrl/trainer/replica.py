@@ -304,7 +304,7 @@ class ModelReplica:
             micro_batch,
             self.rotary,
             position.device,
-            cp=position.layout.cp,
+            context_groups=position.context,
             multiple=self.sequence_multiple,
             comparisons=comparisons,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from msrl.config.sections.train import (
+    CpAlgo,
     LoraConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -31,11 +32,13 @@ class Layout(ParallelLayout):
     """Parallel layout of a training.
 
     It has the sizes of `ParallelLayout`, sequence parallelism (`sp`), and context parallelism over
-    `cp` ranks.
+    `cp` ranks, of which `head_ranks` exchange attention heads.
     """
 
     sp: bool = False
     cp: int = 1
+    cp_algo: CpAlgo = "allgather"
+    head_ranks: int = 1
 
     @property
     def replica_size(self) -> int:

@@ -74,6 +74,9 @@ class OptimizerConfig(Section):
     )
 
 
+CpAlgo = Literal["allgather", "ulysses", "ring", "hybrid"]
+
+
 class LayoutConfig(Section):
     """Parallel layout of a model: the ranks that share its tensors and layers."""
 
@@ -111,15 +114,29 @@ class ParallelConfig(LayoutConfig):
         description="Context-parallel size: number of ranks that share the tokens of each "
         "sequence.",
     )
-    cp_algo: Literal["allgather"] = Field(
+    cp_algo: CpAlgo = Field(
         default="allgather",
-        description="Exchange of keys and values between context-parallel ranks.",
+        description="Exchange between context-parallel ranks: all keys and values (allgather), "
+        "attention heads for tokens (ulysses), keys and values around a ring (ring), or heads "
+        "within groups of cp_head_ranks and rings over these groups (hybrid).",
+    )
+    cp_head_ranks: Count | None = Field(
+        default=None,
+        description="Number of ranks that exchange attention heads under cp_algo=hybrid. The rings "
+        "have cp divided by it. Default: none.",
     )
     sp: Bool = Field(
         default=False,
         description="Sequence parallelism: shard the activations of norms over the "
         "tensor-parallel ranks.",
     )
+
+    @property
+    def num_head_ranks(self) -> int:
+        """Number of context-parallel ranks that exchange attention heads."""
+        if self.cp_algo == "hybrid":
+            return self.cp_head_ranks or 1
+        return self.cp if self.cp_algo == "ulysses" else 1
 
 
 class RecomputeConfig(Section):

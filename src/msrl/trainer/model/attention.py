@@ -25,13 +25,21 @@ from torch.utils.checkpoint import checkpoint
 
 from msrl import platforms
 from msrl.models.shape import PLAIN, Attention
-from msrl.trainer.model.context import ContextShare, gather_sequences
+from msrl.platforms.base import VarlenAttention
+from msrl.trainer.model.context import (
+    ContextShare,
+    gather_sequences,
+    join_heads,
+    own_heads,
+    split_heads,
+)
 from msrl.trainer.model.fused_attention import (
     fused_attention,
     fused_context_attention,
     select_kernel,
 )
-from msrl.trainer.model.packed import PackedSequences
+from msrl.trainer.model.packed import PackedSequences, equal_runs
+from msrl.trainer.model.ring_attention import Scoring, ring_attention
 from msrl.trainer.model.rope import rotate
 
 # Queries per call if the attention needs a mask or explicit scores. Bounds the memory of long
@@ -192,7 +200,7 @@ def block_diagonal_attention(
     outputs: list[Tensor] = []
     start, dtype = 0, query.dtype
     query, key, value = map(_upcast, (query, key, value))
-    for length, count in _equal_runs(lengths):
+    for length, count in equal_runs(lengths):
         stop = start + length * count
         q, k, v = (_sequences(x[start:stop], count, length) for x in (query, key, value))
         effective_window = window if window and window < length else None
@@ -222,11 +230,12 @@ def context_attention(
     Keys and values are gathered from all ranks.
     """
     key, value = gather_sequences(key, context), gather_sequences(value, context)
-    num_ranks, rank = dist.get_world_size(context.group), dist.get_rank(context.group)
+    group = context.groups.ranks
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     outputs: list[Tensor] = []
     start, dtype = 0, query.dtype
     query, key, value = map(_upcast, (query, key, value))
-    for length, count in _equal_runs(context.lengths):
+    for length, count in equal_runs(context.lengths):
         stop, size = start + length * count, length // (2 * num_ranks)
         k, v = (_sequences(x[start:stop], count, length) for x in (key, value))
         own = query[start // num_ranks : stop // num_ranks]
@@ -263,36 +272,92 @@ def packed_attention(
 ) -> Tensor:  # [n, h, v]
     """Return the attention of this rank's tokens, whose queries and keys are rotated.
 
-    The platform's fused kernel computes it, unless there is none or the model has softcap or sinks.
+    The platform's fused kernel computes it, unless there is none, the model has softcap or sinks,
+    or keys and values travel around a ring.
     """
-    kernel = None
-    if softcap is None and sinks is None:
-        kernel = select_kernel(query.device.type, query.dtype, query.shape[-1])
-    if kernel is not None and packed.context is None:
-        return fused_attention(kernel, query, key, value, packed.lengths, scale, window)
-    if kernel is not None and packed.context is not None:
-        group = packed.context.group
-        key, value = gather_sequences(key, packed.context), gather_sequences(value, packed.context)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return fused_context_attention(
-            kernel, query, key, value, packed.context.lengths, rank, size, scale, window
-        )
-    if packed.context is not None:
-        return context_attention(query, key, value, packed.context, scale, window, softcap, sinks)
-    return block_diagonal_attention(
-        query, key, value, packed.lengths, scale, window, softcap, sinks
+    traits = (scale, window, softcap, sinks)
+    context = packed.context
+    if context is None:
+        return _local_attention(query, key, value, packed.lengths, *traits)
+    if context.groups.heads is None and context.groups.ring is None:
+        return _gathered_attention(query, key, value, context, *traits)
+    if context.groups.heads is None:
+        return _ring_attention(query, key, value, context, *traits)
+    heads = None if sinks is None else own_heads(sinks, context)
+    traits = (scale, window, softcap, heads)
+    query, key, value = (split_heads(x, context) for x in (query, key, value))
+    if context.groups.ring is None:
+        mixed = _local_attention(query, key, value, context.lengths, *traits)
+    else:
+        mixed = _ring_attention(query, key, value, context, *traits)
+    return join_heads(mixed, context)
+
+
+def _select_kernel(
+    query: Tensor, softcap: float | None, sinks: Tensor | None
+) -> VarlenAttention | None:
+    """Return the platform's fused kernel if there is one and the model has no softcap and sinks."""
+    if softcap is not None or sinks is not None:
+        return None
+    return select_kernel(query.device.type, query.dtype, query.shape[-1])
+
+
+def _local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute the attention of complete sequences."""
+    kernel = _select_kernel(query, softcap, sinks)
+    if kernel is not None:
+        return fused_attention(kernel, query, key, value, lengths, scale, window)
+    return block_diagonal_attention(query, key, value, lengths, scale, window, softcap, sinks)
+
+
+def _gathered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: ContextShare,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute the attention of this rank's queries over the gathered keys and values."""
+    kernel = _select_kernel(query, softcap, sinks)
+    if kernel is None:
+        return context_attention(query, key, value, context, scale, window, softcap, sinks)
+    group = context.groups.ranks
+    key, value = gather_sequences(key, context), gather_sequences(value, context)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return fused_context_attention(
+        kernel, query, key, value, context.lengths, rank, size, scale, window
     )
 
 
-def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of equal neighboring lengths as (length, count)."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1] = (length, runs[-1][1] + 1)
-        else:
-            runs.append((length, 1))
-    return runs
+def _ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: ContextShare,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute the attention over keys and values that travel around a ring."""
+    assert context.groups.ring is not None
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scoring = Scoring(factor, window, softcap)
+    inputs = map(_upcast, (query, key, value))
+    mixed = ring_attention(*inputs, sinks, context.lengths, context.groups.ring, scoring)
+    return mixed.to(query.dtype)
 
 
 class CoreAttention(MegatronModule):

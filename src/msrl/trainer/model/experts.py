@@ -1,9 +1,9 @@
 """Mixtures of experts: the router, and the layer that passes it the groups of tokens to balance.
 
-Megatron dispatches tokens to the ranks that hold the experts (all-to-all) and runs the experts. The
-choice of experts is msrl's and follows the models' definitions exactly. A load-balancing loss is
-added only if the training enables it (`balance.py`): otherwise the router learns from the task
-alone, as in transformers without `output_router_logits`.
+Megatron dispatches tokens to the ranks that hold the experts (all-to-all), which run them in
+grouped products (`grouped_experts.py`). The choice of experts is msrl's and follows the models'
+definitions exactly. A load-balancing loss is added only if the training enables it (`balance.py`):
+otherwise the router learns from the task alone, as in transformers without `output_router_logits`.
 
 Letters: n tokens on this rank, c channels, E experts, k experts per token, g groups of experts, G
 groups of tokens.
@@ -21,7 +21,6 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -32,6 +31,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from msrl.models.shape import Moe
+from msrl.trainer.model.grouped_experts import GroupedExperts
 from msrl.trainer.model.packed import PackedSequences
 
 RouteHook = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -168,10 +168,12 @@ class ExpertOutput(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, f] -> [n, c]
         output, bias = super().forward(input_)
-        num_shards = get_pg_size(self.tp_group)
-        if bias is None or num_shards == 1:
-            return output, bias
-        return output, bias + (bias / num_shards - bias).detach()
+        return output, None if bias is None else self.shared_bias()
+
+    def shared_bias(self) -> Tensor:  # [c]
+        """Return the share of the bias that this shard adds."""
+        bias, num_shards = cast("Tensor", self.bias), get_pg_size(self.tp_group)
+        return bias if num_shards == 1 else bias + (bias / num_shards - bias).detach()
 
 
 def mixture_spec(moe: Moe) -> ModuleSpec:
@@ -182,7 +184,7 @@ def mixture_spec(moe: Moe) -> ModuleSpec:
         module=MoELayer,
         submodules=MoESubmodules(
             router=functools.partial(Router, moe=moe),  # pyright: ignore[reportArgumentType]
-            experts=ModuleSpec(module=SequentialMLP, submodules=experts),
+            experts=ModuleSpec(module=GroupedExperts, submodules=experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -37,3 +38,14 @@ def select_share(packed: PackedSequences, share: ContextShare) -> PackedSequence
     return replace(
         packed, lengths=share.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=share
     )
+
+
+def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of equal neighboring lengths as (length, count)."""
+    runs: list[tuple[int, int]] = []
+    for length in lengths:
+        if runs and runs[-1][0] == length:
+            runs[-1] = (length, runs[-1][1] + 1)
+        else:
+            runs.append((length, 1))
+    return runs

@@ -17,6 +17,7 @@ import megatron.core
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -78,6 +79,11 @@ SEAMS = (
     Seam(MoELayer.routed_experts_compute, ("self", "hidden_states", "probs"), "model/experts.py"),
     Seam(MoELayer.combine, ("self", "output"), "model/experts.py"),
     Seam(MoELayer.postprocess, ("self", "output", "shared_expert_output"), "model/experts.py"),
+    Seam(
+        SequentialMLP.forward,
+        ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+        "model/grouped_experts.py",
+    ),
     Seam(TopKRouter._maintain_float32_expert_bias, ("self",), "model/experts.py"),
     Seam(
         P2PCommunicator._communicate,

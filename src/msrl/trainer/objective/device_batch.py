@@ -76,7 +76,7 @@ def to_device(
     rotary: RotaryTable,
     device: torch.device,
     *,
-    cp: int,
+    context_groups: groups.ContextGroups | None,
     multiple: int,
     comparisons: tuple[DistributionComparison, ...] = (),
 ) -> DeviceBatch:
@@ -93,11 +93,11 @@ def to_device(
         name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()
     }
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
-    if cp == 1:
+    if context_groups is None:
         return DeviceBatch(
             tokens[None], packed, mask, labels[mask], None, sequences, fields, comparisons
         )
-    share = context.share(packed.lengths, groups.cp_group(), multiple, device)
+    share = context.share(packed.lengths, context_groups, multiple, device)
     is_token, at = share.rows >= 0, share.clamped_rows
     selected = at[mask[at] & is_token]
     numbering = mask.cumsum(0) - 1

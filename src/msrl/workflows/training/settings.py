@@ -181,7 +181,13 @@ def _common_settings(
     is_mixture = shape is not None and shape.moe is not None
     return RankSettings(
         platform=platform,
-        layout=Layout(**sizes, sp=parallel.sp or is_mixture, cp=parallel.cp),
+        layout=Layout(
+            **sizes,
+            sp=parallel.sp or is_mixture,
+            cp=parallel.cp,
+            cp_algo=parallel.cp_algo,
+            head_ranks=parallel.num_head_ranks,
+        ),
         dtype=config.model.dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,

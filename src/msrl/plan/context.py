@@ -1,0 +1,61 @@
+"""Parallel layout of a training with context parallelism: problems of a model with it.
+
+Letters of `trainer/model/context.py`: c context-parallel ranks, u of which exchange heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msrl.config.sections.train import ParallelConfig
+from msrl.models.shape import Shape
+from msrl.plan.derived import layout_from
+
+
+def layout_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for every field of a training's layout that does not fit the model."""
+    yield from layout_from(parallel).problems(shape)
+    if parallel.num_head_ranks > 1 and shape.num_attention_heads % parallel.tp == 0:
+        yield from _head_problems(parallel, shape)
+
+
+def size_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (field, problem) for sizes of context parallelism that contradict each other."""
+    size, cp = parallel.cp_head_ranks, parallel.cp
+    if parallel.cp_algo != "hybrid":
+        if size is not None:
+            yield (
+                "cp_head_ranks",
+                f"has no effect with train.parallel.cp_algo={parallel.cp_algo}. Remove it, or set "
+                "train.parallel.cp_algo=hybrid",
+            )
+    elif cp > 1 and size is None:
+        yield "cp_algo", "needs train.parallel.cp_head_ranks, the ranks that exchange heads"
+    elif cp > 1 and size is not None and (cp % size or size in (1, cp)):
+        yield (
+            "cp_head_ranks",
+            f"must divide train.parallel.cp={cp} into several groups of several ranks. For a "
+            "single group or groups of one rank, set train.parallel.cp_algo to ulysses or ring",
+        )
+
+
+def _head_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
+    """Yield the problem of heads that cannot be distributed over the ranks that exchange them."""
+    size, tp = parallel.num_head_ranks, parallel.tp
+    key = "cp_head_ranks" if parallel.cp_algo == "hybrid" else "cp"
+    times = f" times train.parallel.tp={tp}" if tp > 1 else ""
+    advice = "Lower it, or set train.parallel.cp_algo to ring or allgather"
+    if shape.num_attention_heads % (size * tp):
+        yield (
+            key,
+            f"{size} ranks that exchange heads (train.parallel.cp_algo={parallel.cp_algo}){times} "
+            f"must divide the model's {shape.num_attention_heads} attention heads. {advice}",
+        )
+        return
+    groups = (shape.num_attention_heads if shape.mla else shape.num_query_groups) // tp
+    if groups and groups % size and size % groups:
+        yield (
+            key,
+            f"{size} ranks that exchange heads (train.parallel.cp_algo={parallel.cp_algo}) must "
+            f"divide the {groups} key and value heads of a rank or be a multiple of them. {advice}",
+        )

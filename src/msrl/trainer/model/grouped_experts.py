@@ -1,0 +1,202 @@
+"""Experts of a rank in grouped products: one autograd node for the products of all experts.
+
+Megatron's SequentialMLP calls one module per expert, each with about ten autograd nodes. Its own
+grouped GEMM needs a package that is not available and stores all experts in one tensor. The experts
+here keep their own parameters, under the names of SequentialMLP.
+
+Letters: n routed tokens of this rank, sorted by expert, E experts of this rank, c channels, f
+feed-forward channels of this rank, i inputs and o outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.utils import get_pg_size
+from torch import Tensor
+
+from msrl import platforms
+
+# Bytes that the rows of operands of `grouped_mm` must be a multiple of (torch 2.13, CUDA).
+_ROW_ALIGNMENT = 16
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts with grouped products.
+
+    Experts with adapters run one after the other, since adapters are hooks of their layers.
+    """
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,  # [n, c]
+        tokens_per_expert: Tensor,  # [E]
+        permuted_probs: Tensor,  # [n]
+    ) -> tuple[Tensor, Tensor | None]:  # [n, c]
+        """Replace SequentialMLP.forward of megatron-core 0.16.1."""
+        experts = cast("list[MLP]", list(self.local_experts))
+        if len(experts) == 1 or any(map(_has_hooks, experts)):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        counts = cast("list[int]", tokens_per_expert.tolist())
+        first, second = [e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts]
+        gate_up = _multiply(permuted_local_hidden_states, counts, first)
+        mixed = self._activate(_add_bias(gate_up, counts, first), permuted_probs)
+        output = _multiply(mixed, counts, second)
+        return _add_bias(output, counts, second, permuted_probs), None
+
+    def _activate(
+        self,
+        gate_up: Tensor,  # [n, 2 f]
+        probs: Tensor,  # [n]
+    ) -> Tensor:  # [n, f]
+        """Return the activated gates times up times the router's weights."""
+        config = self.config
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        if config.activation_func is F.silu and limit is None and not offset:
+            return weighted_swiglu(gate_up, probs)
+        gate, up = gate_up.chunk(2, -1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        mixed = cast("Tensor", config.activation_func(gate)) * (up + offset)
+        return (mixed * probs.unsqueeze(-1)).to(gate_up.dtype)
+
+
+def _has_hooks(expert: MLP) -> bool:
+    """Return True if a module of an expert has a hook, which a grouped product would skip."""
+    modules = cast("list[torch.nn.Module]", [expert, expert.linear_fc1, expert.linear_fc2])
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _multiply(x: Tensor, counts: Sequence[int], linears: Sequence[Any]) -> Tensor:
+    """Return the products with the weights of all experts, [n, i] -> [n, o]."""
+    assert all(
+        linear.explicit_expert_comm or get_pg_size(linear.tp_group) == 1 for linear in linears
+    )
+    return grouped_linear(x, counts, [linear.weight for linear in linears])
+
+
+def _add_bias(
+    x: Tensor,  # [n, o]
+    counts: Sequence[int],
+    linears: Sequence[Any],
+    probs: Tensor | None = None,  # [n]
+) -> Tensor:  # [n, o]
+    """Add the bias of its expert to each token, times the router's weight if it is passed."""
+    if linears[0].bias is None:
+        return x
+    biases = torch.stack([_effective_bias(linear) for linear in linears])
+    repeats = torch.tensor(counts, device=x.device)
+    rows = biases.repeat_interleave(repeats, 0, output_size=len(x))
+    return x + rows if probs is None else x + (rows * probs.unsqueeze(-1)).to(x.dtype)
+
+
+def _effective_bias(linear: Any) -> Tensor:
+    """Return the bias that a layer adds to its output on this rank."""
+    shared = getattr(linear, "shared_bias", None)
+    return linear.bias if shared is None else shared()
+
+
+def grouped_linear(
+    x: Tensor,  # [n, i]
+    counts: Sequence[int],  # of the tokens of each expert, their sum is n
+    weights: Sequence[Tensor],  # each [o, i]
+) -> Tensor:  # [n, o]
+    """Return the products of the tokens of each expert with the transposed weight of the expert."""
+    return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]
+
+
+def weighted_swiglu(
+    gate_up: Tensor,  # [n, 2 f]
+    weights: Tensor,  # [n]
+) -> Tensor:  # [n, f]
+    """Return silu(gate) * up * weight, with gate and up in one tensor."""
+    return _WeightedSwiGlu.apply(gate_up, weights)  # pyright: ignore[reportReturnType]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W^T for the tokens of every expert, with the expert's W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
+        ctx.counts, ctx.trains_weights = counts, any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*([x] if ctx.trains_weights else []), *weights)
+        return grouped_product(x, [weight.t() for weight in weights], counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, counts = grads[0], ctx.counts
+        weights = ctx.saved_tensors[1:] if ctx.trains_weights else ctx.saved_tensors
+        grad_x = grouped_product(grad, weights, counts) if ctx.needs_input_grad[0] else None
+        if not ctx.trains_weights:
+            return grad_x, None, *(None for _ in weights)
+        pieces = zip(grad.split(counts), ctx.saved_tensors[0].split(counts), strict=True)
+        grad_weights = [
+            torch.mm(rows.t(), inputs) if is_trained else None
+            for is_trained, (rows, inputs) in zip(ctx.needs_input_grad[2:], pieces, strict=True)
+        ]
+        return grad_x, None, *grad_weights
+
+
+def grouped_product(
+    x: Tensor,  # [n, i]
+    matrices: Sequence[Tensor],  # each [i, o]
+    counts: Sequence[int],
+) -> Tensor:  # [n, o]
+    """Return the products of the tokens of each expert with its matrix.
+
+    torch's `grouped_mm` needs all matrices in one tensor. On CPU it is a loop over the experts, so
+    the loop here gives the same bits without the copy.
+    """
+    columns = matrices[0].shape[1]
+    if _uses_kernel(x, columns):
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
+    output, start = x.new_empty((len(x), columns)), 0
+    for matrix, count in zip(matrices, counts, strict=True):
+        torch.mm(x[start : start + count], matrix, out=output[start : start + count])
+        start += count
+    return output
+
+
+def _uses_kernel(x: Tensor, columns: int) -> bool:
+    """Return True if the device has a kernel of `grouped_mm` for these products.
+
+    Versions of torch before 2.10 have no `grouped_mm`.
+    """
+    if not hasattr(F, "grouped_mm"):
+        return False
+    dtypes = platforms.get(x.device.type).grouped_product_dtypes
+    is_aligned = not any(
+        width * x.element_size() % _ROW_ALIGNMENT for width in (x.shape[1], columns)
+    )
+    return str(x.dtype).removeprefix("torch.") in dtypes and is_aligned
+
+
+class _WeightedSwiGlu(torch.autograd.Function):
+    """silu(gate) * up * weight (arXiv:2002.05202), with gate and up in one tensor.
+
+    The backward pass needs only this tensor and the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        gate, up = gate_up.chunk(2, -1)
+        product = F.silu(gate).mul_(up)
+        return (product * weights.unsqueeze(-1)).to(product.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weights = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        activated = F.silu(gate)
+        grad_weights = (grads[0].to(weights.dtype) * (activated * up)).sum(-1)
+        grad = (grads[0] * weights.unsqueeze(-1)).to(gate_up.dtype)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat((grad_gate, activated.mul_(grad)), -1), grad_weights

@@ -1,0 +1,126 @@
+"""Checks and plan of context parallelism: sizes, heads, and bytes that a rank sends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config_inputs import TRAINING, make_data
+from families import QWEN2
+from mixture_families import DEEPSEEK_V3
+from msrl.cli.configuration import load_configuration as load
+from msrl.errors import MsrlError
+from msrl.memory.activations import Pass, Spread, layer_bytes
+from msrl.memory.communication import communication_rows, sent_bytes
+from msrl.models.families import load_shape
+from msrl.plan.run_plan import resolve
+from support import assert_mentions
+
+MODELS = {
+    "dense": {**QWEN2, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96},
+    "latent": DEEPSEEK_V3,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    make_data(tmp_path / "data")
+    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
+    return tmp_path
+
+
+def _settings(*sets: str) -> list[str]:
+    return ["model.path=dense", *(f"train.parallel.{each}" for each in sets)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
+        (("cp=5", "cp_algo=ulysses"), ("cp=5", "ulysses", "12 attention heads")),
+        (
+            ("tp=4", "cp=2", "cp_algo=ulysses"),
+            ("cp=2", "train.parallel.tp=4", "12 attention heads"),
+        ),
+        (("cp=6", "cp_algo=ulysses"), ("cp=6", "ulysses", "4 key")),
+        (("cp=2", "cp_algo=hybrid"), ("cp_algo=hybrid", "cp_head_ranks", "needs")),
+        (
+            ("cp=4", "cp_algo=hybrid", "cp_head_ranks=3"),
+            ("cp_head_ranks=3", "train.parallel.cp=4", "divide"),
+        ),
+        (
+            ("cp=4", "cp_algo=hybrid", "cp_head_ranks=4"),
+            ("cp_head_ranks=4", "train.parallel.cp=4", "ulysses"),
+        ),
+        (
+            ("tp=2", "cp=8", "cp_algo=hybrid", "cp_head_ranks=4"),
+            ("cp_head_ranks=4", "train.parallel.tp=2", "12 attention heads"),
+        ),
+        (
+            ("cp=2", "cp_algo=ring", "cp_head_ranks=2"),
+            ("cp_head_ranks=2", "cp_algo=ring", "no effect"),
+        ),
+        (("cp=2", "cp_algo=megatron_cp_algo"), ("cp_algo", "megatron_cp_algo", "ring")),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_name(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    with pytest.raises(MsrlError) as caught:
+        load(["sft.yaml"], _settings(*sets), command="train-sft")
+    assert_mentions(caught.value, *fragments)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("cp=4", "cp_algo=ulysses"),
+        ("tp=2", "cp=2", "cp_algo=ulysses"),
+        ("tp=4", "cp=3", "cp_algo=ulysses"),  # one key and value head of a rank for three ranks
+        ("cp=5", "cp_algo=ring"),
+        ("cp=4", "cp_algo=hybrid", "cp_head_ranks=2"),
+        ("cp_algo=ulysses",),  # no effect without context parallelism
+    ],
+)
+def test_sizes_that_fit_are_accepted(folder: Path, sets: tuple[str, ...]) -> None:
+    batch = "train.global_batch=60"
+    config = load(["sft.yaml"], [*_settings(*sets), batch], command="train-sft").config
+    rows = communication_rows(resolve(config, "train-sft"))
+    assert bool(rows) == (config.train.parallel.cp > 1 and config.data.seq_length is not None)
+
+
+BATCH = Pass(num_tokens=1024, num_trained=1024, longest=512, is_packed=True, element_bytes=2)
+
+
+def test_sent_bytes_follow_from_the_sizes(folder: Path) -> None:
+    # By hand: 256 tokens of a rank, 12 heads of 8 channels and 4 key and value heads in bfloat16.
+    shape = load_shape(folder / "dense")
+    pairs, mixed = 256 * 4 * 16 * 2, 256 * 12 * 16 * 2
+    expected = {
+        Spread(cp=4, gathers_keys=True): (3 * pairs, 3 * pairs),
+        Spread(cp=4, head_ranks=4): ((pairs + mixed) * 3 // 4, (pairs + mixed) * 3 // 4),
+        Spread(cp=4): (3 * pairs, 3 * pairs + 4 * 2 * pairs),
+        Spread(cp=4, head_ranks=2): (
+            (pairs + mixed) // 2 + pairs,
+            (pairs + mixed) // 2 + pairs + 2 * 2 * pairs,
+        ),
+    }
+    for spread, sizes in expected.items():
+        assert sent_bytes(shape, BATCH, spread) == sizes, spread
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_gathered_keys_grow_with_the_number_of_ranks(folder: Path, model: str) -> None:
+    shape = load_shape(folder / model)
+    spreads = {
+        "allgather": Spread(cp=4, gathers_keys=True),
+        "ulysses": Spread(cp=4, head_ranks=4),
+        "ring": Spread(cp=4),
+    }
+    sizes = {name: layer_bytes(shape, 0, BATCH, spread).core for name, spread in spreads.items()}
+    assert max(sizes["ulysses"], sizes["ring"]) < sizes["allgather"]
