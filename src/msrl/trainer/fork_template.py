@@ -31,7 +31,7 @@ class RankProcess(Protocol):
     def wait(self) -> int: ...
 
 
-class Template:
+class RankTemplate:
     """Driver's side of a template process."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Template:
 class ForkedRank:
     """Rank that a template has forked."""
 
-    def __init__(self, template: Template, rank: int) -> None:
+    def __init__(self, template: RankTemplate, rank: int) -> None:
         self._template, self._rank = template, rank
 
     @property

@@ -29,7 +29,7 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
-from msrl.trainer.fork_template import ForkedRank, RankProcess, Template, fork_ranks
+from msrl.trainer.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
 _KILL_DETECTION_S = (
@@ -88,7 +88,7 @@ class LocalRanks:
         self.init_method = ""  # known once the ranks are started
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[RankProcess] = []
-        self._template: Template | None = None
+        self._template: RankTemplate | None = None
         self._pipes: list[connection.Connection] = []
 
     def __enter__(self) -> LocalRanks:
@@ -112,7 +112,7 @@ class LocalRanks:
         common = [self.num_ranks, self._platform.name, job, os.getpid()]
         if self._platform.forks_ranks and self.num_ranks > 1:
             command = _command("fork", *common, ",".join(map(str, descriptors)))
-            self._template = Template(command, env=env, descriptors=descriptors)
+            self._template = RankTemplate(command, env=env, descriptors=descriptors)
             self._processes += [ForkedRank(self._template, n) for n in range(self.num_ranks)]
         else:
             for rank, descriptor in enumerate(descriptors):
