@@ -48,8 +48,8 @@ from msrl.data.handlers import make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.render import make_renderer
-from msrl.data.templates import _read as read_template
-from msrl.data.templates import load_template
+from msrl.data.templates.files import _read as read_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.importers.command import translate_arguments

@@ -281,6 +281,11 @@ BALANCED, BIASED = {"moe_aux_loss_coeff": 0.1}, {"moe_router_enable_expert_bias"
 EVALUATED: Changes = {"eval_interval": 10, "eval_iters": 5}
 DPO: Changes = {"stage": "dpo"}
 SIMPO: Changes = {"stage": "simpo"}
+STEPS: Changes = {
+    "handler_name": "AlpacaStyleProcessRewardHandler",
+    "placeholder_token": "x", "reward_tokens": "+ -",
+}  # fmt: skip
+PRM: Changes = {"stage": "prm", "reward_tokens": "+ -"}
 PROFILED: Changes = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
 LLM_CASES: dict[str, Case] = {
     "train.dpo_loss_type": (DPO, "ipo"), "train.dpo_beta": (DPO, 0.37),
@@ -297,6 +302,8 @@ LLM_CASES: dict[str, Case] = {
     "convert.params_dtype": ({}, "fp16"),
     "convert.transformer_impl": ({}, "transformer_engine"), "convert.save_to_legacy": (BACK, True),
     "preprocess.map_keys": ({}, '{"prompt": "question"}'),
+    "preprocess.placeholder_token": (STEPS, "other"), "preprocess.reward_tokens": (STEPS, "1 0"),
+    "train.reward_tokens": (PRM, "1 0"), "train.optimizer": ({}, "muon"),
     "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True),
     "preprocess.neat_pack": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),

@@ -11,7 +11,7 @@ import pytest
 import tiny_checkpoints
 from config_inputs import GENERATING, make_model, make_working_folder
 from msrl.data.manifest import manifest_path, read_manifest
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.errors import MsrlError
 from msrl.importers.command import translate_arguments
 from support import assert_mentions, mentions

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from msrl.data.chat_template import chat_template
 from msrl.data.render import Renderer, make_renderer
-from msrl.data.templates import load_template, template_names
+from msrl.data.templates.files import load_template, template_names
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import ChatFormat, Conversation

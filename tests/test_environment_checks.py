@@ -14,7 +14,7 @@ from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
 from msrl.data.chat_template import chat_template
 from msrl.data.render import make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve

@@ -19,7 +19,7 @@ from msrl.config.presets import preset_names, preset_values
 from msrl.config.templates import template_names
 from msrl.data.handlers import make_handler
 from msrl.data.render import make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.models.families import families as architectures
 from msrl.tracking.tracker import open_trackers

@@ -16,7 +16,7 @@ from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import FileCheck, weight_checks
 from msrl.cli.configuration import load_configuration as load
 from msrl.data.native import native_examples, native_prompts
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit

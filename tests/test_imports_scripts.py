@@ -262,7 +262,8 @@ def test_a_supervised_file_of_mindspeed_rl_trains_unchanged(
     ("old", "new", "fragments"),
     [
         ("train_iters", "train_iter", ("train_iter", "key", "MindSpeed-RL", "'train_iters'")),
-        ("stage: sft", "stage: prm", ("stage=prm", "sft", "msrl train-grpo")),
+        ("stage: sft", "stage: trl_ppo", ("stage=trl_ppo", "sft", "msrl train-grpo")),
+        ("stage: sft", "stage: prm", ("reward_tokens", "missing", "steps")),
         (
             "sft:\n",
             "rl_config: {}\nsft:\n",

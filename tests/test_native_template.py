@@ -11,7 +11,7 @@ import pytest
 
 from msrl.data.handlers import make_handler
 from msrl.data.render import Renderer, make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import Conversation

@@ -17,6 +17,7 @@ from config_inputs import GENERATING, make_mcore, make_model, make_working_folde
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
+from msrl.data import tokenizer
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
 from msrl.plan.run_plan import RunPlan, resolve
@@ -55,8 +56,18 @@ _is_counting = False
 
 
 def _count(event: str, arguments: tuple[Any, ...]) -> None:
-    if _is_counting and event == "open" and str(arguments[0]).endswith("/config.json"):
+    is_config = event == "open" and str(arguments[0]).endswith("/config.json")
+    if _is_counting and is_config and not _opens_tokenizer():
         _opened.append(Path(str(arguments[0])).absolute())
+
+
+def _opens_tokenizer() -> bool:
+    """Return True if msrl/data/tokenizer.py reads the type of the model."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        if frame.f_globals.get("__name__") == tokenizer.__name__:
+            return True
+    return False
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.manifest import incomplete_path, manifest_path
 from msrl.data.readers import find_files, read_batches
 from msrl.data.render import make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenize import tokenize_rows
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError

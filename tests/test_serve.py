@@ -27,7 +27,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
-from msrl.data.templates import load_template, template_names
+from msrl.data.templates.files import load_template, template_names
 from msrl.errors import ManyErrors, MsrlError, RunFailedError
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.rollout.engine import EngineSettings

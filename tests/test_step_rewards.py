@@ -22,7 +22,7 @@ from msrl.data.columns import DroppedRow
 from msrl.data.dataset import IGNORE, SftDataset, StepDataset
 from msrl.data.handlers import make_handler
 from msrl.data.indexed import IndexedReader
-from msrl.data.steps import reward_token_ids
+from msrl.data.rows.steps import reward_token_ids
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve

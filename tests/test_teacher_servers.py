@@ -236,7 +236,7 @@ def test_a_server_with_other_tokens_is_refused(tmp_path: Path) -> None:
         with served(answer_with(text)) as (url, _):
             return connect([TeacherConfig(url=url)], tokenizer, 1000).notes[0]
 
-    assert_mentions(notes(lambda i: f" {texts[i]}"), "big", "tokens of the policy")
+    assert_mentions(notes(lambda i: f" {texts[i]}"), "big", "policy")
     assert_mentions(notes(lambda _: None), "warning", KEY, "tokenizer")
     with pytest.raises(MsrlError, match=mentions(KEY, "tokenizer", "token 72")):
         notes(lambda i: "other" if i == 72 else texts[i])
@@ -449,7 +449,7 @@ def test_a_served_teacher_has_the_log_probabilities_of_its_model_and_trains_a_st
     try:
         section = TeacherConfig(url=server.url, api_key="${env:TEACHER_KEY}")
         tokenizer = open_tokenizer(tmp_path / "student")
-        assert_mentions(connect([section], tokenizer, 128).notes[0], "tokens of the policy")
+        assert_mentions(connect([section], tokenizer, 128).notes[0], "policy")
         client = TeacherServer(section, KEY).connect(128)
         ids = np.random.default_rng(0).integers(3, 250, 40)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from msrl.data.render import Renderer, make_renderer
-from msrl.data.templates import load_template, template_names
+from msrl.data.templates.files import load_template, template_names
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message

@@ -15,7 +15,7 @@ import pytest
 
 import llama_factory_oracle as oracle
 from msrl.data.render import make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.types import Conversation, Message, RenderedExample
 from support import shared_data

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl.config.templates import template_names
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.turns import ToolCall
 from msrl.environments.base import Environment
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer, read_json

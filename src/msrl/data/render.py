@@ -12,7 +12,7 @@ from functools import cached_property
 
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.spans import Span, encode
-from msrl.data.templates import Template
+from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError

@@ -26,8 +26,8 @@ from msrl.data.rows.formats import hint
 from msrl.data.rows.media import refuse_media
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
+from msrl.data.rows.steps import StepTokens
 from msrl.data.spans import encode_texts
-from msrl.data.steps import StepTokens
 from msrl.data.tokenizer import TextTokenizer
 from msrl.data.turns import without_thought
 from msrl.errors import MsrlError

@@ -261,7 +261,9 @@ class Translation:
     ) -> None:
         for key in keys:
             self.later = merge(self.later, at(key, node))
-        text = " and ".join(keys) + reason.removeprefix("not in this version yet")
+        names, later = " and ".join(keys), "not in this version yet"  # as the status says
+        is_later = reason.startswith(later)
+        text = names + (reason.removeprefix(later) if is_later else f": {reason}")
         self.record(entry, KeyStatus.UNSUPPORTED, text)
 
     def apply(self, entry: SourceKey) -> None:

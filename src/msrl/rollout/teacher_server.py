@@ -136,7 +136,8 @@ class TeacherServer:
             raise self._error(error) from error
         data = cast("dict[str, Any]", answer).get("data") if isinstance(answer, dict) else None
         models = cast("list[Any]", data) if isinstance(data, list) else []
-        named = {str(m["id"]): m for m in models if isinstance(m, dict) and "id" in m}
+        entries = [cast("dict[str, Any]", m) for m in models if isinstance(m, dict)]
+        named: dict[str, Mapping[str, Any]] = {str(m["id"]): m for m in entries if "id" in m}
         if not named:
             raise self._unexpected("a list of models", answer)
         return named

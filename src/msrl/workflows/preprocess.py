@@ -27,8 +27,9 @@ from msrl.data.manifest import KEYS, TEXTS
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
-from msrl.data.steps import step_tokens
-from msrl.data.templates import Template, load_template, template_names
+from msrl.data.rows.steps import step_tokens
+from msrl.data.templates.files import load_template, template_names
+from msrl.data.templates.form import Template
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix

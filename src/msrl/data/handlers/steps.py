@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from msrl.data.columns import ColumnMapping, DroppedRow
-from msrl.data.steps import PLACEHOLDER, REWARD_TOKENS
+from msrl.data.rows.steps import PLACEHOLDER, REWARD_TOKENS
 from msrl.errors import MsrlError
 from msrl.types import StepRow
 

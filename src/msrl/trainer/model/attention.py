@@ -355,8 +355,10 @@ def _ring_attention(
     assert context.groups.ring is not None
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scoring = Scoring(factor, window, softcap)
-    inputs = map(_upcast, (query, key, value))
-    mixed = ring_attention(*inputs, sinks, context.lengths, context.groups.ring, scoring)
+    query_, key_, value_ = map(_upcast, (query, key, value))
+    mixed = ring_attention(
+        query_, key_, value_, sinks, context.lengths, context.groups.ring, scoring
+    )
     return mixed.to(query.dtype)
 
 

@@ -177,8 +177,8 @@ class _RingAttention(torch.autograd.Function):
                 scores = _scores(
                     tile.select_queries(query, groups), tile.select_keys(keys), tile, scoring
                 )
-                views = (tile.select_queries(x, groups) for x in (output, norms))
-                _accumulate(*views, scores, tile.select_keys(values))
+                sums, totals = (tile.select_queries(x, groups) for x in (output, norms))
+                _accumulate(sums, totals, scores, tile.select_keys(values))
         if sinks is not None:
             total = torch.logaddexp(norms, sinks.float()[:, None])
             output *= (norms - total).exp()
@@ -225,7 +225,7 @@ def _accumulate(
 
 def _backward_around_ring(
     ctx: Any,
-    of_queries: tuple[Tensor, ...],  # queries, gradients of the output, norms, means
+    of_queries: tuple[Tensor, ...],  # queries, gradients of the output, norms, means: [n, h, ...]
     grad_query: Tensor,  # [n, h, d], changed
     key: Tensor,
     value: Tensor,
@@ -239,10 +239,9 @@ def _backward_around_ring(
         keys, values = pair.split(widths, -1)
         grad_keys, grad_values = grad_pair.split(widths, -1)
         for tile in tiles(ctx.lengths, rank, source, num_ranks, ctx.scoring.window):
-            selected = [tile.select_queries(x, groups) for x in of_queries]
-            grad_q, grad_k, grad_v = _tile_gradients(
-                *selected, tile.select_keys(keys), tile.select_keys(values), tile, ctx.scoring
-            )
+            own_rows = tuple(tile.select_queries(x, groups) for x in of_queries)
+            other_rows = tile.select_keys(keys), tile.select_keys(values)
+            grad_q, grad_k, grad_v = _tile_gradients(own_rows, other_rows, tile, ctx.scoring)
             tile.select_queries(grad_query, groups).add_(grad_q)
             tile.select_keys(grad_keys).add_(grad_k)
             tile.select_keys(grad_values).add_(grad_v)
@@ -254,16 +253,14 @@ def _backward_around_ring(
 
 
 def _tile_gradients(
-    query: Tensor,  # [S, g, m, Q, d]
-    grad: Tensor,  # [S, g, m, Q, v]
-    norms: Tensor,  # [S, g, m, Q, 1]
-    means: Tensor,  # [S, g, m, Q, 1]
-    key: Tensor,  # [S, g, 1, K, d]
-    value: Tensor,  # [S, g, 1, K, v]
+    own_rows: tuple[Tensor, ...],  # queries, gradients, norms, means: [S, g, m, Q, d|v|1|1]
+    other_rows: tuple[Tensor, Tensor],  # keys and values, [S, g, 1, K, d|v]
     tile: Tile,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of a tile."""
+    query, grad, norms, means = own_rows
+    key, value = other_rows
     scores = _scores(query, key, tile, scoring)
     weights = (scores - norms).exp()
     grad = grad.to(value.dtype)

@@ -16,7 +16,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import StepDataset
 from msrl.data.order import BlendOrder, RowOrder
-from msrl.data.steps import reward_token_ids
+from msrl.data.rows.steps import reward_token_ids
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan

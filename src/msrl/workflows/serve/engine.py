@@ -14,7 +14,7 @@ import numpy as np
 from msrl import platforms
 from msrl.config.schema import ChatConfig, Config, GenerateConfig
 from msrl.data.render import Renderer, make_renderer
-from msrl.data.templates import load_template
+from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules

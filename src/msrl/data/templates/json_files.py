@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.config.templates import read_entries
-from msrl.data.template_form import Template
+from msrl.data.templates.form import Template
 from msrl.errors import MsrlError
 
 _FIELDS = {

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from msrl.config.templates import find_template, json_entry, template_names
-from msrl.data.template_form import Template
-from msrl.data.templates_json import read_template
+from msrl.data.templates.form import Template
+from msrl.data.templates.json_files import read_template
 from msrl.errors import MsrlError, nearest
 
 __all__ = ["Template", "load_template", "template_names"]
