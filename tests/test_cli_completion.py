@@ -100,6 +100,7 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @needs_bash
 def test_bash_completes_through_the_script_that_msrl_prints(environment: dict[str, str]):
     requests = "\n".join(

@@ -325,6 +325,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_the_network(site: Path):
     pages = [*site.rglob("*.html")]
     assert len(pages) >= 25
@@ -337,6 +338,7 @@ def test_the_site_loads_nothing_from_the_network(site: Path):
         )
 
 
+@pytest.mark.slow
 def test_the_scripts_of_the_search_are_valid(site: Path):
     scripts = (site / "_static" / "language_data.js").read_text(encoding="utf-8")
     assert "window.Stemmer = EnglishStemmer;" in scripts and "function splitQuery" in scripts
@@ -346,6 +348,7 @@ def test_the_scripts_of_the_search_are_valid(site: Path):
         subprocess.run(check, check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", SEARCHES)
 def test_a_search_finds_the_page_with_the_answer(query: str, site: Path):
     import snowballstemmer
