@@ -192,7 +192,7 @@ def test_the_engine_samples_with_the_weights_of_every_grpo_update(
     reports = read_metrics(folder, "grpo")
     assert len(reports) == 3
     for line in (
-        "starting 2 training ranks and 1 engine on cpu",
+        "Starting 2 training ranks and 1 engine on cpu",
         "started in",
         "step 3/3",
         f"report: {RUNS}/grpo/report.md",
