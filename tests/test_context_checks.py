@@ -65,6 +65,7 @@ def _settings(*sets: str) -> list[str]:
             ("cp=2", "cp_algo=ring", "cp_head_ranks=2"),
             ("cp_head_ranks=2", "cp_algo=ring", "no effect"),
         ),
+        (("cp=1", "cp_algo=hybrid", "cp_head_ranks=3"), ("cp_head_ranks=3", "cp=1", "no effect")),
         (("cp=2", "cp_algo=megatron_cp_algo"), ("cp_algo", "megatron_cp_algo", "ring")),
     ],
 )

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from msrl.algorithms.packing import micro_batch
 from msrl.algorithms.step_rewards import step_losses
@@ -114,6 +119,22 @@ def test_steps_have_the_files_of_mindspeed(tokenizer: Path) -> None:
     readers = [IndexedReader(f"{data.prefix}_packed_{name}_document") for name in names]
     assert readers[1][0].tolist() == [1] * len(example.token_ids)
     assert [len(reader) for reader in readers] == [2, 2, 2]
+
+
+def test_a_placeholder_that_merges_with_a_space_has_its_own_token(tmp_path: Path) -> None:
+    pieces = ByteLevel.alphabet()
+    vocabulary = {piece: number for number, piece in enumerate([*sorted(pieces), "Ġ#"])}
+    tokenizer = Tokenizer(BPE(vocabulary, [("Ġ", "#")]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tokenizer")
+    rows = [ROW, {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}]
+    manifest, data = write(tmp_path / "tokenizer", rows)
+    assert not manifest.dropped
+    texts = [tokenizer.decode(row.token_ids.tolist()) for number in (0, 1) for row in data[number]]
+    assert texts == [ROW["input"], "q a #\nb #\n"]
+    for (example,) in (data[0], data[1]):
+        assert set(example.token_ids[example.loss_mask].tolist()) == {vocabulary["#"]}
 
 
 def test_rows_with_another_number_of_labels_are_counted_by_name(tokenizer: Path) -> None:

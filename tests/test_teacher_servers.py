@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +27,7 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.rollout.teacher_server import TeacherServer
 from msrl.tracking.rollouts import read_records
-from msrl.trainer.objective.losses import Outputs, PolicyLoss
+from msrl.trainer.objective.losses import Outputs, PolicyLoss, teacher_weight
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.teacher_servers import (
@@ -326,6 +330,46 @@ def test_train_distill_has_no_advantages_of_rewards(config_file: Path) -> None:
     np.testing.assert_allclose(advantages, [TAUGHT, TAUGHT, [0.0] * 3, [0.0] * 3], rtol=1e-5)
 
 
+def test_the_weights_by_tag_are_those_of_the_teachers_on_the_ranks(config_file: Path) -> None:
+    first = TeacherConfig(url="http://a/v1", tags=("math",), weight=5.0)
+    second = TeacherConfig(model="self", tags=("code",), weight=2.0)
+    config = load([str(config_file)]).config
+    distill = config.algo.distill.model_copy(update={"teachers": (first, second)})
+    algo = config.algo.model_copy(update={"distill": distill})
+    ranks: Any = Ranks()
+    updater = Updater(config.model_copy(update={"algo": algo}), ranks, 3, {}, has_rewards=True)
+    prepared = updater.prepare([group(0, "math", 1.0, 0.0), group(1, "code", 1.0, 0.0)], Clock())
+    weights = [row.tolist() for row in prepared.sequences.fields[teacher_weight(0)]]
+    assert [max(row) for row in weights] == [0.0, 0.0, 2.0, 2.0]
+
+
+def test_an_interrupted_program_does_not_wait_for_running_requests(tmp_path: Path) -> None:
+    """Run a program that ends while a server does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-c", INTERRUPTED, url], check=True, timeout=60)
+        assert time.monotonic() - start < 30
+
+
+INTERRUPTED = """
+import sys
+import numpy as np
+from msrl.algorithms.packing import Sequences
+from msrl.config.sections.algo import TeacherConfig
+from msrl.rollout.teacher_server import TeacherServer
+from msrl.workflows.rl.teacher_servers import _start_requests
+
+class Rows:
+    token_ids = (np.arange(4),)
+
+section = TeacherConfig(url=sys.argv[1], timeout_s=60.0)
+requests = _start_requests(TeacherServer(section, "url"), Rows(), [0])
+while not requests[0].running():
+    pass
+"""
+
+
 def test_a_failed_request_ends_the_step(config_file: Path) -> None:
     with (
         served(lambda *_: (400, {"error": "too long"})) as (url, _),
@@ -361,6 +405,11 @@ def test_a_key_is_only_the_name_of_a_variable_and_is_never_written(
     ) as error:
         check(teachers=f"{{url: 'http://a/v1', api_key: {SECRET}}}")
     assert SECRET not in str(error.value)
+    for more, sets in (("", ("algo.policy_loss=gmpo",)), (", unknown: 1", ()), ("]", ())):
+        key = f"[{SECRET}{more}" if more == "]" else f"{SECRET}{more}"
+        with pytest.raises(MsrlError) as error:
+            check(*sets, teachers=f"{{url: 'http://a/v1', api_key: {key}}}")
+        assert SECRET not in str(error.value)
     monkeypatch.setenv("TEACHER_KEY", "two\nlines")
     with pytest.raises(MsrlError, match=mentions("algo.distill.teachers.0.api_key", "line")):
         check(teachers=secret)

@@ -168,6 +168,20 @@ def test_a_limit_in_the_file_never_shortens_or_pads_texts(tmp_path, config):
     assert limited.backend.encode(TEXT).ids == plain.backend.encode(TEXT).ids
 
 
+def test_a_padding_token_of_the_file_counts_as_in_transformers(tmp_path):
+    padding = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 300,
+        "pad_type_id": 0,
+        "pad_token": "<padding>",
+    }
+    for number, config in enumerate(CLASSES):
+        write(tmp_path / str(number), config, padding=padding)
+        assert_equal(tmp_path / str(number))
+
+
 @pytest.mark.parametrize(
     "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
 )

@@ -80,7 +80,8 @@ def _line(loc: Loc, errors: list[Mapping[str, Any]], tree: Node) -> str:
         hint = f". {description(loc)}." if description(loc) else ""
         return f"{parent.origin}: {key}: is missing{hint}"
     shown = node.reference or node.text or printable_value(node)
-    value = "" if isinstance(node.value, dict) else f"={written(shown)}"
+    is_secret = "api_key" in loc and node.reference is None
+    value = "" if is_secret or isinstance(node.value, dict) else f"={written(shown)}"
     return f"{node.origin}: {key}{value}: {_problem(loc, key, node, errors)}"
 
 

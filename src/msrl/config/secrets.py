@@ -40,9 +40,27 @@ def recorded(config: Config) -> dict[str, Any]:
 def shown(config: Config, key: str, value: Any) -> Any:
     """Return the value of a dotted key for messages, with references in place of secrets."""
     references = config.references
-    if not any(name == key or name.startswith(f"{key}.") for name in references):
+    if any(name == key or name.startswith(f"{key}.") for name in references):
+        return _without_api_keys(_recorded(_plain(value), key, references))
+    plain = _plain(value)
+    masked = _without_api_keys(plain)
+    return value if masked == plain else masked
+
+
+def _without_api_keys(value: Any) -> Any:
+    """Return a plain value without API keys that are written out."""
+    if isinstance(value, list):
+        return [_without_api_keys(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
         return value
-    return _recorded(_plain(value), key, references)
+    return {
+        name: "..." if name == "api_key" and _is_literal(item) else _without_api_keys(item)
+        for name, item in cast("dict[str, Any]", value).items()
+    }
+
+
+def _is_literal(value: Any) -> bool:
+    return value is not None and not str(value).startswith("${")
 
 
 def _plain(value: Any) -> Any:

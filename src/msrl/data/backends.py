@@ -99,6 +99,8 @@ def build(folder: Path, name: ClassName, config: Mapping[str, Any]) -> Backend |
 
 def _build(folder: Path, rebuilt: _Rebuilt | None, config: Mapping[str, Any]) -> Backend | None:
     source = _source(folder, config) if _has_known_keys(folder, config) else None
+    if source is None or source.padding is not None:  # which may name the padding token
+        return None
     tokenizer = source if rebuilt is None else _rebuild(source, rebuilt, config)
     if tokenizer is None or not tokenizer.get_vocab_size(with_added_tokens=False):
         return None

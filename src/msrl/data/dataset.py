@@ -83,7 +83,9 @@ class StepDataset(SftDataset):
     def __getitem__(self, number: int) -> tuple[RenderedExample, ...]:
         labels = self._labels[number].astype(np.int64)
         ids = self._ids[number].astype(np.int64)
-        return (RenderedExample(ids, labels != IGNORE, labels),)
+        used = np.flatnonzero(self._masks[number])
+        end = int(used[-1]) + 1 if len(used) else 0  # padding follows
+        return (RenderedExample(ids[:end], labels[:end] != IGNORE, labels[:end]),)
 
     def stray_label(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return row and token of the first label that is none of `token_ids`. Reads all labels."""

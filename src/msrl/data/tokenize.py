@@ -226,11 +226,9 @@ def _tokenize_steps(
 ) -> list[RenderedExample]:
     """Tokenize texts with labeled steps, without special tokens."""
     assert job.step_tokens is not None
-    texts = [row.text for row in rows]
-    encodings = job.tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+    encoded = job.step_tokens.encode(job.tokenizer, [row.text for row in rows])
     examples: list[RenderedExample] = []
-    for row, encoding in zip(rows, encodings, strict=True):
-        ids = np.asarray(encoding.ids, np.int64)
+    for row, ids in zip(rows, encoded, strict=True):
         labels = job.step_tokens.labels(ids, row.labels)
         if labels is None:
             dropped["wrong_number_of_labels"] += 1

@@ -29,9 +29,12 @@ def size_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
                 f"has no effect with train.parallel.cp_algo={parallel.cp_algo}. Remove it, or set "
                 "train.parallel.cp_algo=hybrid",
             )
-    elif cp > 1 and size is None:
+    elif cp == 1:
+        if size is not None:
+            yield "cp_head_ranks", "has no effect with train.parallel.cp=1. Remove it"
+    elif size is None:
         yield "cp_algo", "needs train.parallel.cp_head_ranks, the ranks that exchange heads"
-    elif cp > 1 and size is not None and (cp % size or size in (1, cp)):
+    elif cp % size or size in (1, cp):
         yield (
             "cp_head_ranks",
             f"must divide train.parallel.cp={cp} into several groups of several ranks. For a "

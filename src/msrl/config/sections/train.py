@@ -135,7 +135,7 @@ class ParallelConfig(LayoutConfig):
     def num_head_ranks(self) -> int:
         """Number of context-parallel ranks that exchange attention heads."""
         if self.cp_algo == "hybrid":
-            return self.cp_head_ranks or 1
+            return self.cp_head_ranks or 1 if self.cp > 1 else 1
         return self.cp if self.cp_algo == "ulysses" else 1
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,16 +17,46 @@ from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.types import Ints
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
 PLACEHOLDER = "ки"
 REWARD_TOKENS = ("+", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token ids of the placeholder and of the labels by their text."""
+    """Token ids of the placeholder and of the labels by their text.
 
+    Attributes:
+        text: Text of the placeholder.
+        placeholder: Its id.
+        rewards: Id of each label.
+        is_joined: Whether the placeholder behind a space has the same id. Else the text between
+            placeholders is encoded separately, as byte-level tokenizers need it.
+    """
+
+    text: str
     placeholder: int
     rewards: Mapping[str, int]
+    is_joined: bool
+
+    def encode(self, tokenizer: TextTokenizer, texts: Sequence[str]) -> list[Ints]:  # [T] each
+        """Return the token ids of texts, without special tokens."""
+        encode = tokenizer.backend.encode_batch_fast
+        if self.is_joined:
+            encodings = encode(list(texts), add_special_tokens=False)
+            return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
+        return [
+            self._with_placeholders(encode(text.split(self.text), add_special_tokens=False))
+            for text in texts
+        ]
+
+    def _with_placeholders(self, encodings: Sequence[Encoding]) -> Ints:
+        ids: list[int] = []
+        for encoding in encodings:
+            ids += [*encoding.ids, self.placeholder]
+        return np.asarray(ids[:-1], np.int64)
 
     def labels(self, token_ids: Ints, labels: Sequence[str]) -> Ints | None:  # [T]
         """Return the label at each placeholder, and -100 at other tokens.
@@ -52,7 +82,9 @@ def step_tokens(tokenizer: TextTokenizer, options: Mapping[str, Any]) -> StepTok
     rewards: Sequence[str] = options.get("reward_tokens", REWARD_TOKENS)
     (number,) = token_numbers(tokenizer, (placeholder,), key=f"{key}.placeholder_token")
     ids = reward_token_ids(tokenizer, rewards, key=f"{key}.reward_tokens")
-    return StepTokens(number, dict(zip(rewards, ids, strict=True)))
+    behind_space = tokenizer.backend.encode(f"x {placeholder}\n", add_special_tokens=False).ids
+    rewards_by_text = dict(zip(rewards, ids, strict=True))
+    return StepTokens(placeholder, number, rewards_by_text, number in behind_space)
 
 
 def reward_token_ids(

@@ -50,12 +50,15 @@ _REPLACED = (
 )
 _RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in _REPLACED)
 
-# Commands that only emphasize their last argument. \overline marks repeating decimals, and a raised
-# \underline is a falling power.
+# Commands that only emphasize their last argument. \overline marks repeating decimals.
 _EMPHASIS = (
-    r"(?<!\^)(?<!\^\{)\\(?:underline|uline|fbox|bm|boldsymbol|pmb"
+    r"\\(?:underline|uline|fbox|bm|boldsymbol|pmb"
     r"|(?:text)?color\s*\{[^{}]*\})\s*\{"
 )
+_RAISED = re.compile(r"\^\s*\{?\s*$")  # a raised \underline is a falling power
+# An argument, or what may take one, as in \sqrt, \frac3 or \frac{3}.
+_BEFORE_ARGUMENT = re.compile(r"(?:[_}\]]|\\[A-Za-z]+\s*\w?)\s*$")
+_CONTEXT = 40  # characters before a command that are compared
 _GROUPS = re.compile(rf"({_EMPHASIS})|\\.|[{{}}]", re.DOTALL)
 
 _OTHER_INTERVAL = re.compile(r"(\]|\[)([^\[\]()]+[,;][^\[\]()]+)(\]|\[)")
@@ -111,9 +114,15 @@ def _without_emphasis(text: str) -> str:
     groups: list[bool] = []  # whether each open group belongs to such a command
     position = 0
     for match in _GROUPS.finditer(text):
-        is_emphasis = match[1] is not None
+        before = text[max(0, match.start() - _CONTEXT) : match.start()]
+        is_emphasis = match[1] is not None and not _RAISED.search(before)
+        if is_emphasis and _BEFORE_ARGUMENT.search(before):
+            pieces += [text[position : match.start()], "{"]
+            position, is_emphasis = match.end(), False
+            groups.append(False)
+            continue
         is_removed = is_emphasis
-        if is_emphasis or match[0] == "{":
+        if match[0].endswith("{") and match[0] != "\\{":
             groups.append(is_emphasis)
         elif match[0] == "}" and groups:
             is_removed = groups.pop()

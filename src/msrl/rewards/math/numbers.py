@@ -78,6 +78,7 @@ _UNITS: dict[str, tuple[str, Fraction]] = {
     }.items()
     for name, value in names.items()
 }  # fmt: skip
+_UNKNOWN = "?"  # dimension of a unit that is missing or unknown, in a rate
 _RATES = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
 _PLURALS = {"inches": "inch", "feet": "foot", "metres": "meter"}
 
@@ -208,7 +209,19 @@ _FORMS = (
 def _with_rates(text: str) -> str:
     r"""Return an amount without commands for spaces, with fractions of units as `miles/hour`."""
     text = re.sub(r"\s*\^\s*", "^", re.sub(_SPACES, " ", text))
-    return _FRACTION_OF_UNITS.sub(r"\1 \\text{\2}\3/\4\5", text)
+    return _FRACTION_OF_UNITS.sub(_rate, text)
+
+
+def _rate(match: re.Match[str]) -> str:
+    r"""Return a fraction of units as `miles/hour`; unchanged if it may be another product."""
+    is_product = match[1].strip() and re.search(r"[\d})\]]\s*$", match.string[: match.start()])
+    if is_product or any(_is_variable(unit) for unit in (match[2], match[4])):
+        return match[0]
+    return match.expand(r"\1 \\text{\2}\3/\4\5")
+
+
+def _is_variable(name: str) -> bool:
+    return len(name) == 1 and _singular(name) not in _UNITS
 
 
 def _raised(text: str, unit: str, word: str) -> str:
@@ -227,7 +240,8 @@ def _unit(text: str, *, is_wrapped: bool, is_separate: bool) -> Amount | None:
     words = re.split(r"[\s,]+", text.strip().rstrip("."))
     while words and words[0].lower() in _SCALES and (is_wrapped or len(words[0]) > 1):
         factor *= _SCALES[words.pop(0).lower()]
-    is_known = len(words) == 1 and _dimension(words[0]) is not None
+    dimension = _dimension(words[0]) if len(words) == 1 else None
+    is_known = dimension is not None and not dimension[0].startswith(_UNKNOWN)
     if not is_known and _POWER_OVER.search(text):
         return None  # a term such as abc^2/d
     shortest = 2 if is_known else 3
@@ -242,16 +256,18 @@ def _unit(text: str, *, is_wrapped: bool, is_separate: bool) -> Amount | None:
 
 
 def _dimension(unit: str) -> tuple[str, Fraction] | None:
-    """Return the dimension of a unit or rate and its value in the dimension's base unit."""
+    """Return the dimension of a unit or rate and its value in the dimension's base unit.
+
+    A rate of something missing or unknown, as in `per hour` or `people/day`, has a dimension of its
+    own.
+    """
     unit = _RATES.get(unit.lower().rstrip("."), unit)
-    top, _, bottom = re.sub(r"\s*(?:/|\bper\b)\s*", "/", unit).partition("/")
-    parts = [_power(name) for name in (top, bottom) if name]
-    if not parts or None in parts:
-        return None
-    (dimension, value), *rate = [part for part in parts if part is not None]
-    if rate:
-        return f"{dimension}/{rate[0][0]}", value / rate[0][1]
-    return dimension, value
+    top, slash, bottom = re.sub(r"\s*(?:/|\bper\b)\s*", "/", unit).partition("/")
+    above, below = _power(top), _power(bottom)
+    if not slash or below is None:
+        return None if slash else above
+    dimension, value = (_UNKNOWN, Fraction(1)) if above is None else above
+    return f"{dimension}/{below[0]}", value / below[1]
 
 
 def _power(unit: str) -> tuple[str, Fraction] | None:

@@ -6,10 +6,12 @@ KL divergence from the teacher there. T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -54,14 +56,40 @@ class TeacherServers:
         with ExitStack() as stack:
             pending: list[tuple[TeacherServer, dict[int, Future[Floats]]]] = []
             for server in self._servers:
-                threads = ThreadPoolExecutor(server.section.concurrency)
-                stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-                requests = {
-                    number: threads.submit(server.logprobs, sequences.token_ids[number])
-                    for number in _taught(server.section, prompts, is_trained)
-                }
+                taught = _taught(server.section, prompts, is_trained)
+                requests = _start_requests(server, sequences, taught)
+                for request in requests.values():
+                    stack.callback(request.cancel)
                 pending.append((server, requests))
             yield lambda: [_answer(server.section, requests) for server, requests in pending]
+
+
+def _start_requests(
+    server: TeacherServer, sequences: Sequences, numbers: Iterable[int]
+) -> dict[int, Future[Floats]]:
+    """Start the requests of sequences in threads that do not outlive an interrupted program."""
+    requests: dict[int, Future[Floats]] = {number: Future() for number in numbers}
+    waiting: SimpleQueue[int] = SimpleQueue()
+    for number in requests:
+        waiting.put(number)
+
+    def work() -> None:
+        while True:
+            try:
+                number = waiting.get_nowait()
+            except Empty:
+                return
+            request = requests[number]
+            if not request.set_running_or_notify_cancel():
+                continue
+            try:
+                request.set_result(server.logprobs(sequences.token_ids[number]))
+            except BaseException as error:  # raised where the result is read
+                request.set_exception(error)
+
+    for _ in range(min(server.section.concurrency, len(requests))):
+        threading.Thread(target=work, daemon=True).start()
+    return requests
 
 
 def connect(

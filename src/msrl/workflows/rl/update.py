@@ -182,7 +182,7 @@ class Updater:
             advantages = np.zeros_like(advantages)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages, taught)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
-        sequences = with_teacher_weights(sequences, groups, algo.distill.teachers)
+        sequences = with_teacher_weights(sequences, groups, algo.distill.on_ranks)
         if algo.old_logprobs == "log-linear":
             sequences = with_versions(sequences, groups)
         if not keep.all():

@@ -60,7 +60,8 @@ def check_lengths(config: Config, prefix: str, rows: SftRows, num_added: int = 0
     """
     longest, limit = rows.longest + num_added, config.train.max_tokens_per_micro_batch
     if limit is not None and limit < longest:
+        added = f", {num_added} of which are added" if num_added else ""
         raise MsrlError(
-            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {longest} "
-            "tokens. Raise it."
+            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has up to "
+            f"{longest} tokens{added}. Raise it."
         )
