@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,10 @@ from mixture_families import QWEN3_MOE
 from msrl.algorithms.packing import Sequences, micro_batch
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
+from msrl.importers.command import translate_arguments
+from msrl.memory.routes import route_bytes, route_rows
 from msrl.models.shape import Moe
+from msrl.plan.run_plan import resolve
 from msrl.trainer.objective.batches import BatchLimits, padded, select
 from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
@@ -193,13 +197,14 @@ def test_the_first_pass_of_a_recomputed_layer_replays_but_does_not_count():
 
 
 def test_a_router_records_its_choice_in_a_small_type():
-    from msrl.trainer.model.routes import RecordedRoutes, route_dtype
+    from msrl.trainer.model.routes import RecordedRoutes
 
-    record = RecordedRoutes(route_dtype(6))
+    record = RecordedRoutes(torch.uint8)
     _, chosen = _router(2)(torch.randn(3, 1, 6), None, record)
     assert record.experts[2].dtype == torch.uint8
     assert torch.equal(torch.zeros(3, 6).scatter(-1, record.experts[2].long(), 1.0) > 0, chosen)
-    assert [route_dtype(count) for count in (256, 257)] == [torch.uint8, torch.int16]
+    sizes = [replace(MOE, num_experts=count).expert_number_bytes for count in (256, 257)]
+    assert sizes == [1, 2]
 
 
 class RoutedRanks(Ranks):
@@ -253,7 +258,7 @@ def test_every_update_of_a_step_gets_the_routes_of_its_sequences(folder: Path):
         (
             "mixture",
             ["train.updates.epochs=2", "train.router.replay=engine"],
-            ("train.router.replay=engine", "engine"),
+            ("train.router.replay=engine", "vLLM", "trainer"),
         ),
     ],
 )
@@ -271,3 +276,27 @@ def test_only_commands_with_rollouts_replay_routes(folder: Path):
             ["model.path=mixture", "train.router.replay=trainer"],
             command="train-sft",
         )
+
+
+def test_the_plan_tells_the_host_memory_of_the_routes(folder: Path):
+    config = load(["grpo.yaml"], ["model.path=mixture", *TWO_UPDATES], command="train-grpo").config
+    plan = resolve(config, "train-grpo")
+    # 4 prompts with 8 samples of 64 + 64 tokens; 4 layers with 3 experts per token of 1 byte.
+    assert plan.shape.moe is not None
+    assert route_bytes(plan, plan.shape.moe) == 4 * 8 * 128 * 4 * 3
+    assert "0.0 MB" in route_rows(plan)["routing replay"]
+    assert not route_rows(resolve(config, "train-sft"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"), [("disable", "APPLIED"), ("R2", "APPLIED"), ("R3", "UNSUPPORTED")]
+)
+def test_roll_names_the_modes_of_routing_replay(tmp_path: Path, mode: str, status: str):
+    file = tmp_path / "roll.yaml"
+    worker = f"{{device_mapping: list(range(1)), router_replay: {{mode: {mode}}}}}"
+    file.write_text(f"response_length: 8\nactor_train: {worker}\n", encoding="utf-8")
+    results = translate_arguments("roll", [str(file)]).key_results
+    modes = [each for each in results if each.entry.key == "router_replay"]
+    assert [each.status.name for each in modes] == [status]
+    if mode == "R3":
+        assert "trainer" in modes[0].text

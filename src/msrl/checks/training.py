@@ -156,7 +156,7 @@ def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 def check_replay(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each reason that the routes cannot be replayed."""
     config, key = resolved.config, "train.router.replay"
-    if config.train.router.replay == "off":
+    if config.train.router.replay == "none":
         return
     shape = plan.shape_or_none
     if shape is not None and shape.moe is None:
@@ -164,10 +164,6 @@ def check_replay(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if not plan.has_rollouts:
         yield resolved.mistake(
             key, f"replays routes of a rollout step, which {plan.command} does not have. Remove it."
-        )
-    elif config.train.router.replay == "engine":
-        yield resolved.mistake(
-            key, "the engine does not return the experts of its tokens yet. Set it to trainer."
         )
     elif config.algo.old_logprobs != "trainer":
         yield resolved.mistake(

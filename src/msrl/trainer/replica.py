@@ -126,7 +126,7 @@ class ModelReplica:
             self.balance = ExpertBalance(
                 settings.router, self.shape.moe, self.model, position.device
             )
-        if self.shape.moe is not None and settings.router.replay != "off":
+        if self.shape.moe is not None and settings.router.replay != "none":
             self.replay = RoutingReplay(self.shape.moe, position.device)
         self.wrapped = megatron.wrap(self.model, position.platform)
         self.optimizer = build_optimizer(self.wrapped, optimizer, is_bf16=self._is_bf16)

@@ -29,10 +29,7 @@ from msrl.trainer import groups
 from msrl.trainer.model.packed import PackedSequences, TokenRoutes
 from msrl.types import MicroBatch, Routes, StageRoutes
 
-
-def route_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest type that stores the numbers of the experts."""
-    return torch.uint8 if num_experts <= torch.iinfo(torch.uint8).max + 1 else torch.int16
+_DTYPES = {1: torch.uint8, 2: torch.int16}  # of the numbers of experts, by their bytes
 
 
 class RecordedRoutes:
@@ -151,7 +148,7 @@ class RoutingReplay:
     """Recording and replay of the routes of a model on this rank."""
 
     def __init__(self, moe: Moe, device: torch.device) -> None:
-        self._dtype, self._device = route_dtype(moe.num_experts), device
+        self._dtype, self._device = _DTYPES[moe.expert_number_bytes], device
         self._recording: RouteRecording | None = None
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
 
