@@ -177,11 +177,11 @@ def test_a_router_weights_the_replayed_experts_by_its_current_logits():
     differing = len({*experts[1].tolist()} ^ {*own[1].tolist()}) > 0
     assert counts.tolist() == [int(differing), 3]
     slopes = torch.randn(4, 6)
-    actual, wanted = (
+    actual_slopes, expected_slopes = (
         torch.autograd.grad((w * slopes).sum(), logits)[0] for w in (weights, expected)
     )
-    torch.testing.assert_close(actual, wanted)
-    assert actual[1].abs().sum() > 0
+    torch.testing.assert_close(actual_slopes, expected_slopes)
+    assert actual_slopes[1].abs().sum() > 0
 
 
 def test_the_first_pass_of_a_recomputed_layer_replays_but_does_not_count():
@@ -205,6 +205,68 @@ def test_a_router_records_its_choice_in_a_small_type():
     assert torch.equal(torch.zeros(3, 6).scatter(-1, record.experts[2].long(), 1.0) > 0, chosen)
     sizes = [replace(MOE, num_experts=count).expert_number_bytes for count in (256, 257)]
     assert sizes == [1, 2]
+
+
+class _Group:
+    """Rank of a process group that is simulated in this process."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def _context_rows(lengths: Sequence[int], rank: int, multiple: int) -> Tensor:
+    """Return the positions in the micro-batch of one of two context-parallel ranks, [n]."""
+    from msrl.trainer.model.context import padded_lengths, rank_positions, unpadded_positions
+
+    lengths_with_padding = padded_lengths(lengths, 2, multiple)
+    rows = unpadded_positions(lengths, lengths_with_padding)
+    return torch.from_numpy(rows[rank_positions(lengths_with_padding, rank, 2)])
+
+
+def test_ranks_that_share_a_micro_batch_record_and_replay_its_tokens_together(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Simulate two tensor-parallel times two context-parallel ranks one after the other."""
+    from msrl.trainer.model import routes as module
+
+    tables = tuple(map(routes, SEQUENCES.token_ids))
+    batch = micro_batch(*SEQUENCES._replace(routes=tables), pad_to_multiple=4)
+    assert batch.routes is not None and batch.num_padding == 2
+    num_real = len(batch.token_ids) - batch.num_padding
+    lengths, total, device = np.diff(batch.cu_seqlens).tolist(), [], torch.device("cpu")
+    monkeypatch.setattr(module, "_token_group", lambda: None)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(module.dist, "all_reduce", lambda x, group: total.append(x.clone()))
+    for context_rank, tensor_rank in np.ndindex(2, 2):
+        group = _Group(tensor_rank, 2)
+        monkeypatch.setattr(module.groups, "tp_group", lambda group=group: group)
+        share: Any = SimpleNamespace(rows=_context_rows(lengths, context_rank, multiple=2))
+        packed: Any = SimpleNamespace(context=share)
+        positions = module.token_positions(len(batch.token_ids), packed, device)
+        replay = module.RoutingReplay(replace(MOE, num_experts=300), device)
+        table = replay.routes(0, batch, packed, is_training=True)
+        assert table is not None
+        own = torch.full((len(positions), CHOSEN), 299)
+        chosen = [table.choose(layer, own) for layer in range(LAYERS)]
+        for row, position in enumerate(positions.tolist()):
+            is_token = 0 <= position < num_real
+            expected = batch.routes[position] if is_token else np.full((LAYERS, CHOSEN), 299)
+            np.testing.assert_array_equal([experts[row] for experts in chosen], expected)
+        with replay.record() as recording:
+            record = replay.routes(0, batch, packed, is_training=False)
+            assert record is not None
+            for layer in range(LAYERS):
+                known = torch.from_numpy(batch.routes[positions.clamp(min=0).numpy(), layer])
+                record.choose(layer, known)
+        assert recording.gather([batch]) is not None
+    np.testing.assert_array_equal(sum(total)[:num_real], batch.routes[:num_real])
 
 
 class RoutedRanks(Ranks):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from msrl.memory.estimate import bytes_text
 from msrl.models.shape import Moe
-from msrl.plan.derived import samples_per_step
 from msrl.plan.run_plan import RunPlan
 
 
 def route_bytes(plan: RunPlan, moe: Moe) -> int:
     """Return the bytes of the routes of a step whose sequences all have the maximum length."""
     per_token = sum(moe.layers) * moe.experts_per_token * moe.expert_number_bytes
-    return samples_per_step(plan.config) * plan.max_model_len * per_token
+    return plan.samples_per_step * plan.max_model_len * per_token
 
 
 def route_rows(plan: RunPlan) -> dict[str, str]:

@@ -50,7 +50,7 @@ class RecordedRoutes:
 
 
 class ReplayedRoutes:
-    """Experts that the routers use in place of their own choice. Padding keeps its own choice."""
+    """Experts that replace the choice of the routers, except for padding."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class ReplayedRoutes:
         return replayed
 
 
-def differs(experts: Tensor, others: Tensor) -> Tensor:  # [n, k], [n, k] -> [n] bool
-    """Return which tokens have other experts, in whatever order they are listed."""
-    return (experts.sort(-1).values != others.sort(-1).values).any(-1)
+def differs(experts: Tensor, replayed: Tensor) -> Tensor:  # [n, k], [n, k] -> [n] bool
+    """Return which tokens have different sets of experts."""
+    return (experts.sort(-1).values != replayed.sort(-1).values).any(-1)
 
 
 def token_positions(num_tokens: int, packed: PackedSequences, device: torch.device) -> Tensor:
