@@ -121,13 +121,14 @@ def test_routes_belong_to_sequences_whatever_the_micro_batches(limits: BatchLimi
 
 
 def test_a_repeated_sequence_repeats_its_routes():
-    with_routes = SEQUENCES._replace(routes=tuple(map(routes, SEQUENCES.token_ids)))
+    tables = tuple(map(routes, SEQUENCES.token_ids))
+    with_routes = SEQUENCES._replace(routes=tables)
     repeated = padded(select(with_routes, (0, 1, 2)), 4)
     assert repeated.routes is not None
     np.testing.assert_array_equal(repeated.routes[3], routes(SEQUENCES.token_ids[2]))
     assert micro_batch(*select(SEQUENCES, (0,))).routes is None
     with pytest.raises(ValueError, match="routes"):
-        micro_batch(SEQUENCES.token_ids, SEQUENCES.loss_masks, {}, with_routes.routes[::-1])
+        micro_batch(SEQUENCES.token_ids, SEQUENCES.loss_masks, {}, tables[::-1])
 
 
 def _router(number: int = 1) -> Any:
@@ -239,11 +240,12 @@ def test_ranks_that_share_a_micro_batch_record_and_replay_its_tokens_together(
     batch = micro_batch(*SEQUENCES._replace(routes=tables), pad_to_multiple=4)
     assert batch.routes is not None and batch.num_padding == 2
     num_real = len(batch.token_ids) - batch.num_padding
-    lengths, total, device = np.diff(batch.cu_seqlens).tolist(), [], torch.device("cpu")
+    lengths, device = np.diff(batch.cu_seqlens).tolist(), torch.device("cpu")
+    parts: list[Tensor] = []
     monkeypatch.setattr(module, "_token_group", lambda: None)
     monkeypatch.setattr(module.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(module.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(module.dist, "all_reduce", lambda x, group: total.append(x.clone()))
+    monkeypatch.setattr(module.dist, "all_reduce", lambda x, group: parts.append(x.clone()))
     for context_rank, tensor_rank in np.ndindex(2, 2):
         group = _Group(tensor_rank, 2)
         monkeypatch.setattr(module.groups, "tp_group", lambda group=group: group)
@@ -266,7 +268,8 @@ def test_ranks_that_share_a_micro_batch_record_and_replay_its_tokens_together(
                 known = torch.from_numpy(batch.routes[positions.clamp(min=0).numpy(), layer])
                 record.choose(layer, known)
         assert recording.gather([batch]) is not None
-    np.testing.assert_array_equal(sum(total)[:num_real], batch.routes[:num_real])
+    gathered = torch.stack(parts).sum(0).numpy()
+    np.testing.assert_array_equal(gathered[:num_real], batch.routes[:num_real])
 
 
 class RoutedRanks(Ranks):
