@@ -127,7 +127,7 @@ ROLL_CASES: dict[str, Case] = {
     "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4),
     "worker.model_update_frequency": ({}, 2),
     "worker.pg_variant": ({"actor_train.worker_cls": "x.ActorPGWorker"}, "topr"),
-    "worker.system_envs": ({}, {"A": "b"}),
+    "worker.system_envs": ({}, {"A": "b"}), "worker.router_replay": ({}, {"mode": "R2"}),
     "model_args.dtype": ({}, "fp32"),
     "model_args.ulysses_size": ({}, 2),
     "model_args.disable_gradient_checkpointing": (

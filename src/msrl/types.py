@@ -1,8 +1,8 @@
 """Frozen types that pass between stages, one per stage. No field is filled in later.
 
 Letters: P prompt tokens, R response tokens, T = P + R tokens of a sequence, N tokens of a packed
-micro-batch, S sequences in it. Arrays are numpy: token ids int64, log-probabilities and rewards
-float32, masks bool.
+micro-batch, S sequences in it, L mixture layers of a model, k experts per token. Arrays are numpy:
+token ids int64, log-probabilities and rewards float32, masks bool.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Routes = NDArray[np.integer[Any]]
+"""Numbers of the experts of every token in every mixture layer, [T, L, k] or [N, L, k].
+
+Their type is the smallest of uint8 and int16 that holds the numbers.
+"""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -341,7 +346,8 @@ class MicroBatch:
     labels[i] is the token after token_ids[i]. A position without a successor in its sequence has
     loss_mask False. `fields` holds further per-position values of the loss (advantages, weights,
     old_logprobs, reference_logprobs, sampler_logprobs), which are 0 where loss_mask is False. The
-    last `num_padding` positions, if any, belong to no sequence of the batch.
+    last `num_padding` positions, if any, belong to no sequence of the batch. `routes` are the
+    experts that an update replays.
     """
 
     token_ids: Ints  # [N]
@@ -350,6 +356,20 @@ class MicroBatch:
     cu_seqlens: NDArray[np.int32]  # [S + 1], starts with 0, ends with N
     fields: Mapping[str, Floats] = field(default_factory=dict[str, Floats])  # each [N]
     num_padding: int = 0
+    routes: Routes | None = None  # [N, L, k]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoutes:
+    """Routes that a pass recorded in the mixture layers of one pipeline stage.
+
+    Attributes:
+        layers: Numbers of these layers among the mixture layers of the model.
+        micro_batches: Routes of each micro-batch, [N, l, k] for l layers.
+    """
+
+    layers: tuple[int, ...]
+    micro_batches: tuple[Routes, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 There is no padding between the sequences of a micro-batch.
 
-T tokens of a sequence, S sequences of a micro-batch, N tokens of it. A micro-batch is aligned with
+T tokens of a sequence, S sequences of a micro-batch, N tokens of it, L mixture layers of the model,
+k experts per token. A micro-batch is aligned with
 the position that predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T]
 (loss mask, advantages, log-probabilities) are stored at the position before their token. The last
 position of a sequence predicts nothing.
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.errors import MsrlError
-from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, TrainingSample
+from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Routes, TrainingSample
 
 
 class Sequences(NamedTuple):
@@ -27,6 +28,7 @@ class Sequences(NamedTuple):
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
     fields: Mapping[str, tuple[Floats, ...]]  # each S of [T]
+    routes: tuple[Routes, ...] | None = None  # S of [T, L, k]
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -110,10 +112,13 @@ def micro_batch(
     token_ids: Sequence[Ints],  # S of [T]
     loss_masks: Sequence[Bools],  # S of [T], True where the token is trained on
     fields: Mapping[str, Sequence[Floats]] | None = None,  # each S of [T], aligned with the tokens
+    routes: Sequence[Routes] | None = None,  # S of [T, L, k], aligned with the tokens
     *,
     pad_to_multiple: int = 1,
 ) -> MicroBatch:
     """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
+
+    Routes keep their positions, since a layer routes the token that it reads.
 
     Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more
     segment with loss_mask False. It repeats the last token, because a token outside the data may
@@ -125,6 +130,8 @@ def micro_batch(
     lengths = [len(ids) for ids in token_ids]
     fields = fields or {}
     _check(lengths, {"loss_masks": loss_masks, **fields})
+    if routes is not None:
+        _check(lengths, {"routes": routes})
     padding = -sum(lengths) % pad_to_multiple
     segments = [*lengths, padding] if padding else lengths
     mask = _shifted(loss_masks, padding, np.bool_)
@@ -140,7 +147,14 @@ def micro_batch(
             for name, values in fields.items()
         },
         num_padding=padding,
+        routes=None if routes is None else _padded_routes(routes, padding),
     )
+
+
+def _padded_routes(routes: Sequence[Routes], padding: int) -> Routes:  # [N, L, k]
+    """Return the routes of concatenated sequences. Those of padding are 0 and not read."""
+    last = routes[-1]
+    return np.concatenate((*routes, np.zeros((padding, *last.shape[1:]), last.dtype)))
 
 
 def per_token(

@@ -153,6 +153,32 @@ def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         )
 
 
+def check_replay(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each reason that the routes cannot be replayed."""
+    config, key = resolved.config, "train.router.replay"
+    if config.train.router.replay == "none":
+        return
+    shape = plan.shape_or_none
+    if shape is not None and shape.moe is None:
+        yield resolved.mistake(key, "the model has no mixture of experts. Remove it.")
+    if not plan.has_rollouts:
+        yield resolved.mistake(
+            key, f"replays routes of a rollout step, which {plan.command} does not have. Remove it."
+        )
+    elif config.algo.old_logprobs != "trainer":
+        yield resolved.mistake(
+            key,
+            "replays the pass for old log-probabilities, which algo.old_logprobs="
+            f"{config.algo.old_logprobs} omits. Set that key to trainer, or remove this one.",
+        )
+    elif not derived.needs_old_logprobs(config):
+        yield resolved.mistake(
+            key,
+            "has no effect with one update per step, which has no pass for old log-probabilities. "
+            "Set train.updates, or remove it.",
+        )
+
+
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:

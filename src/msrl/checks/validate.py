@@ -52,6 +52,7 @@ from msrl.checks.training import (
     check_offload,
     check_random_weights,
     check_recompute,
+    check_replay,
     check_router,
     check_sft_batches,
     check_sft_only_keys,
@@ -187,6 +188,7 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_freeze,
     check_recompute,
     check_router,
+    check_replay,
     check_lora,
     check_random_weights,
 )

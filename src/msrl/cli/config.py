@@ -53,6 +53,7 @@ def show(
     from msrl.config.show import to_yaml
     from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows
+    from msrl.memory.routes import route_rows
     from msrl.plan.derived import derived
     from msrl.plan.run_plan import resolve as plan_run
 
@@ -63,7 +64,12 @@ def show(
     memory = {
         f"bytes of the fullest device, {name}": size for name, size in memory_rows(plan).items()
     }
-    rows = {**derived(resolved.config, target), **communication_rows(plan), **memory}
+    rows = {
+        **derived(resolved.config, target),
+        **communication_rows(plan),
+        **route_rows(plan),
+        **memory,
+    }
     if json:
         origins = {key: str(origin) for key, origin in resolved.origins.items()}
         values = recorded(resolved.config)

@@ -213,9 +213,14 @@ def _show_derived(plan: RunPlan) -> None:
     """Print derived values and the memory estimate."""
     from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows, table
+    from msrl.memory.routes import route_rows
     from msrl.plan.derived import derived
 
-    rows = {**derived(plan.config, plan.command), **communication_rows(plan)}
+    rows = {
+        **derived(plan.config, plan.command),
+        **communication_rows(plan),
+        **route_rows(plan),
+    }
     if rows:
         typer.echo("derived values")
     for name, value in rows.items():

@@ -205,6 +205,14 @@ def inverse_recompute(value: Any) -> str:
     return "none" if value else "full"
 
 
+def routing_replay(value: Any) -> str:
+    """Return the native name of a mode of routing replay, from a section with the key `mode`."""
+    section = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    mode = section.get("mode", "disable")
+    names = {"disable": "none", "R2": "trainer", "R3": "engine"}
+    return _look_up(names, mode)
+
+
 def some_right(value: Any) -> list[float] | None:
     """Return the bounds of LightRFT's dynamic_sampling: it masks rewards of all 0 or all 1."""
     return [0.0, 1.0] if value else None
@@ -241,6 +249,7 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     ratio,
     recompute,
     inverse_recompute,
+    routing_replay,
     some_right,
 )
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {

@@ -119,6 +119,11 @@ class Moe:
     biases: bool = False
     aux_loss_coef: float | None = None
 
+    @property
+    def expert_number_bytes(self) -> int:
+        """Bytes of the smallest integer that holds the number of an expert."""
+        return 1 if self.num_experts <= 1 << 8 else 2
+
 
 @dataclass(frozen=True, slots=True)
 class Mla:

@@ -85,6 +85,16 @@ def updates_per_step(config: Config) -> int:
     return samples_per_step(config) // samples_per_update(config) * config.train.updates.epochs
 
 
+def needs_old_logprobs(config: Config) -> bool:
+    """Return True if a step computes the log-probabilities of the policy before its first update.
+
+    Without several updates or normalized weights, the loss of the only update computes them.
+    """
+    if config.algo.old_logprobs != "trainer":
+        return False
+    return updates_per_step(config) > 1 or config.algo.mismatch.normalize
+
+
 def aggregate_constant(config: Config) -> float | None:
     """Return the divisor of the loss of an update; None for modes with other divisors."""
     if config.algo.aggregate.mode != "seq-sum-over-constant":

@@ -38,6 +38,7 @@ from msrl.plan.derived import (
     num_separate_devices,
     preference_plan,
     replica_size,
+    samples_per_step,
     trains_steps,
     world_size,
 )
@@ -215,6 +216,11 @@ class RunPlan:
     def max_model_len(self) -> int:
         """Maximum length of prompt plus response in tokens."""
         return max_model_len(self.config)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of responses of one step with rollouts."""
+        return samples_per_step(self.config)
 
     @property
     def accumulation(self) -> int | None:

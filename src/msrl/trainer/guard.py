@@ -88,4 +88,6 @@ def _arrays(number: int, batch: MicroBatch) -> dict[str, Any]:
         "loss_mask": batch.loss_mask,
         "cu_seqlens": batch.cu_seqlens,
     }
+    if batch.routes is not None:
+        own["routes"] = batch.routes
     return {f"{number}.{name}": array for name, array in {**own, **batch.fields}.items()}

@@ -32,7 +32,7 @@ from msrl.trainer.objective.losses import Loss, Outputs
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.objective.token_logits import token_logits
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.types import Floats, MicroBatch, TokenStatistic
+from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities [M] of the labels; entropies [M] and divergences [M, K] if they are needed."""
@@ -87,6 +87,18 @@ class LanguageModelReplica(ModelReplica):
             return self.label_logprobs(output, batch, temperature)[0]
 
         return self._per_label(micro_batches, measure)
+
+    def routed_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats] | None, StageRoutes | None]:
+        """Return `logprobs`, and the routes of this stage.
+
+        The routes are None except on the first of the ranks that share the micro-batches.
+        """
+        assert self.replay is not None, "built without routing replay"
+        with self.replay.record() as recording:
+            values = self.logprobs(micro_batches, temperature)
+        return values, recording.gather(micro_batches)
 
     def token_statistic(
         self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic

@@ -25,7 +25,7 @@ from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
-from msrl.types import Floats, MicroBatch, TokenStatistic
+from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
 
 
 class TrainingRank:
@@ -150,6 +150,15 @@ class TrainingRank:
             return self.policy.logprobs(micro_batches, temperature)
         with self._reference() as reference:
             return reference.logprobs(micro_batches, temperature)
+
+    def routed_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats] | None, StageRoutes | None]:
+        """Return the policy's `logprobs`, and the routes of this stage.
+
+        The routes are None except on the first of the ranks that share the micro-batches.
+        """
+        return self.policy.routed_logprobs(micro_batches, temperature)
 
     def token_statistic(
         self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic

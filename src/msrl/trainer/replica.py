@@ -33,6 +33,7 @@ from msrl.trainer.model.lora import Adapters
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
+from msrl.trainer.model.routes import RoutingReplay
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
@@ -64,6 +65,7 @@ class ModelReplica:
         self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
         self.balance: ExpertBalance | None = None
+        self.replay: RoutingReplay | None = None
         if settings.optimizer is not None:
             self._prepare_training(settings.optimizer)
         self.host = HostMemory(self._offloadable(), discarded=frozenset({"grads"}))
@@ -124,6 +126,8 @@ class ModelReplica:
             self.balance = ExpertBalance(
                 settings.router, self.shape.moe, self.model, position.device
             )
+        if self.shape.moe is not None and settings.router.replay != "none":
+            self.replay = RoutingReplay(self.shape.moe, position.device)
         self.wrapped = megatron.wrap(self.model, position.platform)
         self.optimizer = build_optimizer(self.wrapped, optimizer, is_bf16=self._is_bf16)
 
@@ -204,6 +208,8 @@ class ModelReplica:
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.begin(micro_batches)
+        if self.replay is not None:
+            self.replay.begin()
         rows = self.run(
             micro_batches,
             finish,
@@ -213,10 +219,12 @@ class ModelReplica:
         )
         grad_norm, is_skipped = self._step(micro_batches, lr, self.settings.optimizer.grad_clip)
         balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
+        replay = self.replay.end() if self.replay is not None else {}
         metrics = self.mean_metrics(rows, num_tokens)
         return {
             **metrics,
             **balance,
+            **replay,
             "grad_norm": grad_norm,
             "lr": lr,
             "skipped": float(is_skipped),
@@ -272,8 +280,10 @@ class ModelReplica:
         ) -> tuple[Output, Any]:
             number, micro_batch = next(numbered)
             batch = self._to_device(micro_batch, by_number.get(number, ()), is_training=is_training)
-            output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             is_filler = number >= len(micro_batches)
+            if self.replay is not None and not is_filler:
+                batch = self._routed(batch, number, micro_batch, is_training=is_training)
+            output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
         chunks = (
@@ -312,6 +322,14 @@ class ModelReplica:
             return batch
         expert_groups = self.balance.expert_groups(micro_batch, batch.packed)
         return replace(batch, packed=replace(batch.packed, expert_groups=expert_groups))
+
+    def _routed(
+        self, batch: DeviceBatch, number: int, micro_batch: MicroBatch, *, is_training: bool
+    ) -> DeviceBatch:
+        """Return the batch with the routes to record or to replay."""
+        assert self.replay is not None
+        routes = self.replay.routes(number, micro_batch, batch.packed, is_training=is_training)
+        return replace(batch, packed=replace(batch.packed, routes=routes))
 
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches without loss tokens that make the counts of all ranks fit.

@@ -184,7 +184,7 @@ class OffloadConfig(Section):
 
 
 class RouterConfig(Section):
-    """Load balancing of mixture-of-experts layers.
+    """Load balancing and routing replay of mixture-of-experts layers.
 
     Each layer adds its terms to the loss. Padding is ignored.
     """
@@ -208,6 +208,12 @@ class RouterConfig(Section):
         default=0.0,
         description="Change of an expert's bias per update: up if the expert received fewer tokens "
         "than the mean, down if more. 0 disables it.",
+    )
+    replay: Literal["none", "trainer"] = Field(
+        default="none",
+        description="Routing replay in the updates of a rollout step. trainer sends each token to "
+        "the experts of the pass that computes the old log-probabilities. none lets each update "
+        "choose again. engine is refused with the reason.",
     )
 
 
@@ -277,7 +283,8 @@ class TrainConfig(Section):
         default=OffloadConfig(), description="Offloading of unused states to host memory."
     )
     router: RouterConfig = Field(
-        default=RouterConfig(), description="Load balancing of mixture-of-experts layers."
+        default=RouterConfig(),
+        description="Load balancing and routing replay of mixture-of-experts layers.",
     )
     lora: LoraConfig = Field(
         default=LoraConfig(), description="LoRA adapters, which are trained instead of the model."

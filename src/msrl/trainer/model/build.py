@@ -133,7 +133,9 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
-            mlp=mixture_spec(shape.moe) if shape.moe is not None and is_mixture else GatedMlp,
+            mlp=(
+                mixture_spec(shape.moe, layer) if shape.moe is not None and is_mixture else GatedMlp
+            ),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from msrl.models.shape import Moe
 from msrl.trainer.model.grouped_experts import GroupedExperts
-from msrl.trainer.model.packed import PackedSequences
+from msrl.trainer.model.packed import PackedSequences, TokenRoutes
 
 RouteHook = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Called with weights [n, E], logits [n, E], chosen experts [n, E] and groups of tokens [n, G];
@@ -44,13 +44,19 @@ def choose_experts(
     logits: Tensor,  # [n, E]
     moe: Moe,
     bias: Tensor | None = None,  # [E]
+    replace: Callable[[Tensor], Tensor] | None = None,  # [n, k] -> [n, k]
 ) -> tuple[Tensor, Tensor]:  # [n, k] weights, [n, k] experts
-    """Return the weights and numbers of the experts of every token, in float32 (see `Moe`)."""
+    """Return the weights and numbers of the experts of every token, in float32 (see `Moe`).
+
+    `replace` may return other experts than the best ones.
+    """
     scores = logits.float().softmax(-1) if moe.score == "softmax" else logits.float().sigmoid()
     merit = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_chosen_groups < moe.num_groups:
         merit = merit.masked_fill(~_in_chosen_groups(merit, moe), -torch.inf)
     experts = merit.topk(moe.experts_per_token, dim=-1).indices
+    if replace is not None:
+        experts = replace(experts)
     weights = scores.gather(-1, experts)
     if moe.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -84,9 +90,11 @@ class Router(TopKRouter):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         moe: Moe,
+        number: int,
     ) -> None:
         super().__init__(config, pg_collection)
         self.moe = moe
+        self.number = number  # among the mixture layers of the model
         # Set once by a training that balances experts (`balance.py`).
         self.hook: RouteHook | None = None
 
@@ -94,6 +102,7 @@ class Router(TopKRouter):
         self,
         input: Tensor,  # [n, 1, c]
         expert_groups: Tensor | None = None,  # [n, G] bool
+        routes: TokenRoutes | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights [n, E], 0 for experts that were not chosen, and the choice [n, E] bool.
 
@@ -102,7 +111,8 @@ class Router(TopKRouter):
         """
         self._maintain_float32_expert_bias()
         logits = self.gating(input).flatten(0, 1)
-        weights, experts = choose_experts(logits, self.moe, self.expert_bias)
+        replace = None if routes is None else functools.partial(routes.choose, self.number)
+        weights, experts = choose_experts(logits, self.moe, self.expert_bias, replace)
         probs = torch.zeros_like(logits).scatter(-1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
         # Without gradients this is the first pass of a recomputed layer, whose second pass counts.
@@ -118,12 +128,12 @@ class Router(TopKRouter):
 
 
 class MixtureLayer(TransformerLayer):
-    """Megatron's transformer layer with token groups of the packed micro-batch for the router."""
+    """Megatron's transformer layer that passes token groups and routes to its router."""
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Pass the token groups to the router.
+        """Pass the token groups and the routes to the router.
 
         Replaces TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
         only a padding mask.
@@ -131,7 +141,7 @@ class MixtureLayer(TransformerLayer):
         arguments["packed_seq_params"] = packed_seq_params
         attended, context = self._forward_attention(hidden_states, **arguments)
         normed, moe = self._forward_pre_mlp_layernorm(attended), cast("MoELayer", self.mlp)
-        run = functools.partial(_run_experts, moe)
+        run = functools.partial(_run_experts, moe, packed_seq_params.routes)
         if moe.moe_layer_recompute:
             output = tensor_parallel.checkpoint(run, False, normed, packed_seq_params.expert_groups)
         else:
@@ -141,12 +151,13 @@ class MixtureLayer(TransformerLayer):
 
 def _run_experts(
     moe: MoELayer,
+    routes: TokenRoutes | None,
     hidden: Tensor,  # [n, 1, c]
     expert_groups: Tensor | None,  # [n, G] bool
 ) -> Tensor:  # [n, 1, c]
     """Run the steps of MoELayer.forward of megatron-core 0.16.1, without partial CUDA graphs."""
     shared = moe.shared_experts_compute(hidden)
-    probs, chosen = cast("Router", moe.router)(hidden, expert_groups)
+    probs, chosen = cast("Router", moe.router)(hidden, expert_groups, routes)
     dispatched, probs = moe.preprocess(hidden, probs, chosen)
     dispatched, probs = moe.dispatch(dispatched, probs)
     output, _ = moe.routed_experts_compute(dispatched, probs)
@@ -176,14 +187,17 @@ class ExpertOutput(RowParallelLinear):
         return bias if num_shards == 1 else bias + (bias / num_shards - bias).detach()
 
 
-def mixture_spec(moe: Moe) -> ModuleSpec:
-    """Return the feed-forward part of a layer that is a mixture of experts."""
+def mixture_spec(moe: Moe, layer: int) -> ModuleSpec:
+    """Return the feed-forward part of a layer that is a mixture of experts.
+
+    `layer` counts from 0 over the whole model.
+    """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=functools.partial(Router, moe=moe),  # pyright: ignore[reportArgumentType]
+            router=functools.partial(Router, moe=moe, number=sum(moe.layers[:layer])),  # pyright: ignore[reportArgumentType]
             experts=ModuleSpec(module=GroupedExperts, submodules=experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from msrl.trainer.model.context import ContextShare
+
+
+class TokenRoutes(Protocol):
+    """Routes of a micro-batch's tokens on this rank, which the routers of its layers consult."""
+
+    def choose(self, layer: int, experts: Tensor) -> Tensor:
+        """Return the experts to use.
+
+        Args:
+            layer: Number of the layer among the mixture layers of the model.
+            experts: The router's own choice, [n, k].
+
+        Returns:
+            Numbers of experts, [n, k].
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,8 @@ class PackedSequences:
     context: ContextShare | None = None
     # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
     expert_groups: Tensor | None = None
+    # Record or replay of experts; None lets the routers choose (see `routes.py`).
+    routes: TokenRoutes | None = None
     qkv_format: str = "sbhd"
     cp_group: None = None
 

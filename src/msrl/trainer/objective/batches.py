@@ -44,7 +44,8 @@ def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
         return tuple(rows[i] for i in indices)
 
     fields = {name: pick(values) for name, values in sequences.fields.items()}
-    return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields)
+    routes = None if sequences.routes is None else pick(sequences.routes)
+    return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields, routes)
 
 
 def padded(sequences: Sequences, multiple: int) -> Sequences:

@@ -1,7 +1,7 @@
 """Log-probabilities, advantages and optimizer updates of a GRPO step.
 
 P prompts, G completions per prompt, N response tokens of all completions, concatenated, T tokens of
-a sequence.
+a sequence, L mixture layers of the model, k experts per token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from msrl.plan.derived import (
     needs_critic,
     needs_distribution,
     needs_greedy,
-    updates_per_step,
+    needs_old_logprobs,
 )
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import (
@@ -47,7 +47,7 @@ from msrl.trainer.objective.batches import (
     with_weights,
 )
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
-from msrl.types import Floats, ScoredGroup, TokenStatistic, TrainingSample
+from msrl.types import Floats, Routes, ScoredGroup, TokenStatistic, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.distillation import (
     distillation,
@@ -98,6 +98,11 @@ class _StepLogprobs:
     reference: tuple[Floats, ...] | None
     squared_probabilities: tuple[Floats, ...] | None = None  # sums over the vocabulary
     entropies: tuple[Floats, ...] | None = None
+    routes: tuple[Routes, ...] | None = None  # [T, L, k] each, of the policy's pass
+
+
+_PolicyPass = Callable[[], tuple[tuple[Floats, ...], tuple[Routes, ...] | None]]
+"""Function that waits for log-probabilities, [T] each, and routes, [T, L, k] each or None."""
 
 
 class Updater:
@@ -232,7 +237,7 @@ class Updater:
     def _with_logprobs(self, sequences: Sequences, logprobs: _StepLogprobs) -> Sequences:
         """Return the sequences with the log-probabilities that the policy's loss reads."""
         kl_loss, fields = self._config.algo.kl.loss, dict(sequences.fields)
-        if self._needs_old_logprobs:
+        if needs_old_logprobs(self._config):
             assert logprobs.policy is not None
             fields["old_logprobs"] = logprobs.policy
         if kl_loss.coef and kl_loss.estimator != "full":
@@ -240,7 +245,7 @@ class Updater:
             fields["reference_logprobs"] = logprobs.reference
         if logprobs.entropies is not None:
             fields["entropies"] = logprobs.entropies
-        return sequences._replace(fields=fields)
+        return sequences._replace(fields=fields, routes=logprobs.routes)
 
     def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
         """Run all updates of a step, the critic's first.
@@ -321,13 +326,6 @@ class Updater:
                 horizon=controller.horizon,
             )
 
-    @property
-    def _needs_old_logprobs(self) -> bool:
-        """True if the updates of a step need the log-probabilities from before the first one."""
-        if self._config.algo.old_logprobs != "trainer":
-            return False
-        return updates_per_step(self._config) > 1 or self._config.algo.mismatch.normalize
-
     def _statistic(self, sequences: Sequences, name: TokenStatistic) -> tuple[Floats, ...]:
         limits = self._limits(forward=True)
         return self._trainers.token_statistic(sequences, limits, self._loss.temperature, name)
@@ -346,8 +344,8 @@ class Updater:
         )
         policy = reference = None
         estimates_norms = needs_distribution(self._config)
-        if self._needs_old_logprobs or kl.reward.coef or estimates_norms or self._teachers:
-            policy = self._trainers.begin_logprobs(sequences, limits, temperature)
+        if needs_old_logprobs(self._config) or kl.reward.coef or estimates_norms or self._teachers:
+            policy = self._begin_policy(sequences, limits)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
             reference = self._trainers.begin_logprobs(
                 sequences, limits, temperature, of_reference=True
@@ -357,10 +355,27 @@ class Updater:
             squares = self._statistic(sequences, "squared_probability")
         if self._config.algo.top_entropy < 1.0:
             entropies = self._statistic(sequences, "entropy")
-        begun = (None if values is None else values.wait() for values in (policy, reference))
-        rows = [*begun, squares, entropies]
+        logprobs, routes = policy() if policy is not None else (None, None)
+        rows = [
+            logprobs,
+            None if reference is None else reference.wait(),
+            squares,
+            entropies,
+            routes,
+        ]
         count = len(unpadded.token_ids)
         return _StepLogprobs(*(None if row is None else row[:count] for row in rows))
+
+    def _begin_policy(self, sequences: Sequences, limits: BatchLimits) -> _PolicyPass:
+        """Begin the policy's log-probabilities; return a function that waits for them.
+
+        It returns the routes too, if the updates of the step replay them.
+        """
+        temperature = self._loss.temperature
+        if self._config.train.router.replay == "trainer":
+            return self._trainers.begin_routed_logprobs(sequences, limits, temperature).wait
+        begun = self._trainers.begin_logprobs(sequences, limits, temperature)
+        return lambda: (begun.wait(), None)
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train

@@ -20,7 +20,7 @@ from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron, skip_wandb
 from msrl.trainer.settings import RankSettings, resumed_settings
-from msrl.types import Floats, MicroBatch, TokenStatistic
+from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,6 +147,12 @@ class TrainWorker:
     ) -> list[Floats] | None:
         """Return log-probabilities of the labels, [N] per micro-batch."""
         return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
+
+    def routed_logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats] | None, StageRoutes | None]:
+        """Return the policy's log-probabilities, and the routes of this stage."""
+        return self._training_rank.routed_logprobs(micro_batches, temperature)
 
     def token_statistic(
         self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic

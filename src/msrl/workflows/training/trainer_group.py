@@ -1,12 +1,14 @@
 """All training ranks as one trainer, whichever transport reaches them.
 
-S sequences of T tokens; R rows, which are groups of sequences that share a micro-batch.
+S sequences of T tokens; R rows, which are groups of sequences that share a micro-batch; L mixture
+layers of the model, l of them on a pipeline stage, k experts per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, balanced, per_token
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
-from msrl.types import Floats, Ints, MicroBatch, TokenStatistic
+from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes, TokenStatistic
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
 
@@ -119,6 +121,13 @@ class TrainerGroup:
     ) -> PendingValues:
         """Begin `logprobs` without waiting for the result."""
         return self._begin_per_token("logprobs", sequences, limits, temperature, of_reference)
+
+    def begin_routed_logprobs(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float
+    ) -> PendingLogprobs:
+        """Begin `logprobs` of the policy, which also records the routes of all tokens."""
+        begun = self._begin_per_token("routed_logprobs", sequences, limits, temperature)
+        return PendingLogprobs(begun)
 
     def token_statistic(
         self, sequences: Sequences, limits: BatchLimits, temperature: float, name: TokenStatistic
@@ -272,7 +281,10 @@ class PendingValues:
 
     def wait(self) -> tuple[Floats, ...]:
         """Return the values, by sequence."""
-        results = self.workers.wait(self.calls)
+        return self.collect(self.workers.wait(self.calls))
+
+    def collect(self, results: Sequence[Any]) -> tuple[Floats, ...]:
+        """Return the values that ranks have computed, by sequence."""
         by_sequence = dict[int, Floats]()
         for position, rows in zip(self.positions, results, strict=True):
             if position.is_reporter:
@@ -282,6 +294,26 @@ class PendingValues:
                     pieces = per_token(values, batch.cu_seqlens)
                     by_sequence.update(zip(group, pieces, strict=False))
         return tuple(by_sequence[index] for index in range(len(by_sequence)))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities of every token that ranks compute while they record routes."""
+
+    begun: PendingValues
+
+    def wait(self) -> tuple[tuple[Floats, ...], tuple[Routes, ...]]:
+        """Return the log-probabilities, [T] each, and the routes, [T, L, k] each, by sequence."""
+        begun = self.begun
+        results = begun.workers.wait(begun.calls)
+        logprobs = begun.collect([values for values, _ in results])
+        by_layer: list[dict[int, Routes]] = [{} for _ in logprobs]
+        for position, (_, routes) in zip(begun.positions, results, strict=True):
+            if routes is not None:
+                _split_routes(routes, begun.batches[position.dp_rank], by_layer)
+        return logprobs, tuple(
+            np.stack([layers[number] for number in sorted(layers)], 1) for layers in by_layer
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,3 +331,16 @@ def _rank_batches(sequences: Sequences, rows: Rows, limits: BatchLimits) -> _Ran
         [index for number in group for index in rows[number]] for group in limits.group(lengths)
     ]
     return _RankBatches(micro_batches(sequences, groups, limits), groups)
+
+
+def _split_routes(
+    routes: StageRoutes, own: _RankBatches, by_layer: Sequence[dict[int, Routes]]
+) -> None:
+    """Add the routes of a stage, [T, k] per layer, to those of the sequences in its batches."""
+    for batch, group, experts in zip(
+        own.micro_batches, own.groups, routes.micro_batches, strict=True
+    ):
+        # The last rows may be of padding, which belongs to no sequence.
+        for index, (start, end) in zip(group, pairwise(batch.cu_seqlens), strict=False):
+            for column, layer in enumerate(routes.layers):
+                by_layer[index][layer] = experts[start:end, column]
