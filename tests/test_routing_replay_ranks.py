@@ -18,7 +18,7 @@ from msrl.trainer.settings import Layout
 from replay_ranks import Replay, ReplayResult
 from support import python_path
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 FULL = {"recompute": RecomputeConfig(granularity="full")}
 EXPERTS = {"recompute": RecomputeConfig(granularity="selective", modules=("moe",))}
 # The first layers have no experts, so mixture layers have other numbers than layers.
@@ -94,7 +94,6 @@ def test_updates_replay_the_routes_of_the_old_logprobs_whatever_the_micro_batche
     assert own_choice.reports[1]["router_disagreement"] == 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("config", [QWEN3_MOE, DENSE_FIRST], ids=["qwen3 moe", "deepseek v3"])
 def test_routes_are_the_same_in_every_layout(tmp_path: Path, config: dict[str, Any]):
     folder = families.save_model(tmp_path / "model", config)
