@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.checkpoints import make_large, make_small
@@ -181,6 +182,18 @@ def prepare_grpo(bench: Bench) -> None:
     )
 
 
+def prepare_pairs(bench: Bench) -> None:
+    """Pair each answer of the chat rows with the answer to the next question."""
+    lines = (bench.inputs / "sft.jsonl").read_text(encoding="utf-8").splitlines()
+    dialogues = [json.loads(line)["messages"] for line in lines]
+    with (bench.inputs / "pairs.jsonl").open("w", encoding="utf-8") as file:
+        for (question, answer), (_, other) in pairwise(dialogues):
+            row = {"prompt": [question], "chosen": [answer], "rejected": [other]}
+            file.write(json.dumps(row) + "\n")
+    rows = preprocess(bench, bench.inputs / "pairs.jsonl", "pairs", "pairs")
+    bench.msrl(*rows, "--template", "native", "--seq-length", "512")
+
+
 def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = None) -> Sample:
     """Train with the benchmark's configuration; return the median seconds of the later steps."""
     from msrl.tracking.metrics import read_metrics
@@ -254,6 +267,14 @@ def train_in_layout(parallel: str, *, num_ranks: int | None = None) -> Measureme
 
 def grpo_ours(bench: Bench) -> Sample:
     return train(bench, "train-grpo", "grpo")
+
+
+def preference_ours(command: str, name: str) -> Measurement:
+    return lambda bench: train(bench, command, name, data="pairs")
+
+
+def preference_trl(objective: str) -> Measurement:
+    return peer_step(str(ROOT / "benchmarks" / "peers" / "trl_preference.py"), objective)
 
 
 def peer_step(script: str, *args: str) -> Measurement:
@@ -360,6 +381,24 @@ CASES = (
         {"trl_grpo": peer_step("trl_grpo.py")},
         {"trl_grpo": 0.5},
         prepare_grpo,
+    ),
+    Case(
+        "dpo",
+        "DPO step, 8 pairs of GSM8K answers, fp32",
+        "s/step",
+        preference_ours("train-dpo", "dpo"),
+        {"trl_dpo": preference_trl("dpo")},
+        {"trl_dpo": 0.6},
+        prepare_pairs,
+    ),
+    Case(
+        "rm",
+        "step of a reward model, 8 pairs of GSM8K answers, fp32",
+        "s/step",
+        preference_ours("train-rm", "rm"),
+        {"trl_reward": preference_trl("reward")},
+        {"trl_reward": 0.7},
+        prepare_pairs,
     ),
     Case(
         "weights",

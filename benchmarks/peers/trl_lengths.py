@@ -9,31 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from step_seconds import StepSeconds
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 SETTLE_STEPS = 4
-
-
-class Steps(TrainerCallback):
-    """Callback that measures the seconds of every step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.start = 0.0
-
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 class Counted:
@@ -78,7 +64,7 @@ def main() -> None:
         gradient_checkpointing=False,
         seed=0,
     )
-    steps = Steps()
+    steps = StepSeconds()
     trainer = SFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[steps]
     )
