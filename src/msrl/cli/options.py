@@ -339,8 +339,9 @@ Kind = Annotated[
     _option(
         "--kind", metavar="KIND", panel=OUTPUT, values=complete.choices("preprocess.kind"),
         help="Data to write: examples for train-sft (sft), prompts for train-grpo (prompts), text "
-        "for pretraining (pretrain), pairs or labeled answers for train-dpo (pairs, labeled). "
-        "Default: the first kind of the handler.",
+        "for pretraining (pretrain), pairs or labeled answers for train-dpo (pairs, labeled), "
+        "pairs or labeled steps for train-rm (pairs, steps). Default: the first kind of the "
+        "handler.",
     ),
 ]  # fmt: skip
 Template = Annotated[

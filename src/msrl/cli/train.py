@@ -42,7 +42,7 @@ TRAINING_COMMANDS = (
     ),
     TrainingCommand(
         "train-rm",
-        "Train a reward model on preference pairs, for train-grpo.",
+        "Train a reward model on preference pairs or on labeled steps.",
         examples(
             "msrl train-rm -c rm.yaml --dry-run",
             "msrl train-rm -c rm.yaml --model runs/sft/hf --data data/pairs --lr 1e-5",
