@@ -106,4 +106,6 @@ BAD_RESULTS: dict[str, Any] = {
     "nan": StepResult([], float("nan"), True),
     "object": StepResult([], None, True, {"value": object()}),
     "none": 5,
+    "call text": StepResult([], None, True, {"tool_calls": ["look"]}),
+    "call number": StepResult([], None, True, {"tool_calls": 5}),
 }

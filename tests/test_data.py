@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from config_inputs import make_model
+from msrl.data import readers
 from msrl.data.columns import DroppedRow
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.handlers import ALIASES, handler_names, make_handler
@@ -182,6 +183,18 @@ def test_a_damaged_file_of_any_format_is_named(tmp_path, name, content, fragment
     with pytest.raises(MsrlError) as caught:
         list(read_batches(find_files([str(tmp_path / name)])))
     assert_mentions(caught.value, name, *fragments)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.txt.gz", "x.jsonl"])
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    content = b'{"text": "a"}\n{"text": "' + b"x" * 1000
+    if name == "x.json.gz":  # rows in lines too
+        content = b'{"text": "a"}\n' * 2 + content
+    content = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(MsrlError, match=mentions(name, "line", "bytes")):
+        list(read_batches(find_files([str(tmp_path / name)])))
 
 
 # --- handlers ---

@@ -14,7 +14,7 @@ from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.rewards import sandbox
 from scripted_episodes import ENVIRONMENTS, Script
-from support import assert_mentions
+from support import assert_mentions, mentions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_A_SANDBOX = {"python_tool"}
@@ -127,6 +127,31 @@ def test_a_calculator_evaluates_arithmetic(expression, value):
 def test_a_calculator_refuses_everything_else(expression):
     with pytest.raises((ValueError, ZeroDivisionError, OverflowError)):
         calculator.evaluate(expression)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "is_right"),
+    [
+        ("The answer is 42", "So it is 42.0", True),
+        ("1267650600228229401496703205376", "1,267,650,600,228,229,401,496,703,205,376", True),
+        ("1267650600228229401496703205376", "1267650600228229401496703205377", False),
+        ("42", "I do not know", False),
+        ("42", "9" * 10_000, False),
+        ("9" * 400, "8" * 400, False),
+    ],
+)
+def test_a_calculator_compares_the_last_numbers_exactly(truth, answer, is_right):
+    room = calculator.environment(reward=True)
+    room.reset({"answer": truth, "messages": [{"role": "user", "content": "q"}]})
+    result = room.finish(answer)
+    assert (result.reward, result.info["success"]) == (float(is_right), is_right)
+
+
+def test_a_calculator_rewards_nothing_without_a_number_in_the_ground_truth():
+    room = calculator.environment(reward=True)
+    with pytest.raises(ValueError, match=mentions("ground truth", "number")):
+        room.reset({"answer": "unknown"})
+
 
 
 def test_bm25_prefers_rare_words_and_short_texts():

@@ -72,6 +72,8 @@ def test_every_episode_has_a_process_of_its_own():
         ("nan", "invalid", "nan"),
         ("object", "invalid", "JSON"),
         ("none", "invalid", "StepResult"),
+        ("call text", "invalid", "tool_calls"),
+        ("call number", "invalid", "tool_calls"),
     ],
 )
 def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, keyword):

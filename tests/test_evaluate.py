@@ -146,6 +146,25 @@ def test_finished_checkpoints_stay_until_weights_or_settings_change(tmp_path: Pa
         ResultFolder(tmp_path / "out", settings, overwrite=False)
 
 
+def test_results_depend_on_the_files_of_own_rewards_and_environments(tmp_path: Path):
+    files = {name: tmp_path / f"{name}.py" for name in ("score", "room", "other")}
+    for file in files.values():
+        file.write_text("a = 1")
+    sources = [{"verifier": "acc"}, {"function": f"{files['score']}:score"}]
+    mixture = {name: {"path": f"{files[name]}:Room"} for name in ("room", "other")}
+    values = {"reward": {"sources": sources}, "environment": {"mixture": mixture}}
+    config = Config.model_validate(values)
+    before = evaluation.scoring_files(config)
+    assert len(before) == 3
+    for file in files.values():
+        file.write_text("a = 2")
+        changed = evaluation.scoring_files(config)
+        assert [key for key in before if changed[key] != before[key]] == [
+            key for key in before if str(file) in key
+        ]
+        file.write_text("a = 1")
+
+
 def test_the_table_has_a_column_per_accuracy():
     lines = result_table([result("run step 1", 1), result("base", intervals={})])
     assert lines[0].split() == ["checkpoint", "pass@1", "reward", "length", "truncated"]

@@ -347,6 +347,23 @@ def test_the_adapter_of_a_reward_model_survives_the_way_through_peft(tmp_path: P
     assert actual.summary() == "rank 4, scale 2, 14 weights, 1 weights replaced"
 
 
+@pytest.mark.parametrize("shard", [None, torch.zeros(1, 8), torch.zeros(32)])
+def test_a_score_head_with_a_missing_or_different_shard_is_refused(
+    tmp_path: Path, shard: Tensor | None
+) -> None:
+    tiny.save(tmp_path / "hf", dtype=torch.float32)
+    layout, folder = ParallelLayout(2), tmp_path / "ranks"
+    save_ranks(folder, tmp_path / "hf", layout, full_adapter(), base=False, head=HEAD)
+    path = mcore.rank_file(folder, 7, layout, Coords(1, 0))
+    content = mcore.read_rank_file(path)
+    model = {name: t for name, t in content["model"].items() if name != "rm_head.weight"}
+    if shard is not None:
+        model["rm_head.weight"] = shard
+    mcore.write_rank_file(path, model, content["args"], 7)
+    with pytest.raises(MsrlError, match=mentions(folder, "rm_head.weight", "shards")):
+        read_adapter(folder, load_shape(tmp_path / "hf"))
+
+
 def test_commands_merge_the_adapter_of_a_reward_model_and_verify_its_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
@@ -165,6 +166,45 @@ def test_a_refusal_whose_text_does_not_arrive_is_reported_like_any_other(answer,
     with reset_after(answer) as url, pytest.raises(RemoteError) as caught:
         post_json(quick(url, retries=1), {})
     assert_mentions(caught.value, *fragments)
+
+
+SECRET = "s3cr3t-t0ken"
+
+
+@pytest.mark.parametrize("status", [200, 401, 503])
+def test_secrets_that_a_server_repeats_are_in_no_message(monkeypatch, status):
+    monkeypatch.setenv("MSRL_TEST_TOKEN", SECRET)
+
+    def answer(number, payload):
+        return status, {}, f"no access with {payload['token']} to {payload['path']}".encode()
+
+    with served(answer) as (url, _):
+        address = url + "/${env:MSRL_TEST_TOKEN}"
+        headers = {"Authorization": f"Bearer {SECRET}"}
+        with pytest.raises(RemoteError, match=mentions("no access")) as caught:
+            post_json(quick(address, retries=1, headers=headers), {})
+        assert SECRET not in str(caught.value)
+    with served(lambda n, payload: json_answer({"error": payload["token"]})) as (url, _):
+        headers = {"Authorization": "Bearer ${env:MSRL_TEST_TOKEN}"}
+        (result,) = Remote(url, 5.0, headers=headers).score([Item("a", "b")])
+        assert "expected" in result.detail and SECRET not in result.detail
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:${env:MSRL_TEST_TOKEN}@host/v1",
+        "http://${env:MSRL_TEST_TOKEN}@host",
+        "http://host:${env:MSRL_TEST_TOKEN}/v1",
+        "http://host:99999",
+        "http://[::1",
+        "http://",
+    ],
+)
+def test_an_address_that_http_cannot_use_is_refused_without_its_secrets(monkeypatch, url):
+    monkeypatch.setenv("MSRL_TEST_TOKEN", SECRET)
+    reason = address_refusal(url)
+    assert reason is not None and SECRET not in reason
 
 
 def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():

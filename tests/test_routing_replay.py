@@ -53,6 +53,28 @@ def routes(token_ids: np.ndarray) -> Routes:
     return np.stack((by_layer, by_layer + 100), -1).astype(np.int16)
 
 
+def test_routes_of_virtual_stages_are_joined_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from msrl.trainer.model import routes as module
+
+    offloaded: list[list[int]] = []
+    monkeypatch.setattr(
+        module.RecordedRoutes, "offload", lambda self: offloaded.append(sorted(self.experts))
+    )
+    monkeypatch.setattr(module, "token_positions", lambda *_: torch.arange(4))
+    monkeypatch.setattr(module, "_token_group", lambda: None)
+    for name, value in (("get_world_size", 1), ("get_rank", 0)):
+        monkeypatch.setattr(module.dist, name, lambda _, value=value: value)
+    batch: Any = SimpleNamespace(token_ids=np.arange(4))
+    packed: Any = SimpleNamespace()
+    recording = module.RouteRecording(torch.int16, torch.device("cpu"))
+    for layer in (0, 1):
+        recording.add(0, batch, packed).choose(layer, torch.full((4, 2), layer))
+    stage = recording.gather([batch])
+    assert offloaded == [[0], [1]]
+    assert stage is not None and stage.layers == (0, 1)
+    assert stage.micro_batches[0][:, :, 0].tolist() == [[0, 1]] * 4
+
+
 class Stages(Workers):
     """Fake ranks: two data-parallel replicas of two stages with one and two mixture layers.
 

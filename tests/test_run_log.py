@@ -77,6 +77,14 @@ def test_a_failed_write_at_the_end_of_a_run_is_reported(
         log.finish({})
 
 
+def test_control_characters_of_notes_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with _open(tmp_path) as log:
+        log.note("a server said \x1b]0;title\x07")
+    assert "\x1b" not in capsys.readouterr().err
+
+
 def test_an_attempt_records_how_it_ended(tmp_path: Path):
     with _open(tmp_path) as log:
         _log_steps(log, 3)

@@ -302,6 +302,9 @@ def test_a_converted_checkpoint_is_reused_until_it_changes_or_is_damaged(
     assert_mentions(capsys.readouterr().err, first.folder, "damaged")
     model_cache.convert(damaged.source, mcore, damaged.folder)
     assert weights.read_bytes() == content
+    inode = weights.stat().st_ino
+    model_cache.convert(damaged.source, mcore, damaged.folder)  # by a second server
+    assert weights.stat().st_ino == inode
     digest = model_cache.checkpoint_digest(mcore)
     path = mcore / "hf" / "generation_config.json"
     before = path.read_text() if path.is_file() else None

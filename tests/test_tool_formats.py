@@ -107,6 +107,8 @@ def test_a_text_parameter_of_glm_stays_text():
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
     assert tool_format("glm").parse(text, tools).calls == (ToolCall("f", {"a": "5"}),)
     assert tool_format("glm").parse(text, ()).calls == (ToolCall("f", {"a": 5}),)
+    anything = [{"function": {"name": "f", "parameters": {"properties": {"a": True}}}}]
+    assert tool_format("glm").parse(text, anything).calls == (ToolCall("f", {"a": 5}),)
 
 
 def test_a_packaged_template_with_tools_has_a_tool_format():

@@ -21,7 +21,7 @@ from msrl.workflows.view.page import MODULES, page
 from msrl.workflows.view.pieces import open_pieces
 from msrl.workflows.view.samples import read_samples, sample_files
 from msrl.workflows.view.serve import open_server
-from support import assert_mentions
+from support import assert_mentions, mentions
 
 STATIC = Path(page.__code__.co_filename).parent / "static"
 
@@ -186,6 +186,40 @@ def test_the_lineage_leads_back_to_the_converted_folder(tmp_path: Path):
     kinds = {node["path"]: (node["kind"], node["note"]) for node in nodes}
     assert kinds[str(tmp_path / "model" / "iter_0000001")] == ("initial model", "tp=2, float32")
     assert kinds[source] == ("converted from", "Hugging Face folder")
+
+
+def test_runs_and_checkpoints_that_name_each_other_have_a_finite_lineage(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "runs" / "grpo", num_steps=1)
+    (tmp_path / "model").mkdir()
+    steps = {str(step): {"source": str(tmp_path / "model")} for step in range(1, 31)}
+    steps["31"] = {"source": "a" * 5000}
+    bad = {"x": {}, "9" * 5000: {}, "33": 5, "32": {"layout": [], "files": 3, "source": {}}}
+    manifest = {"format": 1, "iterations": {**steps, **bad}}
+    (tmp_path / "model" / "msrl_manifest.json").write_text(json.dumps(manifest))
+    write_folder([run], tmp_path / "view")
+    (data,) = read_chunk(tmp_path / "view", "runs")
+    assert 31 <= len(data["lineage"]) < 100
+    (tmp_path / "model" / "msrl_manifest.json").write_text("[" * 100_000)
+    write_folder([run], tmp_path / "view")
+
+
+def test_a_configuration_with_expanding_aliases_is_one_message(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "runs" / "grpo", num_steps=1)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 10):
+        items = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} [{items}]")
+    (run / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(MsrlError, match=mentions("config.yaml", "aliases")):
+        write_folder([run], tmp_path / "view")
+
+
+@pytest.mark.parametrize("line", ["{}", '{"started": "now"}', "5", "[" * 100_000])
+def test_a_damaged_record_of_attempts_is_one_message(tmp_path: Path, line: str):
+    run = view_runs.make_run(tmp_path / "runs" / "grpo", num_steps=1)
+    (run / "attempts.jsonl").write_text(f"{line}\n{line}\n")
+    with pytest.raises(MsrlError, match=mentions("attempts.jsonl", "line")):
+        write_folder([run], tmp_path / "view")
 
 
 def test_a_single_file_holds_its_data_and_allows_no_other_file(run: Path, tmp_path: Path):

@@ -59,6 +59,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def print_line(text: str) -> None:
+    """Print a line that may contain names and values of foreign files."""
+    print(printable(text), flush=True)
+
+
 def require_open_files() -> None:
     """Raise the limit of open files to 65,536, or as far as this process may.
 

@@ -17,6 +17,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 MAX_ROWS = 512
 MAX_BYTES = 1 << 20
+MAX_LINE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,13 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
     with _open(path) as file:
         if file.peek(3).startswith(b"\xef\xbb\xbf"):  # peek, since a pipe cannot seek
             file.read(3)
-        for line in file:
+        # A small compressed file may hold a line without end.
+        for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+            if len(line) == MAX_LINE_BYTES:
+                raise MsrlError(
+                    f"{path}: line {first + len(rows)} has at least {MAX_LINE_BYTES:,} bytes. "
+                    "Write one row per line."
+                )
             rows.append(line)
             size += len(line)
             if size >= MAX_BYTES or len(rows) >= MAX_ROWS:
@@ -296,7 +304,7 @@ def _is_jsonl(path: Path) -> bool:
     The first line is then an object, and more lines follow.
     """
     with _open(path) as file:
-        first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
+        first = file.readline(MAX_LINE_BYTES).removeprefix(b"\xef\xbb\xbf").strip()
         if not (first.startswith(b"{") and first.endswith(b"}")) or not file.read(4096).strip():
             return False
     try:

@@ -104,6 +104,7 @@ class _Episode:
             info.setdefault("state", state)
         messages = _messages(result.messages, info)
         _check_step(messages, result.done)
+        _check_calls(info)
         reward = None if result.reward is None else _finite(result.reward)
         return {"messages": messages, "reward": reward, "done": bool(result.done), "info": info}
 
@@ -182,6 +183,13 @@ def _check_step(messages: Sequence[JsonObject], is_done: bool) -> None:
         raise _InvalidError("step returned no message, although the episode is not done")
     if any(message["role"] == "assistant" for message in messages):
         raise _InvalidError("step returned a message of the role assistant")
+
+
+def _check_calls(info: Mapping[str, Any]) -> None:
+    """Refuse records of tool calls that metrics and penalties cannot read."""
+    calls = info.get("tool_calls") or []
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
+        raise _InvalidError(f"info: tool_calls must be a list of dicts, not {_shown(calls)}")
 
 
 def _finite(value: Any) -> float:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.rewards.http import Server, post_json
 from msrl.rewards.sandbox import Case, Limits, Status
 
 _STATUS: dict[str, Status] = {"Finished": "ok", "TimeLimitExceeded": "timeout", "Error": "error"}
@@ -48,7 +48,7 @@ def _run_case(url: str, program: str, text: str, limits: Limits, remaining_s: fl
     answer, _ = post_json(server, job)
     result = _run_result(answer)
     if result is None:
-        raise RemoteError(f"{server.url}: the sandbox failed: {str(answer)[:300]}", "error")
+        raise server.error(f"the sandbox failed: {str(answer)[:300]}", "error")
     status = _STATUS.get(str(result.get("status")), "error")
     if status == "ok" and result.get("return_code") != 0:
         status = "error"

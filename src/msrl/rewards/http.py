@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from msrl.config.interpolate import with_environment
+from msrl.config.interpolate import with_environment, without_environment
 
 MAX_PAUSE_S = 30.0
 MAX_ANSWER_BYTES = 256 << 20
+_MIN_SECRET = 8  # characters of a word in a header that is not shown
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -46,6 +47,22 @@ class Server:
     retries: int = 5
     backoff_s: float = 0.5
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def without_secrets(self, text: str) -> str:
+        """Return a text that this server sent or caused, without the values of its headers.
+
+        Servers repeat addresses and keys in messages. Short words stay.
+        """
+        text = without_environment(text, self.url)
+        words = {word for value in self.headers.values() for word in value.split()}
+        for word in sorted(words, key=len, reverse=True):
+            if len(word) >= _MIN_SECRET:
+                text = text.replace(word, "...")
+        return text
+
+    def error(self, message: str, kind: Literal["timeout", "error"]) -> RemoteError:
+        """Return an error with the address and a message."""
+        return RemoteError(f"{self.url}: {self.without_secrets(message)}", kind)
 
 
 class _TemporaryError(Exception):
@@ -101,10 +118,10 @@ def _request(server: Server, body: bytes | None) -> tuple[Any, int]:
             pause_s = _pause_s(server, attempt, error)
             last = f"{attempt + 1} attempts failed; the last error: {error}"
             if time.monotonic() + pause_s >= deadline:
-                message = f"{server.url}: no answer within {server.timeout_s:g} s; {last}"
-                raise RemoteError(message, "timeout") from error
+                message = f"no answer within {server.timeout_s:g} s; {last}"
+                raise server.error(message, "timeout") from error
             if attempt == server.retries:
-                raise RemoteError(f"{server.url}: {last}", "error") from error
+                raise server.error(last, "error") from error
         time.sleep(pause_s)
     raise AssertionError("unreachable")
 
@@ -139,8 +156,7 @@ def _attempt(server: Server, body: bytes | None, deadline: float) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        message = f"{server.url}: the answer is not JSON: {data[:100]!r}"
-        raise RemoteError(message, "error") from error
+        raise server.error(f"the answer is not JSON: {data[:100]!r}", "error") from error
 
 
 def _status_error(
@@ -154,7 +170,7 @@ def _status_error(
     message = f"status {answer.status} {answer.reason}: {body}"
     if answer.status in RETRIED_STATUSES:
         return _TemporaryError(message, _retry_after(answer.headers.get("Retry-After")))
-    return RemoteError(f"{server.url}: {message}", "error")
+    return server.error(message, "error")
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from msrl.config.interpolate import with_environment
 from msrl.errors import MsrlError
@@ -70,7 +71,22 @@ def address_refusal(url: str) -> str | None:
         return "must begin with http:// or https://"
     if not _ADDRESS.fullmatch(address):
         return "must consist of ASCII characters without spaces"
-    return None
+    return _authority_refusal(address)
+
+
+def _authority_refusal(address: str) -> str | None:
+    """Return the reason why the host and port of an address cannot be used, or None.
+
+    urllib would name the values in its errors.
+    """
+    try:
+        parts = urlsplit(address)
+        if "@" in parts.netloc:
+            return "contains a user name or password, which are not sent. Send a header instead"
+        is_valid = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    return None if is_valid else "must have a host, and a port between 1 and 65535 if any"
 
 
 class Remote:
@@ -177,12 +193,12 @@ class Remote:
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
             expected = f'{{"rewards": [{count} numbers]}}'
-            message = f"{self._server.url}: expected {expected}, got {str(answer)[:200]}"
-            raise RemoteError(message, "error")
+            raise self._server.error(f"expected {expected}, got {str(answer)[:200]}", "error")
         return [self._result(reward) for reward in rewards]
 
     def _result(self, reward: object) -> CallResult:
-        detail = f"{self._server.url}: the reward {str(reward)[:200]} is not a finite number"
+        text = self._server.without_secrets(str(reward)[:200])
+        detail = f"{self._server.url}: the reward {text} is not a finite number"
         if not isinstance(reward, int | float) or isinstance(reward, bool):
             return CallResult(None, "error", detail)
         # The comparison also rejects NaN and integers that are too large for a float.

@@ -185,9 +185,10 @@ class TeacherServer:
         )
 
     def _unexpected(self, expected: str, answer: object) -> MsrlError:
+        text = self._server("").without_secrets(str(answer)[:_SHOWN])
         return MsrlError(
-            f"{self.setting}: expected {expected}, got {str(answer)[:_SHOWN]}. Use a server that "
-            "returns prompt_logprobs, such as vLLM or msrl serve."
+            f"{self.setting}: expected {expected}, got {text}. Use a server that returns "
+            "prompt_logprobs, such as vLLM or msrl serve."
         )
 
 

@@ -95,7 +95,8 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None
     deltas = dict[str, Delta]()
     for rule, shards in _adapted_rules(shape, layout, models, str(save)):
         deltas |= _join_shards(rule, shards, alpha / rank, str(save))
-    head = _score_head(layout, {at: content["model"] for at, content in contents.items()})
+    complete = {at: content["model"] for at, content in contents.items()}
+    head = _score_head(layout, complete, shape.hidden_size, str(save))
     other_ranks = {delta.rank for delta in deltas.values()} - {rank}
     if other_ranks:
         raise MsrlError(f"{save}: lora_r={rank}, but it contains ranks {sorted(other_ranks)}")
@@ -107,11 +108,17 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None
 
 
 def _score_head(
-    layout: ParallelLayout, models: Mapping[Coords, Mapping[str, Tensor]]
+    layout: ParallelLayout,
+    models: Mapping[Coords, Mapping[str, Tensor]],
+    hidden_size: int,
+    where: str,
 ) -> dict[str, Tensor]:
     """Return the score head by its Hugging Face name; nothing without one.
 
     It is sharded along the hidden channels over the tensor-parallel ranks of the last stage.
+
+    Raises:
+        MsrlError: A shard is missing or has another shape.
     """
     shards = {
         at.tp: tensor
@@ -121,6 +128,13 @@ def _score_head(
     }
     if not shards:
         return {}
+    size = (1, hidden_size // layout.tp)
+    if any(rank not in shards or shards[rank].shape != size for rank in range(layout.tp)):
+        shapes = {rank: list(shard.shape) for rank, shard in sorted(shards.items())}
+        raise MsrlError(
+            f"{where}: {SCORE_HEAD} has the shards {shapes} by tensor-parallel rank, but needs "
+            f"{layout.tp} of shape {list(size)}. Restore the file."
+        )
     return {HF_WEIGHT: torch.cat([shards[rank] for rank in range(layout.tp)], dim=1)}
 
 

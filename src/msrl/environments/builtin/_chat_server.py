@@ -11,6 +11,7 @@ import hmac
 import json
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = "policy"
-_MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 
 
 class ChatRequest:
@@ -54,6 +55,20 @@ class ChatServer:
     def url(self) -> str:
         """Base URL for clients of OpenAI's API."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+
+    def set_reward(self, values: Mapping[str, Any]) -> None:
+        """Set the reward and the success of the episode.
+
+        Raises:
+            ValueError: The reward is not a finite number.
+        """
+        reward, success = values.get("reward"), values.get("success")
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        # The comparison also refuses NaN and integers that are too large for a float.
+        if not is_number or not abs(reward) <= sys.float_info.max:
+            raise ValueError("reward: must be a finite number")
+        self.reward = float(reward)
+        self.success = success if isinstance(success, bool) else None
 
     def end(self) -> None:
         """Tell the reader of `requests` that no further one comes."""
@@ -111,8 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
             length = int(self.headers.get("Content-Length", ""))
         except ValueError:
             raise _BadRequestError("the request needs a Content-Length") from None
-        if not 0 <= length <= _MAX_BODY_BYTES:
-            raise _BadRequestError(f"the request is longer than {_MAX_BODY_BYTES} bytes")
+        if not 0 <= length <= MAX_BODY_BYTES:
+            raise _BadRequestError(f"the request is longer than {MAX_BODY_BYTES} bytes")
         try:
             body = json.loads(self.rfile.read(length))
         except (ValueError, RecursionError) as error:
@@ -148,11 +163,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(200, "text/event-stream", f"{lines}data: [DONE]\n\n".encode())
 
     def _take_reward(self, body: dict[str, Any]) -> None:
-        reward, success = body.get("reward"), body.get("success")
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise _BadRequestError("reward: must be a number")
-        self._episode.reward = float(reward)
-        self._episode.success = success if isinstance(success, bool) else None
+        try:
+            self._episode.set_reward(body)
+        except ValueError as error:
+            raise _BadRequestError(str(error)) from None
         self._send({"ok": True})
 
     def _error(self, status: int, text: str) -> None:

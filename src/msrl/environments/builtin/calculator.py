@@ -10,6 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
@@ -36,18 +37,25 @@ class Calculator(Environment):
 
     def __init__(self, prompt_column: str, system: str, *, has_reward: bool) -> None:
         self._prompt_column, self._system, self._has_reward = prompt_column, system, has_reward
-        self._answer = ""
+        self._true: Decimal | None = None
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the question of the row."""
-        self._answer = str(row.get("answer", ""))
+        """Return the question of the row.
+
+        Raises:
+            ValueError: The ground truth has no number, but answers are compared with it.
+        """
+        answer = str(row.get("answer", ""))
+        self._true = _last_number(answer)
+        if self._has_reward and self._true is None:
+            raise ValueError(f"the ground truth {answer[:100]!r} has no number")
         return row_prompt(row, self._prompt_column, self._system)
 
     def finish(self, answer: str) -> StepResult:
         """Compare the last number of the answer with the ground truth."""
         if not self._has_reward:
             return StepResult([], done=True)
-        is_right = _last_number(answer) == _last_number(self._answer)
+        is_right = _last_number(answer) == self._true
         return StepResult([], float(is_right), True, {"success": is_right})
 
     @tool
@@ -121,6 +129,7 @@ def _check_power(base: int | float, exponent: int | float) -> None:
         raise ValueError("the value is too large")
 
 
-def _last_number(text: str) -> float | None:
+def _last_number(text: str) -> Decimal | None:
+    """Return the exact value of the last number in a text."""
     numbers = _NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
+    return Decimal(numbers[-1]) if numbers else None

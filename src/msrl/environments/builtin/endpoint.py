@@ -16,11 +16,18 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 
 from msrl.data.turns import ToolCall
 from msrl.environments.base import Environment, StepResult
-from msrl.environments.builtin._chat_server import MODEL, ChatRequest, ChatServer, text_content
+from msrl.environments.builtin._chat_server import (
+    MAX_BODY_BYTES,
+    MODEL,
+    ChatRequest,
+    ChatServer,
+    text_content,
+)
 from msrl.environments.tool_call import ParsedAnswer
 from msrl.environments.tools import tool_format
 from msrl.errors import MsrlError
@@ -53,8 +60,7 @@ class Endpoint(Environment):
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start the agent and return the messages of its first request."""
         self._server = ChatServer()
-        target = self._run_program if self._command else self._run_service
-        threading.Thread(target=target, args=(dict(row),), daemon=True).start()
+        threading.Thread(target=self._run_agent, args=(dict(row),), daemon=True).start()
         request = self._next_request()
         if request is None:
             raise RuntimeError(f"the agent ended before its first request. {self._problem}")
@@ -122,6 +128,19 @@ class Endpoint(Environment):
             messages.append(_message(entry) if text is None else Message("assistant", text))
         return messages
 
+    def _run_agent(self, row: JsonObject) -> None:
+        """Run the agent until it ends, for whatever reason."""
+        assert self._server is not None
+        try:
+            if self._command:
+                self._run_program(row)
+            else:
+                self._run_service(row)
+        except Exception as error:  # nobody else reports what ends this thread
+            self._problem = f"the agent failed: {type(error).__name__}: {error}"
+        finally:
+            self._server.end()
+
     def _run_program(self, row: JsonObject) -> None:
         """Run the program until it ends."""
         assert self._server is not None
@@ -142,7 +161,6 @@ class Endpoint(Environment):
                 self._problem = f"the agent ended with exit code {self._program.returncode}"
         except OSError as error:
             self._problem = f"the agent cannot be started: {error}"
-        self._server.end()
 
     def _run_service(self, row: JsonObject) -> None:
         """Call the service and wait for its reply."""
@@ -155,14 +173,15 @@ class Endpoint(Environment):
         try:
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(request) as reply:
-                value = json.loads(reply.read() or b"{}")
-            if isinstance(value, dict) and isinstance(value.get("reward"), int | float):
-                server.reward = float(value["reward"])
-                success = value.get("success")
-                server.success = success if isinstance(success, bool) else None
-        except (OSError, ValueError) as error:
-            self._problem = f"environment.options.url={self._url}: {error}"
-        server.end()
+                data = reply.read(MAX_BODY_BYTES + 1)
+            if len(data) > MAX_BODY_BYTES:
+                raise ValueError(f"the reply is longer than {MAX_BODY_BYTES} bytes")
+            value = json.loads(data or b"{}")
+            if isinstance(value, dict) and value.get("reward") is not None:
+                server.set_reward(value)
+        except (OSError, ValueError, RecursionError, HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            self._problem = f"environment.options.url={self._url}: {reason}"
 
 
 def environment(

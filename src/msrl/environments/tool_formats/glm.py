@@ -67,12 +67,17 @@ def _value(text: str) -> Any:
         return text
 
 
+def _is_text(schema: object) -> bool:
+    """Return True for the schema of a text. A schema may also be true or false."""
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
 def _text_parameters(tools: Sequence[JsonObject]) -> dict[str, set[str]]:
     """Return the names of the parameters of type string, by tool."""
     names: dict[str, set[str]] = {}
     for entry in tools:
         function = entry["function"]
         properties = function.get("parameters", {}).get("properties", {})
-        texts = {key for key, kind in properties.items() if kind.get("type") == "string"}
+        texts = {key for key, kind in properties.items() if _is_text(kind)}
         names[function["name"]] = texts
     return names

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -18,10 +18,11 @@ from mpmath.libmp import to_rational
 
 from msrl.rewards.math.notation import intervals, unified
 from msrl.rewards.math.numbers import amount, comparable, is_qualified, number
+from msrl.rewards.math.quantities import are_opposite, same_amounts, same_time
 
 MAX_CHARACTERS = 4096
-MAX_AMOUNT_CHARACTERS = 100
 _ROUNDING = Fraction(1, 10**9)
+_CLOSE = Fraction(1, 100)
 _SMALL = Fraction(1, 1000)  # below this, six decimals are less than three significant digits
 
 _SPACED_NUMBER = re.compile(r"[-+]?\s*(?:\\?\$\s*)?\d{1,3}(?: \d{3})+(?:\.\d*)?")
@@ -42,16 +43,13 @@ _CASELESS = re.compile(
 )
 _BOX = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 _SPACES = re.compile(r"\s+(?!\w)|(?<!\w)\s+")  # spaces that do not separate words or numbers
+_SINGLE_SCRIPT = re.compile(r"([_^])\{(\w)\}")
 _SPACED_THOUSANDS = re.compile(r"(?<=\d),\s+(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
 _NUMERAL = re.compile(r"(\()?([0-9A-Za-z]+)(?(1)\))\s*_(?:\{\s*(\d+)\s*\}|(\d))")
 _SPACED_IMAGINARY = re.compile(r"(?<=[\d}])\s+(?=i(?![A-Za-z]))")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\w|_\{\w+\})?)\s*=\s*([^=]+)")
 _SEPARATOR = re.compile(r";|\\text\s*\{\s*,?\s*and\s*\}|\band\b")
-_AMOUNT = r"\d[\d./]*\s?(?!and\b)[A-Za-z]{2,}\.?"
-# For example 6 feet 2 inches.
-_AMOUNTS = re.compile(rf"{_AMOUNT}(?:(?:\s?,\s?(?:and\s)?|\sand\s|\s?){_AMOUNT})+")
-_AMOUNT_COMMANDS = re.compile(r"\\[a-z]+\s*\{|[{}~]|\\[ ,;]|\\quad")
 _UNIT = r"\\(?:text|mbox|mathrm)\s*\{[\s~]*(?!and\b|or\b)[A-Za-z]{2,}[^{}]*\}"
 _WORD = r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}(?![A-Za-z])"
 _UNITS = re.compile(rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?[^A-Za-z^]*\d)")
@@ -66,6 +64,11 @@ _NOT_VARIABLES = re.compile(
     r"\\(?:text|math|mbox|operatorname)[a-z]*\s*\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]{3,}"
 )
 _OPERATOR = re.compile("[-+=<>]")
+_PRIME = re.compile(r"(?<=[A-Za-z)\]}])\s*(?:\^?\{?\\prime(?![A-Za-z])|'|\u2032)")
+# Quantities with a name: a variable with a subscript, or a function of something.
+_NAMED = re.compile(r"[A-Za-z]\s*_\s*(?:\{[^{}]*\}|\w)|(?<=[A-Za-z})])\s*\([^()]*\)")
+_COORDINATE = re.compile(r"(?<![A-Za-z\\])[xyz](?![A-Za-z])")
+_TERMS = re.compile(r"[-+^*|\d]")
 _MAX_EXPONENT = 1 << 20  # bits; a larger number would exhaust the memory as a fraction
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
 
@@ -102,6 +105,24 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
 def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:
     if _PERCENT.search(answer) and _PERCENT.search(response):
         answer, response = _PERCENT.sub("", answer), _PERCENT.sub("", response)
+    compared = _compare_quantities(answer, response, tolerance, percent)
+    if compared is not None:
+        return compared
+    answer, response = intervals(answer), intervals(response)
+    compared = _compare_compound(answer, response, tolerance, percent)
+    if compared is not None:
+        return compared
+    return _symbolically_equal(answer, response, tolerance, percent)
+
+
+def _compare_quantities(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
+    """Compare times, amounts and percentages; None for other answers."""
+    if are_opposite(answer, response):
+        return False
+    same = _compare_percentage(answer, response, tolerance, percent)
+    same = same_time(answer, response) if same is None else same
+    if same is not None:
+        return same
     true = amount(answer.replace(" ", ",") if _SPACED_NUMBER.fullmatch(answer) else answer)
     claimed = amount(response if true is None else _join_thousands(response))
     if true is not None and claimed is not None:
@@ -109,11 +130,17 @@ def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -
         return values is not None and _same_number(*values, tolerance, percent)
     if true is not None and is_qualified(response):
         return False
-    answer, response = intervals(answer), intervals(response)
-    compared = _compare_compound(answer, response, tolerance, percent)
-    if compared is not None:
-        return compared
-    return _symbolically_equal(answer, response, tolerance, percent)
+    return same_amounts(answer, response)
+
+
+def _compare_percentage(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
+    """Compare a percentage with a number, which may be its hundredth; None for other answers."""
+    if not _PERCENT.search(answer) or "%" in response:
+        return None
+    true, claimed = number(_PERCENT.sub("", answer)), number(response)
+    if true is None or claimed is None:
+        return None
+    return any(_same_number(t, claimed, tolerance, percent) for t in (true, true / 100))
 
 
 def _join_thousands(text: str) -> str:
@@ -149,6 +176,7 @@ def _compact(text: str) -> str:
     """
     text = _SPACES.sub("", re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", text).strip()))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _SINGLE_SCRIPT.sub(r"\1\2", text)
     return _CASELESS.sub(lambda match: match[0].casefold(), text)
 
 
@@ -171,9 +199,6 @@ def _compare_compound(answer: str, response: str, tolerance: float, percent: boo
         return numerals[0] == numerals[1]
     if any(holds(response) and not holds(answer) for holds in _IGNORED_CONTENT):
         return False
-    amounts = _amounts(answer), _amounts(response)
-    if any(amounts):
-        return amounts[0] == amounts[1]
     true, claimed = _numbers(answer), _numbers(response)
     if true is None or claimed is None:
         return _compare_assignments(answer, response, tolerance, percent)
@@ -216,16 +241,6 @@ def _numeral(text: str) -> int | str | None:
         return _compact(text)
 
 
-def _amounts(text: str) -> list[str]:
-    """Return the numbers of an amount in several units (`6 feet 2 inches`), else an empty list."""
-    if "\\frac" not in text:
-        text = _AMOUNT_COMMANDS.sub(" ", text)
-    text = " ".join(text.split())
-    if len(text) > MAX_AMOUNT_CHARACTERS or not _AMOUNTS.fullmatch(text):
-        return []
-    return re.findall(r"[\d./]*\d", text)
-
-
 def _numbers(text: str) -> list[Fraction] | None:
     """Return the sorted values of a list of plain numbers (`1, 1, 2`).
 
@@ -247,6 +262,8 @@ def _compare_assignments(
     """
     true = _assignments(answer)
     if true is None:
+        true = _names_by_position(answer, _assignments(response))
+    if true is None:
         return None
     claimed = _assignments(response)
     if claimed is None and "=" not in response:
@@ -257,6 +274,13 @@ def _compare_assignments(
         return False
     pairs = [(true[name], claimed[name]) for name in true]
     return all(equal(t, c, tolerance=tolerance, percent=percent) for t, c in pairs)
+
+
+def _names_by_position(answer: str, claimed: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return the values of a point with the names of the response, which count in their order."""
+    if claimed is None or not (answer.startswith("(") and answer.endswith(")")):
+        return None
+    return _values_by_position(sorted(claimed), answer)
 
 
 def _values_by_position(names: Iterable[str], response: str) -> dict[str, str] | None:
@@ -291,7 +315,9 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 
 
 def _symbolically_equal(answer: str, response: str, tolerance: float, percent: bool) -> bool:
-    if not _is_balanced(response) or _differ_in_case(answer, response):
+    if not _is_balanced(response) or _contradicts_itself(response):
+        return False
+    if any(differ(answer, response) for differ in _IGNORED_DIFFERENCES):
         return False
     true, claimed = formula(_keep_variable(answer)), formula(_keep_variable(response))
     claimed = _with_symbols(claimed, true)
@@ -329,6 +355,32 @@ def _differ_in_case(answer: str, response: str) -> bool:
     letters, others = ({c for c in text if c.isalpha()} for text in (true, claimed))
     is_same = {c.casefold() for c in letters} == {c.casefold() for c in others}
     return is_same and letters != others
+
+
+def _differ_in_primes(answer: str, response: str) -> bool:
+    """Return True if the values have different numbers of primes (`f'(x)`), which are dropped."""
+    true, claimed = (len(_PRIME.findall(t.rpartition("=")[2])) for t in (answer, response))
+    return true != claimed
+
+
+def _is_side_of_curve(answer: str, response: str) -> bool:
+    """Return True if the response lacks the left side of a curve's equation (`x^2+y^2=1`)."""
+    left, sign, _ = answer.partition("=")
+    if not sign or "=" in response or left.endswith(("<", ">", "!")):
+        return False
+    left = _NAMED.sub("", left)
+    return bool(_COORDINATE.search(left) and _TERMS.search(left))
+
+
+# Differences that math-verify ignores.
+_IGNORED_DIFFERENCES = (_differ_in_case, _differ_in_primes, _is_side_of_curve)
+
+
+def _contradicts_itself(response: str) -> bool:
+    """Return True if equals signs stand between numbers that are not even close (`4=5`)."""
+    sides = [number(side) for side in response.split("=")] if "=" in response else []
+    values = [value for value in sides if value is not None]
+    return len(values) > 1 and max(values) - min(values) > max(map(abs, values)) * _CLOSE
 
 
 def verified(true: list[Any], claimed: list[Any]) -> bool:

@@ -42,6 +42,8 @@ _REPLACED = (
     (r"\\geqslant(?![A-Za-z])", r"\\ge"),
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix row
     (r"\\colon(?![A-Za-z])", ":"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"^\s*([^=A-Za-z<>\\!]+?)\s*=\s*([A-Za-z])\s*$", r"\2=\1"),
     (r"\\log\s*_\s*(?:e|\{\s*e\s*\}|\{?\s*\\mathrm\s*\{\s*e\s*\}\s*\}?)", r"\\ln "),
     (r"\\color\s*\{[^{}]*\}", ""),  # of all that follows
     (r"\{([-:,])\}", r"\1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -27,7 +28,6 @@ _CURRENCY = (
 _BEFORE = re.compile(rf"([-+]?)\s*{_CURRENCY}\s*(?=[\d.\\])")
 _AFTER = re.compile(rf"(?<=[\d}}.])\s*{_CURRENCY}$")
 
-_DOLLAR = re.compile(r"\$|dollar|USD")
 _WRAPPED = re.compile(r"\\(?:text(?:rm|up)?|math(?:rm|up)|mbox|operatorname)\s*\{([^{}]*)\}")
 _SPACES = r"\\[,;: ]|~|\\q?quad(?![A-Za-z])"
 _RAISED = r"(?:\^(?:\{\d\}|\d))?"
@@ -67,20 +67,47 @@ _UNITS: dict[str, tuple[str, Fraction]] = {
         },
         "mass": {
             "mg": "1/1000", "g": "1", "kg": "1000", "gram": "1", "kilogram": "1000",
-            "milligram": "1/1000",
+            "milligram": "1/1000", "pound": "453.59237", "lb": "453.59237",
+            "ounce": "28.349523125", "oz": "28.349523125",
         },
         "time": {
             "s": "1", "sec": "1", "second": "1", "min": "60", "minute": "60", "h": "3600",
             "hr": "3600", "hour": "3600", "day": "86400", "week": "604800",
         },
-        "volume": {"ml": "1/1000", "l": "1", "milliliter": "1/1000", "liter": "1", "litre": "1"},
+        "months": {"month": "1", "year": "12", "decade": "120", "century": "1200"},
+        "volume": {
+            "ml": "1/1000", "l": "1", "milliliter": "1/1000", "liter": "1", "litre": "1",
+            "gallon": "3.785411784", "quart": "0.946352946", "pint": "0.473176473",
+        },
         "money": {"cent": "1/100", "dollar": "1"},
+        "angle": {"degree": "1"},
+        # Units that are only compared with themselves.
+        **{
+            name: {name: "1"}
+            for name in (
+                "ton", "euro", "sterling", "yen", "yuan", "rupee", "radian", "celsius",
+                "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "ohm", "ampere",
+                "pascal", "hertz", "coulomb",
+            )
+        },
     }.items()
     for name, value in names.items()
 }  # fmt: skip
 _UNKNOWN = "?"  # dimension of a unit that is missing or unknown, in a rate
 _RATES = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
-_PLURALS = {"inches": "inch", "feet": "foot", "metres": "meter"}
+_PLURALS = {"inches": "inch", "feet": "foot", "metres": "meter", "centuries": "century"}
+_DEGREES_OF = re.compile(r"^degrees?\s+(?=[a-z])")
+_TEMPERATURES = {"c": "celsius", "f": "fahrenheit", "k": "kelvin"}
+_SYMBOLS = {
+    "dollar": re.compile(r"\$|USD"),
+    "euro": re.compile(r"€|\\euro|EUR"),
+    "sterling": re.compile(r"£|\\pounds|GBP"),
+    "yen": re.compile("¥|\\\\yen"),
+    "yuan": re.compile("CNY|RMB"),
+    "rupee": re.compile("₹|INR|Rs"),
+}
+_NO_NUMBER = re.compile(r"[^\d.,/ +-]")
+_POUNDS = {"pound", "sterling"}  # the name of the currency is that of the mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +141,7 @@ def amount(text: str) -> Amount | None:
     """
     value = number(text)
     if value is not None:
-        return Amount(value, "dollar" if _DOLLAR.search(text) else "")
+        return Amount(value, _currency(text))
     if len(text) > MAX_NUMBER_CHARACTERS + MAX_UNIT_CHARACTERS:
         return None
     text, num_wrapped = _WRAPPED.subn(r" \1", _with_rates(text))
@@ -147,12 +174,36 @@ def comparable(true: Amount, claimed: Amount) -> tuple[Fraction, Fraction] | Non
 
     A missing or unknown unit is that of the other amount.
     """
+    if not (true.unit and claimed.unit):
+        return true.value, claimed.value
+    if {_singular(item.unit) for item in (true, claimed)} == _POUNDS:
+        return true.value, claimed.value
     units = [_dimension(item.unit) for item in (true, claimed)]
     if units[0] is None or units[1] is None:
         return true.value, claimed.value
     if units[0][0] != units[1][0]:
         return None
     return true.value * units[0][1], claimed.value * units[1][1]
+
+
+def total_value(parts: Sequence[Amount]) -> tuple[str, Fraction] | None:
+    """Return the dimension of amounts and their sum in its base unit.
+
+    None if a unit is unknown, or they measure different things.
+    """
+    units = [_dimension(part.unit) for part in parts]
+    known = [unit for unit in units if unit is not None and not unit[0].startswith(_UNKNOWN)]
+    dimensions = {unit[0] for unit in known}
+    if len(known) < len(parts) or len(dimensions) != 1:
+        return None
+    values = (part.value * unit[1] for part, unit in zip(parts, known, strict=True))
+    return dimensions.pop(), sum(values, Fraction(0))
+
+
+def unit_key(unit: str) -> str:
+    """Return a name that is equal for the spellings of a unit."""
+    known = _dimension(unit)
+    return _singular(unit) if known is None else f"{known[0]} {known[1]}"
 
 
 def _plain_value(sign: str, digits: str, bottom: str | None) -> Fraction | None:
@@ -224,6 +275,14 @@ def _is_variable(name: str) -> bool:
     return len(name) == 1 and _singular(name) not in _UNITS
 
 
+def _currency(text: str) -> str:
+    """Return the name of the currency whose symbol is in a text, or an empty string."""
+    if not _NO_NUMBER.search(text):
+        return ""
+    names = (name for name, symbol in _SYMBOLS.items() if symbol.search(text))
+    return next(names, "")
+
+
 def _raised(text: str, unit: str, word: str) -> str:
     """Return a unit beside a word such as `square` with its exponent, or the text unchanged."""
     if _singular(unit) not in (*_UNITS, "unit"):
@@ -281,5 +340,8 @@ def _power(unit: str) -> tuple[str, Fraction] | None:
 
 def _singular(name: str) -> str:
     name = name.lower().rstrip(".")
+    if _DEGREES_OF.match(name):
+        name = _DEGREES_OF.sub("", name)
+        name = _TEMPERATURES.get(name, name)
     name = _PLURALS.get(name, name)
     return name[:-1] if name not in _UNITS and name.endswith("s") else name

@@ -112,6 +112,8 @@ class RouteRecording:
 
         None on ranks whose routes another rank returns, and on stages without mixture layers.
         """
+        if self._last is not None:  # virtual stages of one micro-batch are joined on the host
+            self._last.offload()
         rows = [self._experts(number) for number in range(len(batches))]
         layers = tuple(sorted(rows[0])) if rows else ()
         if not layers:

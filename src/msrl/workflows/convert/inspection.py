@@ -14,6 +14,7 @@ from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import has_manifest, hf_checks, mcore_checks
 from msrl.checkpoint.mcore.files import TRACKER, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration, saved_layout
+from msrl.limits import print_line
 from msrl.models.families import num_parameters
 from msrl.models.parallel_layout import Coords
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
@@ -47,7 +48,7 @@ def inspect(folder: Path, *, verify: bool) -> None:
     """
     verify_checkpoint(folder, verify=verify)
     (_inspect_hf if is_hf(folder) else _inspect_mcore)(folder)
-    print(_state(folder, verify))
+    print_line(_state(folder, verify))
 
 
 def verify_checkpoint(folder: Path, *, verify: bool) -> None:
@@ -58,7 +59,8 @@ def verify_checkpoint(folder: Path, *, verify: bool) -> None:
 
 def _inspect_hf(folder: Path) -> None:
     shape = HfCheckpoint(folder).shape  # also checks the weights against the config
-    print(f"{folder}: Hugging Face, {shape.architecture}, {num_parameters(shape):,} parameters")
+    size = f"{num_parameters(shape):,} parameters"
+    print_line(f"{folder}: Hugging Face, {shape.architecture}, {size}")
     files: dict[Path, list[tuple[torch.dtype, int]]] = {}
     for tensor in open_weight_files(folder).values():
         files.setdefault(tensor.file, []).append((tensor.spec.dtype, tensor.spec.num_elements))
@@ -66,22 +68,22 @@ def _inspect_hf(folder: Path) -> None:
         [_HEAD, *(_row(path.name, tensors, path) for path, tensors in sorted(files.items()))]
     )
     sizes = {name: getattr(shape, name) for name in _SHOWN_SIZES}
-    print("config: " + ", ".join(f"{name}={value}" for name, value in sizes.items()))
+    print_line("config: " + ", ".join(f"{name}={value}" for name, value in sizes.items()))
 
 
 def _inspect_mcore(save: Path) -> None:
     iteration = latest_iteration(save)
     folder = iteration_dir(save, iteration)
     if is_distributed(folder):
-        print(f"{save}: iteration {iteration}, distributed, saved with {saved_layout(save)}")
+        print_line(f"{save}: iteration {iteration}, distributed, saved with {saved_layout(save)}")
         rows, args = _distributed_rows(folder), read_common(folder)["args"]
     else:
         checkpoint = find_checkpoint(save)
-        print(f"{save}: iteration {iteration}, {checkpoint.layout}")
+        print_line(f"{save}: iteration {iteration}, {checkpoint.layout}")
         rows = [_file_row(save, path) for _, path in sorted(checkpoint.files.items())]
         args = read_rank_file(checkpoint.files[Coords()])["args"]
     print_table([_HEAD, *rows])
-    print(
+    print_line(
         "arguments: "
         + ", ".join(
             f"{name}={getattr(args, name)}" for name in _SHOWN_ARGUMENTS if hasattr(args, name)
@@ -89,7 +91,7 @@ def _inspect_mcore(save: Path) -> None:
     )
     state = training_state(save)
     if state:
-        print(f"in addition to weights: {', '.join(state)}")
+        print_line(f"in addition to weights: {', '.join(state)}")
 
 
 def _state(folder: Path, verify: bool) -> str:
@@ -151,7 +153,7 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+        print_line("  ".join(cells).rstrip())
 
 
 def _file_row(save: Path, path: Path) -> tuple[str, ...]:

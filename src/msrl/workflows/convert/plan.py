@@ -14,6 +14,7 @@ from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.rank_shapes import Plan, RankPlan
 from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.config.schema import Config, ConvertConfig
+from msrl.limits import print_line
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.paths import config_dir
 from msrl.models.shape import Shape
@@ -54,17 +55,18 @@ def show(config: Config) -> None:
     files = dict(file_rows(shape, target, plan, Path(convert.save)))
     total = sum(spec.num_bytes for specs in files.values() for spec in specs)
     types = "data types of config.json" if target.dtype is None else f"as {convert.dtype}"
-    print(
+    print_line(
         f"Would write {num_parameters(shape):,} parameters, {plan.layout}, in {len(files)} "
         f"{'file' if len(files) == 1 else 'files'}: {amount_text(total, 'B')}, {types}"
     )
     if plan.padded_vocab != shape.vocab_size:
-        print(f"Vocabulary: {shape.vocab_size:,} rows, padded with zeros to {plan.padded_vocab:,}")
+        padded = f"padded with zeros to {plan.padded_vocab:,}"
+        print_line(f"Vocabulary: {shape.vocab_size:,} rows, {padded}")
     if shape.pass_through:
         names = ", ".join(f"{prefix}*" for prefix in shape.pass_through)
-        print(f"Not counted here, as they pass through unchanged: {names}")
+        print_line(f"Not counted here, as they pass through unchanged: {names}")
     free = shutil.disk_usage(_nearest_existing(Path(convert.save))).free
-    print(
+    print_line(
         f"free on the disk: {amount_text(free, 'B')}"
         + (", which is not enough" if free < total else "")
     )

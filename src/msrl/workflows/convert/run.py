@@ -23,6 +23,7 @@ from msrl.checkpoint.mcore.files import SIDECAR
 from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
 from msrl.config.schema import Config, ConvertConfig
 from msrl.errors import MsrlError, VerificationError
+from msrl.limits import print_line
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.shape import Shape
 from msrl.plan.derived import layout_from
@@ -117,22 +118,22 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         write(bar.advance)
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
-    print(
+    print_line(
         f"Wrote {save}: {layout}{num_parameters(source.shape):,} parameters, "
         f"{amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
     )
     _print_pass_through(source)
     if source.shape.reward_head:
-        print(
+        print_line(
             f"Reward model ({source.shape.architecture}): "
             "score.weight of Hugging Face is rm_head.weight of Megatron"
         )
     if conversion.dropped:
-        print(f"Not converted (only weights are): {', '.join(conversion.dropped)}")
+        print_line(f"Not converted (only weights are): {', '.join(conversion.dropped)}")
     if convert.verify:
         _verify(config, source, load, save)
     else:
-        print("Not verified: neither the files nor the logits were compared with the source")
+        print_line("Not verified: neither the files nor the logits were compared with the source")
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
@@ -150,7 +151,7 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
     if lora is None:
         return base
     merged = MergedSource(base, read_adapter(lora, base.shape), dtype=CHOICES[convert.dtype])
-    print(f"Merging {lora}: {merged.adapter.summary()}")
+    print_line(f"Merging {lora}: {merged.adapter.summary()}")
     return merged
 
 
@@ -196,15 +197,16 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
         raise VerificationError(
             f"{save}: {len(different)} adapters differ from those in {load}, first {different[0]}"
         )
-    print(f"Wrote {save}: {adapter.summary()}, for base model {base}; read back equal bit for bit")
+    content = f"{adapter.summary()}, for base model {base}"
+    print_line(f"Wrote {save}: {content}; read back equal bit for bit")
     dropped = dropped_by_peft(adapter, shape)
     if dropped:
-        print(
+        print_line(
             f"PEFT 0.21 silently ignores adapters of {', '.join(dropped)} outside of experts. "
             "Merge this adapter with --lora."
         )
     if not has_weights(base):
-        print(
+        print_line(
             f"{base}: no weights found, so PEFT cannot load the base model. "
             "Name its Hugging Face folder with --hf-config."
         )
@@ -240,7 +242,7 @@ def _print_pass_through(source: WeightSource) -> None:
     tensors = pass_through_tensors(source.hf_dir, source.shape)
     if tensors:
         names = ", ".join(f"{prefix}*" for prefix in source.shape.pass_through)
-        print(
+        print_line(
             f"Passed through unchanged, neither sharded nor trained: {len(tensors)} tensors "
             f"{names}, "
             f"{amount_text(pass_through_bytes(tensors), 'B')}"
@@ -256,9 +258,9 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
     try:
         checks = report.checks(config.convert, config.cluster.platform, source, load, save)
     except BaseException:
-        print(f"Wrote {save}, but did not verify it: the verification was interrupted")
+        print_line(f"Wrote {save}, but did not verify it: the verification was interrupted")
         raise
-    print(f"Verified in {duration_text(time.perf_counter() - start)}:")
+    print_line(f"Verified in {duration_text(time.perf_counter() - start)}:")
     rows = [(check.name, check.compared, check.result) for check in checks]
     print_table([("check", "compared", "result"), *rows])
     if all(check.passed for check in checks):

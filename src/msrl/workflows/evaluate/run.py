@@ -31,6 +31,7 @@ from msrl.limits import printable
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
+from msrl.rewards.functions import split
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.episodes.settings import EpisodeSettings
@@ -57,6 +58,7 @@ from msrl.workflows.serve.engine import (
     running_engine,
 )
 from msrl.workflows.training.interrupts import EndAtOnce
+from msrl.workflows.training.resume_checks import weights_digest
 
 if TYPE_CHECKING:
     from msrl.rollout.vllm import VllmEngine
@@ -191,7 +193,26 @@ def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "evaluate.confidence": config.evaluate.confidence,
         **environment,
+        **scoring_files(config),
     }
+
+
+def scoring_files(config: Config) -> dict[str, str]:
+    """Return digests of the user's files that score answers or run episodes, by key and path."""
+    digests: dict[str, str] = {}
+    for source in config.reward.sources:
+        if source.function is not None:
+            file = Path(split(source.function)[0])
+            digests[f"reward.sources: {file}"] = digest_of_ends([(file.name, file)])
+        elif source.model is not None:
+            model = Path(source.model)
+            digests[f"reward.sources: {model}"] = weights_digest(model)
+    section = config.environment
+    for entry in (section, *section.mixture.values()):
+        if entry.path is not None:
+            file = Path(entry.path.rpartition(":")[0])
+            digests[f"environment: {file}"] = digest_of_ends([(file.name, file)])
+    return digests
 
 
 def _data_digest(prefix: str) -> str:

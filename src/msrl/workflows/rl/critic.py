@@ -78,12 +78,12 @@ def with_targets(
     values: Reals,  # [N]
     returns: Reals,  # [N]
 ) -> Sequences:
-    """Return the sequences with the fields that the critic's loss reads."""
+    """Return the sequences with the fields that the critic's loss reads, without routes."""
     fields = {
         "old_values": _by_sequence(responses, values),
         "returns": _by_sequence(responses, returns),
     }
-    return sequences._replace(fields=fields)
+    return sequences._replace(fields=fields, routes=None)
 
 
 def _by_sequence(responses: Sequences, numbers: Reals) -> tuple[Floats, ...]:  # [N] -> S of [T]

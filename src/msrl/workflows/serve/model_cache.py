@@ -8,6 +8,7 @@ and tokenizer files. A folder appears atomically, and its checksums are verified
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.errors import MsrlError
+from msrl.limits import printable
 from msrl.tracking.progress import amount_text, progress
 
 if TYPE_CHECKING:
@@ -54,35 +56,45 @@ def checkpoint_digest(load: Path, iteration: int | str | None = None) -> str:
 
 
 def is_usable(folder: Path) -> bool:
-    """Return True if a converted folder exists and is undamaged."""
+    """Return True if a converted folder exists and is undamaged; report damage."""
+    try:
+        return _is_complete(folder)
+    except MsrlError as error:
+        line = f"{folder}: the cached conversion is damaged ({error})"
+        print(printable(line), file=sys.stderr)
+        return False
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return True if a converted folder exists. Raises MsrlError if it is damaged."""
     from msrl.checkpoint.integrity import hf_checks
     from msrl.workflows.training.integrity import verify_files
 
     if not (folder / "config.json").is_file():
         return False
-    try:
-        verify_files(hf_checks(folder))
-    except MsrlError as error:
-        print(f"{folder}: the cached conversion is damaged ({error})", file=sys.stderr)
-        return False
+    verify_files(hf_checks(folder))
     return True
 
 
 def convert(source: WeightSource, load: Path, folder: Path) -> None:
     """Write the weights of `source`, opened from `load`, as a Hugging Face folder.
 
+    A complete folder that another process has written in the meantime stays: that process may be
+    reading it.
+
     Raises:
         MsrlError: The folder cannot be written, or the disk is full.
     """
     from msrl.checkpoint.convert import hf_specs, write_hf
 
-    if folder.exists():  # a damaged one
+    with contextlib.suppress(MsrlError):  # damaged
+        if _is_complete(folder):
+            return
+    if folder.exists():
         shutil.rmtree(folder)
     num_bytes = sum(spec.num_bytes for spec in hf_specs(source, None).values())
     with progress(f"converting {load}", total=num_bytes, unit="B") as bar:
         write_hf(source, folder, None, bar.advance)
-    print(
-        f"Converted {load} to {folder} ({amount_text(num_bytes, 'B')}), where the next start finds "
-        "it",
-        file=sys.stderr,
-    )
+    size = amount_text(num_bytes, "B")
+    line = f"Converted {load} to {folder} ({size}), where the next start finds it"
+    print(printable(line), file=sys.stderr)

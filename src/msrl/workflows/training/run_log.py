@@ -14,6 +14,7 @@ from types import TracebackType
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
+from msrl.limits import printable
 from msrl.plan.run_plan import checkpoint_folder
 from msrl.tracking.console import StepConsole
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
@@ -145,7 +146,7 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Print a line on standard error, without secrets of the configuration."""
-        print(redacted(text, self._config), file=sys.stderr, flush=True)
+        print(printable(redacted(text, self._config)), file=sys.stderr, flush=True)
 
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""

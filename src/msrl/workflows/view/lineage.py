@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from msrl.checkpoint.hf.manifest import HF_MANIFEST
 from msrl.checkpoint.mcore.files import MANIFEST
+from msrl.errors import MsrlError
 from msrl.tracking.run import CONFIG
+from msrl.workflows.view.recorded import is_folder, recorded_values
 
 _MAX_DEPTH = 8
+_MAX_DIGITS = 12  # of an iteration
 Node = dict[str, Any]
 
 
@@ -26,63 +27,92 @@ def lineage(run_dir: Path, config: Mapping[str, Any]) -> list[Node]:
     """Return the checkpoints, models and data of a run, the newest first.
 
     A node has the keys depth, kind, path, digest and note. A model that another run trained is
-    followed by the lineage of that run.
+    followed by the lineage of that run. Iterations of a folder are listed once, because the files
+    of runs may name each other.
     """
-    return list(_run_nodes(run_dir, config, 0))
+    return list(_Lineage().run(run_dir, config, 0))
 
 
-def _run_nodes(run_dir: Path, config: Mapping[str, Any], depth: int) -> Iterator[Node]:
-    if depth > _MAX_DEPTH:
-        return
-    base = _working_folder(run_dir, config)
-    saved = _value(config, "checkpoint", "save")
-    checkpoints = base / saved if saved else run_dir / "checkpoints"
-    yield from _model_nodes(checkpoints, depth, "checkpoint")
-    for name in ("train", "eval"):
-        prefix = _value(config, "data", name)
-        if prefix:
-            yield from _data_nodes(base / prefix, depth + 1, name)
-    for section, key in (("model", "path"), ("checkpoint", "load")):
-        path = _value(config, section, key)
-        if path:
-            yield from _ancestor_nodes(base / path, depth + 1)
+class _Lineage:
+    """Walk through the files of runs and checkpoints, which remembers the folders it has seen."""
+
+    def __init__(self) -> None:
+        self._seen: set[Path] = set()
+
+    def run(self, run_dir: Path, config: Mapping[str, Any], depth: int) -> Iterator[Node]:
+        """Yield the nodes of a run."""
+        if depth > _MAX_DEPTH:
+            return
+        base = _working_folder(run_dir, config)
+        saved = _value(config, "checkpoint", "save")
+        checkpoints = base / saved if saved else run_dir / "checkpoints"
+        yield from self._model(checkpoints, depth, "checkpoint")
+        for name in ("train", "eval"):
+            prefix = _value(config, "data", name)
+            if prefix:
+                yield from _data_nodes(base / prefix, depth + 1, name)
+        for section, key in (("model", "path"), ("checkpoint", "load")):
+            path = _value(config, section, key)
+            if path:
+                yield from self._ancestor(base / path, depth + 1)
+
+    def _ancestor(self, folder: Path, depth: int) -> Iterator[Node]:
+        """Yield the nodes of an initial model, and those of the run that trained it."""
+        run_dir = folder.parent
+        config = _yaml(run_dir / CONFIG)
+        if config and folder.name in ("checkpoints", "hf"):
+            is_new = self._is_new(run_dir)
+            note = "trained the initial model" if is_new else "see above"
+            yield _node(depth, "run", run_dir, "", note)
+            if is_new:
+                yield from self.run(run_dir, config, depth + 1)
+        else:
+            yield from self._model(folder, depth, "initial model")
+
+    def _model(self, folder: Path, depth: int, title: str) -> Iterator[Node]:
+        manifest = _json(folder / MANIFEST)
+        if "iterations" in manifest and not self._is_new(folder):
+            yield _node(depth, title, folder, "", "see above")
+        elif "iterations" in manifest:
+            for step, record in _iterations(manifest):
+                digest, note = _digest(record.get("files")), _layout(record)
+                yield _node(depth, title, folder / f"iter_{step:07d}", digest, note)
+                source = record.get("source")
+                if isinstance(source, str) and depth < _MAX_DEPTH:
+                    yield from self._model(Path(source), depth + 1, "converted from")
+        elif is_folder(folder):
+            record = _json(folder / HF_MANIFEST)
+            note = "Hugging Face folder" if (folder / "config.json").is_file() else ""
+            yield _node(depth, title, folder, _digest(record.get("files")), note)
+        else:
+            yield _node(depth, title, folder, "", "not on this machine")
+
+    def _is_new(self, folder: Path) -> bool:
+        """Return True for the first call with a folder."""
+        path = folder.absolute()
+        is_new = path not in self._seen
+        self._seen.add(path)
+        return is_new
 
 
-def _ancestor_nodes(folder: Path, depth: int) -> Iterator[Node]:
-    """Yield the nodes of an initial model, and those of the run that trained it."""
-    run_dir = folder.parent
-    config = _yaml(run_dir / CONFIG)
-    if config and folder.name in ("checkpoints", "hf"):
-        yield _node(depth, "run", run_dir, "", "trained the initial model")
-        yield from _run_nodes(run_dir, config, depth + 1)
-    else:
-        yield from _model_nodes(folder, depth, "initial model")
-
-
-def _model_nodes(folder: Path, depth: int, title: str) -> Iterator[Node]:
-    manifest = _json(folder / MANIFEST)
-    if "iterations" in manifest:
-        for step, record in sorted(manifest["iterations"].items(), key=lambda item: -int(item[0])):
-            digest, note = _digest(record.get("files", {})), _layout(record)
-            yield _node(depth, title, folder / f"iter_{int(step):07d}", digest, note)
-            source = record.get("source")
-            if isinstance(source, str) and depth < _MAX_DEPTH:
-                yield from _model_nodes(Path(source), depth + 1, "converted from")
-    elif folder.is_dir():
-        record = _json(folder / HF_MANIFEST)
-        note = "Hugging Face folder" if (folder / "config.json").is_file() else ""
-        yield _node(depth, title, folder, _digest(record.get("files", {})), note)
-    else:
-        yield _node(depth, title, folder, "", "not on this machine")
+def _iterations(manifest: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return the readable records of iterations, the newest first."""
+    records = manifest["iterations"]
+    readable: dict[int, dict[str, Any]] = {}
+    for name, record in records.items() if isinstance(records, dict) else ():
+        if str(name).isdecimal() and len(str(name)) <= _MAX_DIGITS and isinstance(record, dict):
+            readable[int(name)] = record
+    return sorted(readable.items(), reverse=True)
 
 
 def _data_nodes(prefix: Path, depth: int, name: str) -> Iterator[Node]:
     manifest = _json(prefix.with_name(prefix.name + "_manifest.json"))
     rows = manifest.get("num_rows")
     note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
-    yield _node(depth, f"data.{name}", prefix, _digest(manifest.get("files", {})), note)
+    yield _node(depth, f"data.{name}", prefix, _digest(manifest.get("files")), note)
     if manifest.get("tokenizer_hash"):
-        yield _node(depth + 1, "tokenizer", None, manifest["tokenizer_hash"][:16], "its vocabulary")
+        digest = str(manifest["tokenizer_hash"])[:16]
+        yield _node(depth + 1, "tokenizer", None, digest, "its vocabulary")
 
 
 def _node(depth: int, kind: str, path: Path | None, digest: str, note: str) -> Node:
@@ -90,7 +120,7 @@ def _node(depth: int, kind: str, path: Path | None, digest: str, note: str) -> N
     return {"depth": depth, "kind": kind, "path": name, "digest": digest, "note": note}
 
 
-def _digest(files: Mapping[str, Any]) -> str:
+def _digest(files: object) -> str:
     """Return one digest of the recorded checksums of all files, or an empty string."""
     if not files:
         return ""
@@ -99,7 +129,8 @@ def _digest(files: Mapping[str, Any]) -> str:
 
 
 def _layout(record: Mapping[str, Any]) -> str:
-    layout = record.get("layout", {})
+    layout = record.get("layout")
+    layout = layout if isinstance(layout, dict) else {}
     sizes = [f"{name}={layout[name]}" for name in ("tp", "pp", "ep") if layout.get(name)]
     return ", ".join([*sizes, str(record.get("dtype", ""))])
 
@@ -115,21 +146,21 @@ def _working_folder(run_dir: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> str | None:
-    value = (config.get(section) or {}).get(key)
+    values = config.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
     return value if isinstance(value, str) else None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return recorded_values(path)
+    except MsrlError:
         return {}
-    return value if isinstance(value, dict) else {}

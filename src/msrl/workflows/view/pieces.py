@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
+from msrl.workflows.view.recorded import is_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +67,7 @@ def byte_alphabet() -> dict[str, int]:
 def open_pieces(folders: Iterable[Path]) -> TokenPieces | None:
     """Return the texts of the first folder that has a usable tokenizer, or None."""
     for folder in folders:
-        if folder.is_dir():
+        if is_folder(folder):
             try:
                 return TokenPieces(open_tokenizer(folder).backend)
             except MsrlError:

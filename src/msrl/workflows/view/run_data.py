@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from msrl.errors import MsrlError
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
@@ -24,6 +23,7 @@ from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
 from msrl.workflows.view.lineage import lineage
 from msrl.workflows.view.pieces import TokenPieces, open_pieces
+from msrl.workflows.view.recorded import recorded_values
 from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_files
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
@@ -73,18 +73,13 @@ class RunData:
         }
 
     def _config(self) -> dict[str, Any]:
-        path = self.folder / CONFIG
-        try:
-            config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise MsrlError(f"{path}: is not valid YAML ({error}). Restore it.") from error
-        return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+        return recorded_values(self.folder / CONFIG)
 
     def _write_tables(
         self, kind: Kind, verdicts: Verdicts, config: Mapping[str, Any], chunks: Chunks
     ) -> list[dict[str, Any]]:
-        section = config.get("eval" if kind == "eval" else "rollout") or {}
-        size = section.get("samples_per_prompt")
+        section = config.get("eval" if kind == "eval" else "rollout")
+        size = section.get("samples_per_prompt") if isinstance(section, dict) else None
         entries: list[dict[str, Any]] = []
         for path in sample_files(self.folder, kind):
             stat = path.stat()
@@ -155,12 +150,22 @@ def _markers(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict[str, l
 def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """Yield the last step that was logged before each attempt after the first."""
     lines = _json_lines(folder / METRICS)
-    times = [(line.get("time"), int(line["step"])) for line in lines]
-    for attempt in attempts[1:]:
-        start = datetime.fromisoformat(attempt["started"])
-        before = [step for time, step in times if time and datetime.fromisoformat(time) < start]
-        if before:
-            yield max(before)
+    try:
+        times = [
+            (datetime.fromisoformat(line["time"]), int(line["step"]))
+            for line in lines
+            if line.get("time")
+        ]
+        starts = [datetime.fromisoformat(attempt["started"]) for attempt in attempts[1:]]
+        for start in starts:
+            before = [step for time, step in times if time < start]
+            if before:
+                yield max(before)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MsrlError(
+            f"{folder}: {METRICS} or {ATTEMPTS} has a line without a valid time ({error!r}). "
+            "Restore it, or delete the line."
+        ) from error
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
@@ -169,18 +174,22 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
+        values = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not all(isinstance(value, dict) for value in values):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: contains a damaged line ({error}). Delete the line.") from error
+    return values
 
 
 def _tokenizer_folders(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folders that may hold the tokenizer of a run."""
     yield folder / "checkpoints" / "hf"
-    model = config.get("model") or {}
-    saved = (config.get("checkpoint") or {}).get("save")
+    sections = (("checkpoint", "save"), ("model", "tokenizer"), ("model", "path"))
     bases = (Path.cwd(), *folder.absolute().parents[:4])
-    for path in (saved, model.get("tokenizer"), model.get("path")):
+    for section, key in sections:
+        values = config.get(section)
+        path = values.get(key) if isinstance(values, dict) else None
         if isinstance(path, str):
             for base in bases:
                 yield base / path / "hf"

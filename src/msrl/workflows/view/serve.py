@@ -9,6 +9,7 @@ from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from msrl.errors import MsrlError
+from msrl.limits import printable
 from msrl.workflows.view.build import View
 
 HOST = "127.0.0.1"
@@ -80,4 +81,4 @@ def _update_forever(view: View) -> None:
         try:
             view.update()
         except MsrlError as error:  # a file that the run is writing is complete later
-            print(error, file=sys.stderr, flush=True)
+            print(printable(str(error)), file=sys.stderr, flush=True)

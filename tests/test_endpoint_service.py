@@ -1,0 +1,76 @@
+"""Services of external agents that answer nonsense end their episode with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from msrl.environments.builtin._chat_server import ChatServer
+from msrl.environments.builtin.endpoint import environment
+from support import mentions
+
+
+@contextlib.contextmanager
+def service(answer: bytes) -> Iterator[str]:
+    """Start a service that sends these bytes to every request; yield its address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+
+
+def http(body: bytes, length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (size, body)
+
+
+@pytest.mark.parametrize(
+    ("answer", "keyword"),
+    [
+        (http(b'{"reward": 1%s}' % (b"0" * 400)), "finite"),
+        (http(b'{"reward": NaN}'), "finite"),
+        (http(b'{"reward": true}'), "finite"),
+        (http(b'{"reward": "1"}'), "finite"),
+        (http(b"{}", length=50), "2 bytes read"),
+        (http(b"[" * 100_000), "url"),
+        (b"nonsense\r\n\r\n", "nonsense"),
+        (b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n", "500"),
+    ],
+)
+def test_a_service_without_a_usable_answer_ends_its_episode(answer: bytes, keyword: str) -> None:
+    with service(answer) as url:
+        agent = environment(url=url)
+        with pytest.raises(RuntimeError, match=mentions("agent", keyword)):
+            agent.reset({})
+
+
+def test_an_agent_that_cannot_run_ends_its_episode() -> None:
+    agent = environment(command=["true"], env={"A": "null\0byte"})
+    with pytest.raises(RuntimeError, match=mentions("agent", "null")):
+        agent.reset({})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, True, "1", None, [1]])
+def test_a_reward_must_be_a_finite_number(reward: Any) -> None:
+    server = ChatServer()
+    try:
+        with pytest.raises(ValueError, match=mentions("reward", "finite")):
+            server.set_reward({"reward": reward})
+        server.set_reward(json.loads('{"reward": -2, "success": false}'))
+        assert (server.reward, server.success) == (-2.0, False)
+    finally:
+        server.stop()
