@@ -65,7 +65,8 @@ class Translation:
 
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
-    errors, unless the user accepts the nearest setting. With `ignores_unknown`, the original reads
+    errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
+    reads otherwise. With `ignores_unknown`, the original reads
     files with any additional keys.
     """
 
@@ -84,6 +85,7 @@ class Translation:
     ignores_unknown: bool = False
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
         default_factory=dict[tuple[str, str], object]
     )
@@ -320,6 +322,7 @@ class Translation:
         self.differences += other.differences
         self.is_refused = self.is_refused or other.is_refused
         self.missing += other.missing
+        self.notes += other.notes
         self.defaults |= other.defaults
 
     # --- results
