@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from msrl.config.show import flow, written_key
-from msrl.config.sources import Node, Origin, plain, read
+from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers import mindspeed_scripts
 from msrl.importers.lightrft import command_line as lightrft
@@ -113,7 +113,7 @@ def _yaml_lines(section: object, depth: int) -> list[str]:
         if isinstance(node.value, dict) and node.value:
             lines += [f"{'  ' * depth}{written_key(key)}:", *_yaml_lines(node.value, depth + 1)]
         else:
-            text = "  " * depth + f"{written_key(key)}: {flow(plain(node))}"
+            text = "  " * depth + f"{written_key(key)}: {flow(printable_value(node))}"
             lines.append(f"{text:<58}  # {one_line(_short_origin(node.origin))}")
     return lines
 
