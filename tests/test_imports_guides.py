@@ -245,6 +245,7 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
             text = re.sub(r"#.*", "", block)
             flags = {canonical(flag) for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
             flags |= set(re.findall(r"^export (\w+)=", text, re.M))
+            flags |= set(re.findall(r"^source", text, re.M))
             assert {key_result.entry.key for key_result in translation.key_results} == flags, block
             count += 1
     assert count == 13

@@ -11,6 +11,7 @@ import pytest
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.report import full
 from msrl.importers.shell import flags, parse_script
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions
@@ -31,7 +32,7 @@ def words(script: str, name: str = "examples/run.sh") -> list[str]:
         ("A=\nprog a $A $NOBODY_SETS_THIS b", ["a", "b"]),
         ('A="--x 1 \\\n --y 2"\nprog $A', ["--x", "1", "--y", "2"]),
         ("N=2\nM=8\nprog $(($N*M)) $((N + 1)) $((M/3))", ["16", "3", "2"]),
-        ("A=(a 'b c' d)\nprog \"${A[@]}\" ${A[1]}", ["a", "b c", "d", "b c"]),
+        ("A=(a 'b c' d)\nprog \"${A[@]}\" ${A[1]}", ["a", "b c", "d", "b", "c"]),
         ("A=(x)\nA+=(y)\nprog ${A[@]}", ["x", "y"]),
         (
             "P=/a/b.tar.gz\nprog ${P##*/} ${P%.gz} ${P//a/o}",
@@ -119,6 +120,70 @@ def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [
         "$MOE_ARGS"
     ]
+
+
+def test_a_script_has_the_variables_of_the_files_that_it_includes(tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "env.sh").write_text("LOAD=${LOAD:-a}\nreturn 0\nLOAD=never\n")
+    text = f'source "$(dirname "$0")/common/env.sh"\n. ./other.sh\n{CONVERT} --load-dir $LOAD'
+    translation = imported("mindspeed-llm", text, tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "a"
+    included, missing = [o for o in translation.key_results if o.entry.key == "source"]
+    assert (included.status, missing.status) == (KeyStatus.APPLIED, KeyStatus.DROPPED)
+    assert_mentions(included.text, "env.sh")
+    assert_mentions(missing.text, "not read")
+
+
+def test_variables_of_an_included_file_are_exported_with_allexport(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("HCCL_BUFFSIZE=256\n")
+    text = "set -a\nsource .env\nset +a\nA=1\n" + TUNE
+    translation = imported("mindspeed-llm", text, tmp_path)
+    assert native_tree(translation)["cluster"]["env"] == {"HCCL_BUFFSIZE": "256"}
+
+
+TUNE = (
+    "env HCCL_BUFFSIZE=256 torchrun posttrain_gpt.py --stage sft --finetune --load c --lr 1e-5 "
+    "--data-path d --global-batch-size 16 --train-iters 20"
+)
+
+
+def test_variables_of_env_reach_the_workers(tmp_path: Path) -> None:
+    tree = native_tree(imported("mindspeed-llm", TUNE, tmp_path))
+    assert tree["cluster"]["env"] == {"HCCL_BUFFSIZE": "256"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        (f"{CONVERT} \\\n # --note x \\\n --load-dir a", "given.sh:2", "comment"),
+        (f"{CONVERT} \\ \n --load-dir a", "given.sh:1", "blank"),
+        (f"A=1\r\n{CONVERT} \\\r\n --load-dir a\r\n", "given.sh:1", "Windows"),
+    ],
+)
+def test_a_line_that_bash_reads_otherwise_is_reported(
+    text: str, line: str, word: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "given.sh"
+    file.write_bytes(text.encode())
+    translation = translate_arguments("mindspeed-llm", [str(file)])
+    assert native_tree(translation)["convert"]["load"] == "a"
+    (note,) = translation.notes
+    assert_mentions(note, line, word)
+    assert note in "\n".join(full(translation))
+
+
+def test_comments_and_line_ends_that_change_nothing_are_not_reported(tmp_path: Path) -> None:
+    text = (
+        f"A=(\n --load-dir a \\\n # comment\n --params-dtype bf16\n)\n{CONVERT} ${{A[@]}} \\ \n\n"
+    )
+    translation = imported("mindspeed-llm", text, tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "a"
+    assert translation.notes == []
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_command(tmp_path: Path) -> None:
+    translation = imported("mindspeed-llm", f"\ufeffA=b\n{CONVERT} --load-dir $A", tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "b"
 
 
 LAUNCH = """\

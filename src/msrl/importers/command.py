@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from msrl.config.show import flow, written_key
-from msrl.config.sources import Node, Origin, plain, read
+from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers import mindspeed_scripts
 from msrl.importers.lightrft import command_line as lightrft
@@ -64,11 +64,11 @@ def translate_arguments(
 def _translate_file(system: str, file: Path) -> Translation:
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
-    _require_text(file)
+    text = _read(file)
     if file.suffix not in (".yaml", ".yml"):
         if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
-        return SHELL_SYSTEMS[system].translate_script(file.read_text(encoding="utf-8"), str(file))
+        return SHELL_SYSTEMS[system].translate_script(text, str(file))
     tree = read(file, is_old=True)
     detected = detect_system(tree)
     if detected != system:
@@ -77,9 +77,10 @@ def _translate_file(system: str, file: Path) -> Translation:
     return _YAML[system].translate(tree, file)
 
 
-def _require_text(file: Path) -> None:
+def _read(file: Path) -> str:
+    """Return the text of a file with its line ends."""
     try:
-        file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")
     except OSError as error:
         raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -112,7 +113,7 @@ def _yaml_lines(section: object, depth: int) -> list[str]:
         if isinstance(node.value, dict) and node.value:
             lines += [f"{'  ' * depth}{written_key(key)}:", *_yaml_lines(node.value, depth + 1)]
         else:
-            text = "  " * depth + f"{written_key(key)}: {flow(plain(node))}"
+            text = "  " * depth + f"{written_key(key)}: {flow(printable_value(node))}"
             lines.append(f"{text:<58}  # {one_line(_short_origin(node.origin))}")
     return lines
 

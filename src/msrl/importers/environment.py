@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from msrl.config.sources import Origin, wrap
 from msrl.importers.shell import Script, Word
@@ -19,7 +20,11 @@ _RENDEZVOUS = (
 
 
 def put_exports(translation: Translation, script: Script) -> None:
-    """Pass exported variables to the workers of a training; other commands have no workers."""
+    """Pass exported variables to the workers of a training; other commands have no workers.
+
+    Also record unset variables, files that the script includes, and lines that bash reads
+    otherwise.
+    """
     trains = any(key_result.entry.section in _TRAININGS for key_result in translation.key_results)
     for name, word in script.exported.items():
         text = "***" if _SECRET.search(name) else word.text
@@ -30,6 +35,22 @@ def put_exports(translation: Translation, script: Script) -> None:
         node = wrap("", Origin(translation.name, line))
         entry = SourceKey("variable", name, name, node)
         translation.record(entry, KeyStatus.SAME, "not set in the script: empty, as in the shell")
+    for word, file in script.sources:
+        _put_source(translation, word, file)
+    translation.notes += [f"{translation.name}:{line}: {text}" for line, text in script.repairs]
+
+
+def _put_source(translation: Translation, word: Word, file: Path | None) -> None:
+    """Record a file that a script includes."""
+    node = wrap(word.text, Origin(translation.name, word.line))
+    entry = SourceKey("script", "source", "source", node)
+    if file is not None:
+        return translation.record(entry, KeyStatus.APPLIED, f"the variables of {file}")
+    reason = (
+        "the file was not read: its variables are those of the environment of msrl. "
+        "Source it before msrl starts."
+    )
+    return translation.record(entry, KeyStatus.DROPPED, reason)
 
 
 def _put_export(translation: Translation, entry: SourceKey, word: Word, *, trains: bool) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.importers.environment import put_exports
+from msrl.importers.hydra import Override
 from msrl.importers.mindspeed_llm.data import put_preprocessing
 from msrl.importers.mindspeed_llm.training import put_training
-from msrl.importers.named_files import named_file, put_named_file
+from msrl.importers.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.sections import Keys, as_list, put_repeated
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
@@ -132,8 +134,13 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     start = next(
         (i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0
     )
+    overrides: list[tuple[Override, Word]] = []
+    if section == "ray":
+        arguments, overrides = split_overrides(words[start + 1 :], translation.name)
+        words = [*words[: start + 1], *arguments]
     if section in ("ray", "preprocess") and _positional(words[start + 1 :]):
-        named_file(translation, section, _positional(words[start + 1 :]), words[start])
+        first = _positional(words[start + 1 :])
+        named_file(translation, section, first, words[start], overrides)
     also = ("train",) if section == "inference" else ()
     is_launch = section in ("ray", "ray_start")
     tree = flags(words[start:], translation.name, is_complete=not is_launch)
@@ -147,7 +154,7 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
         "preprocess": put_preprocessing,
         "train": put_training,
         "inference": _inference,
-        "ray": put_named_file,
+        "ray": partial(put_named_file, overrides=overrides),
     }
     special.get(section, _apply_rows)(translation, keys)
     if translation.is_refused:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from msrl.config.sources import Node, Origin, read, wrap
+from msrl.importers.hydra import Override
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.sections import Keys
@@ -12,38 +15,79 @@ from msrl.importers.shell import Word
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 
-def put_named_file(translation: Translation, keys: Keys) -> None:
+
+def split_overrides(
+    words: Sequence[Word], name: str
+) -> tuple[list[Word], list[tuple[Override, Word]]]:
+    """Return the words of a program without the changes `key=value` of hydra, and these."""
+    flags: list[Word] = []
+    overrides: list[tuple[Override, Word]] = []
+    for word in words:
+        override = Override.from_text(word.text, Origin(name, word.line))
+        if override is None:
+            flags.append(replace(word, text=_SHORT.get(word.text, word.text)))
+        else:
+            overrides.append((override, word))
+    return flags, overrides
+
+
+def put_named_file(
+    translation: Translation, keys: Keys, overrides: Sequence[tuple[Override, Word]]
+) -> None:
     """Include the file of `--config-name`, which is relative to `--config-dir`."""
     entry = keys.get("config_name")
     folder = keys.get("config_dir", "config_path")
     if entry is None:
         return
-    _include(translation, entry, _find_config(translation.name, entry, folder), "msrl train-grpo")
+    file = _find_config(translation.name, entry, folder)
+    _include(translation, entry, file, "msrl train-grpo", overrides)
 
 
-def named_file(translation: Translation, section: str, name: str, program: Word) -> None:
+def named_file(
+    translation: Translation,
+    section: str,
+    name: str,
+    program: Word,
+    overrides: Sequence[tuple[Override, Word]] = (),
+) -> None:
     """Include the file that the first argument of a program names."""
     node = wrap(name, Origin(translation.name, program.line))
     entry = SourceKey(section, "config_name", "config_name", node)
     command = "msrl preprocess" if section == "preprocess" else "msrl train-grpo"
-    _include(translation, entry, _find_config(translation.name, entry, None), command)
+    file = _find_config(translation.name, entry, None)
+    _include(translation, entry, file, command, overrides)
 
 
-def _include(translation: Translation, entry: SourceKey, file: Path | None, command: str) -> None:
+def _include(
+    translation: Translation,
+    entry: SourceKey,
+    file: Path | None,
+    command: str,
+    overrides: Sequence[tuple[Override, Word]],
+) -> None:
     """Merge the translation of a file, or record that the command must name it."""
     if file is None:
         text = f"the file was not found beside the script. Run `{command} --config-name NAME`."
-        return translation.record(entry, KeyStatus.DROPPED, text)
-    tree = read(file, is_old=True)
-    translation.include(_translated(tree, file))
-    return translation.record(entry, KeyStatus.APPLIED, f"the keys of {file}")
+        translation.record(entry, KeyStatus.DROPPED, text)
+    else:
+        changes = [override for override, _ in overrides]
+        translation.include(_translated(read(file, is_old=True), file, changes))
+        translation.record(entry, KeyStatus.APPLIED, f"the keys of {file}")
+    for override, word in overrides:
+        node = override.node or wrap(None, Origin(translation.name, word.line))
+        change = SourceKey("override", override.path, word.text.partition("=")[0], node)
+        if file is None:
+            translation.record(change, KeyStatus.DROPPED, "its file was not found")
+        else:
+            translation.record(change, KeyStatus.APPLIED, f"a key of {file.name}")
 
 
-def _translated(tree: Node, file: Path) -> Translation:
+def _translated(tree: Node, file: Path, overrides: Sequence[Override]) -> Translation:
     keys = {canonical(key) for key in tree.value} if isinstance(tree.value, dict) else set[str]()
     system = mindspeed_ray if keys & set(mindspeed_ray.MARKS) else mindspeed_rl
-    return system.translate(tree, file)
+    return system.translate(tree, file, overrides)
 
 
 def _find_config(script: str, entry: SourceKey, folder: SourceKey | None) -> Path | None:

@@ -21,6 +21,9 @@ def full(translation: Translation) -> list[str]:
     if translation.differences:
         lines.append("results differ from the original:")
         lines += [f"  {line}" for line in translation.differences]
+    if translation.notes:
+        lines.append("read otherwise than bash does:")
+        lines += [f"  {line}" for line in translation.notes]
     if translation.defaults:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msrl.config.messages import node_at, written
-from msrl.config.sources import Node, Origin, at, merge, plain, wrap
+from msrl.config.sources import Node, Origin, at, merge, plain, printable_value, wrap
 from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS, weights_by_prefix
 from msrl.importers.native_keys import refusal
@@ -39,7 +39,8 @@ class SourceKey:
         return self.value in ("true", "false", "True", "False")
 
     def __str__(self) -> str:
-        value = "" if isinstance(self.node.value, dict) else f"={written(self.value)}"
+        printable = printable_value(self.node)
+        value = "" if isinstance(self.node.value, dict) else f"={written(printable)}"
         if self.key in _SECRET_KEYS and isinstance(self.value, str):
             value = "=***"
         return f"{self.origin}: {self.path}{value}"
@@ -65,8 +66,9 @@ class Translation:
 
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
-    errors, unless the user accepts the nearest setting. With `ignores_unknown`, the original reads
-    files with any additional keys.
+    errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
+    reads otherwise. With `ignores_unknown`, the original reads
+    files with any additional keys, with `ignored_sections` only at these places.
     """
 
     system: str
@@ -82,8 +84,10 @@ class Translation:
     accepts_differences: bool = False
     is_refused: bool = False
     ignores_unknown: bool = False
+    ignored_sections: tuple[str, ...] = ()
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
         default_factory=dict[tuple[str, str], object]
     )
@@ -129,7 +133,8 @@ class Translation:
         is_known = self.table.is_original(key) or similar(
             canonical(key), self.table.keys(*sections)
         )
-        if self.ignores_unknown and not is_known:
+        is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
+        if is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:
             self.errors.append(f"{entry}: {self._unknown(key, *sections)}")
@@ -245,6 +250,8 @@ class Translation:
         """
         keys = tuple(keys)
         node = wrap(value, entry.origin)
+        if entry.node.reference is not None and value == entry.value:
+            node = replace(node, reference=entry.node.reference)
         reason = next((text for key in keys if (text := refusal(key, value))), "")
         if reason:
             if same:
@@ -253,7 +260,8 @@ class Translation:
         for key in keys:
             self.set(key, node)
         why = "placeholder: replace it before a run" if is_placeholder(value) else why
-        text = f"{' and '.join(keys)}: {written(value)}" + (f" ({why})" if why else "")
+        text = f"{' and '.join(keys)}: {written(printable_value(node))}"
+        text += f" ({why})" if why else ""
         return self.record(entry, KeyStatus.APPLIED, text)
 
     def _assign_unsupported(
@@ -320,6 +328,7 @@ class Translation:
         self.differences += other.differences
         self.is_refused = self.is_refused or other.is_refused
         self.missing += other.missing
+        self.notes += other.notes
         self.defaults |= other.defaults
 
     # --- results

@@ -9,13 +9,14 @@ MindSpeed-RL 04aa0845 and 05a90d77, config_cls/rl_config.py and config_cls/valid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
 from msrl.importers.critic import NOT_GAE, assign_critic_optimizer, record_unused
+from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
@@ -38,16 +39,21 @@ SECTIONS = ("megatron", "rl_config", "generate_config", "sampling_config")
 _STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 
 
-def translate(tree: Node, file: Path) -> Translation:
+def translate(tree: Node, file: Path, overrides: Sequence[Override] = ()) -> Translation:
     """Return the translation of a file of training or preprocessing.
 
     The result includes errors and unsupported keys.
     """
+    errors: list[str] = []
+    tree = composed(tree, file, errors, groups=("model",), overrides=overrides)
     if mindspeed_sft.is_supervised(tree):
-        return mindspeed_sft.translate(tree, file)
-    if mindspeed_data.is_preprocessing(tree):
-        return mindspeed_data.translate(tree, file)
-    return _RlFile(tree, file).translate()
+        translation = mindspeed_sft.translate(tree, file)
+    elif mindspeed_data.is_preprocessing(tree):
+        translation = mindspeed_data.translate(tree, file)
+    else:
+        translation = _RlFile(tree, file).translate()
+    translation.errors[:0] = errors
+    return translation
 
 
 class _RlFile:
@@ -56,6 +62,7 @@ class _RlFile:
     def __init__(self, tree: Node, file: Path) -> None:
         self.file = file
         self.translation = Translation("MindSpeed-RL", load_table("mindspeed_rl"), str(file))
+        self.translation.ignored_sections = ("top",)
         self.top = {entry.key: entry for entry in self.translation.entries(tree, "top", "")}
         self.models = hydra_layers(self._section("defaults"), file, self.translation)
         self.megatron = self._megatron()

@@ -9,11 +9,13 @@ in the loss, and advantages are normalized per group with eps 1e-8 and then whit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import nearest
 from msrl.importers.critic import assign_critic_optimizer, record_unused
+from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
@@ -39,9 +41,13 @@ def table() -> Table:
     return Table("mindspeed_llm", {**shared, **load_table("mindspeed_llm").rows})
 
 
-def translate(tree: Node, file: Path) -> Translation:
+def translate(tree: Node, file: Path, overrides: Sequence[Override] = ()) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
-    return _RayGptFile(tree, file).translate()
+    errors: list[str] = []
+    tree = composed(tree, file, errors, groups=("model",), overrides=overrides)
+    translation = _RayGptFile(tree, file).translate()
+    translation.errors[:0] = errors
+    return translation
 
 
 class _RayGptFile:
@@ -50,6 +56,7 @@ class _RayGptFile:
     def __init__(self, tree: Node, file: Path) -> None:
         self.file = file
         self.translation = Translation("MindSpeed-LLM", table(), str(file), algorithm="grpo")
+        self.translation.ignored_sections = ("top",)
         self.translation.other_defaults = {
             ("megatron", key): value for key, value in _OTHER_DEFAULTS.items()
         }

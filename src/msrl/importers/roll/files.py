@@ -81,7 +81,7 @@ def translate(tree: Node, file: Path) -> Translation:
     translation.ignores_unknown = True
     if feature := unsupported_pipeline(tree):
         return refused(translation, feature)
-    file_translation = _RollFile(translation, resolved(tree, file, translation))
+    file_translation = _RollFile(translation, resolved(tree, file, translation.errors))
     return file_translation.translate()
 
 

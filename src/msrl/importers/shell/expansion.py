@@ -1,40 +1,51 @@
 """Expansion of one shell command to words, as bash does it, without running anything.
 
 Supported: quotes, `$NAME`, `${NAME:-word}` and its variants, arrays, integer arithmetic, and the
-outputs of date, dirname, basename, pwd, realpath, readlink, echo and `cd FOLDER && pwd`. A word
-that depends on anything else has a `problem`.
+outputs of the commands of `outputs.py`. A word that depends on anything else has a `problem`.
 """
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import os
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import PurePosixPath
+from collections.abc import Sequence
 
-from msrl.importers.shell.conditions import evaluated
-from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, literal, unquoted
+from msrl.importers.shell.arithmetic import arithmetic, calculate
+from msrl.importers.shell.braces import expand_braces
+from msrl.importers.shell.outputs import output
+from msrl.importers.shell.values import (
+    EMPTY,
+    Scope,
+    Variable,
+    Word,
+    fields,
+    item,
+    literal,
+    unquoted,
+)
 
 _HOLDS_FLAGS = re.compile(r"(ARGS?|OPTS?|OPTIONS|FLAGS)\}?$", re.IGNORECASE)
 _NAME = re.compile(r"\w+|[@*#?$!-]")
 _BODY = re.compile(
     r"([#!]?)(\w+|[@*#?])(\[[^\]]*\])?(?:(:?[-=+?]|##?|%%?|//?|:|\^\^?|,,?)(.*))?", re.S
 )
-_BRACES = re.compile(r"(?<!\S)([^\s{}'\"$`\\]*)\{([^\s{}'\"$`\\]*)\}([^\s{}'\"$`\\]*)(?!\S)")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-# A quoted list that is a word by itself: its items stay words.
-_LIST = re.compile(r'"(?:\$@|\$\{@(?::[^{}"]*)?\}|\$\{\w+\[@\](?::[^{}"]*)?\})"(?=\s|$)')
-MAX_RANGE = 1000
+# A quoted list: its items stay words.
+_LIST = re.compile(r'"(?:\$@|\$\{@(?::[^{}"]*)?\}|\$\{\w+\[@\](?::[^{}"]*)?\})"')
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", "0": "\0"}
 
 
 def expand(text: str, line: int, scope: Scope) -> list[Word]:
     """Return the words of a command whose first line has the number `line`."""
-    return _Expander(_expand_braces(text), line, scope).words()
+    return _Expander(expand_braces(text), line, scope).words()
+
+
+def expand_value(text: str, line: int, scope: Scope) -> Variable:
+    """Return the expansion of the text of an assignment, which bash does not split into words."""
+    expander = _Expander(text, line, scope, splits=False)
+    words = expander.words()
+    problem = next((word.problem for word in words if word.problem), "")
+    return Variable(" ".join(word.text for word in words), tuple(words), problem)
 
 
 def expand_text(text: str, line: int, scope: Scope) -> Variable:
@@ -47,8 +58,10 @@ def expand_text(text: str, line: int, scope: Scope) -> Variable:
 class _Expander:
     """Scanner of one command."""
 
-    def __init__(self, source: str, line: int, scope: Scope) -> None:
+    def __init__(self, source: str, line: int, scope: Scope, *, splits: bool = True) -> None:
         self.source, self.line, self.scope = source, line, scope
+        self.splits = splits
+        self.is_quoted = False
         self.pos = 0
         self.pieces: list[str] | None = None
         self.start = line
@@ -76,6 +89,8 @@ class _Expander:
                 self._ansi_quote()
             elif char == "#" and self.pieces is None:
                 self._skip_comment()
+            elif source.startswith('$"', self.pos):
+                self._step()  # a text to translate
             elif char in "'\"\\":
                 self._quote(char)
             elif char in "$`":
@@ -89,6 +104,7 @@ class _Expander:
     def quoted_until(self, end: str) -> None:
         """Add the text up to a closing quote."""
         self._add("")
+        self.is_quoted = True
         while self.pos < len(self.source) and self.source[self.pos] != end:
             char = self.source[self.pos]
             following = self.source[self.pos + 1 : self.pos + 2]
@@ -100,15 +116,16 @@ class _Expander:
             else:
                 self._add(char)
                 self._step()
+        self.is_quoted = False
         self._step()
 
     def _step(self, count: int = 1) -> None:
         self.line += self.source.count("\n", self.pos, self.pos + count)
         self.pos += count
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, line: int | None = None) -> None:
         if self.pieces is None:
-            self.pieces, self.start = [], self.line
+            self.pieces, self.start = [], line or self.line
         self.pieces.append(text)
 
     def _add_value(self, value: Variable) -> None:
@@ -126,13 +143,8 @@ class _Expander:
 
     def _quote(self, char: str) -> None:
         if char == '"':
-            listed = _LIST.match(self.source, self.pos)
-            if listed is not None and self.pieces is None:
-                self._step()
-                self.result += [
-                    replace(w, line=w.line or self.line) for w in self._expansion().words
-                ]
-                return self._step()
+            if _LIST.match(self.source, self.pos):
+                return self._add_list()
             self._step()
             return self.quoted_until('"')
         if char == "\\":
@@ -156,17 +168,44 @@ class _Expander:
         self._step(match.end())
 
     def _add_unquoted(self) -> None:
-        """Add an unquoted expansion. One that is a word by itself becomes its own words."""
+        """Add an unquoted expansion: its words, of which the first and last may be parts of words.
+
+        A text before the expansion belongs to its first word, a text behind it to the last one.
+        """
         is_start = self.pieces is None
         begin, line = self.pos, self.line
         value = self._expansion()
-        following = self.source[self.pos : self.pos + 1]
-        if not is_start or (following and not following.isspace()):
+        if value.problem and not value.words:
+            return self._add_unknown(self.source[begin : self.pos], value, line, is_start=is_start)
+        if not self.splits:
             return self._add_value(value)
-        if value.text or value.words or not value.problem:
-            self.result += [replace(word, line=word.line or line) for word in value.words]
-            return None
-        return self._add_unset(self.source[begin : self.pos], value, line)
+        separators = self.scope.separators()
+        if value.text[:1].isspace() and not separators:
+            self._end_word()
+        self._add_words(fields(value, separators), line)
+        if value.text[-1:].isspace() and not separators:
+            self._end_word()
+        return None
+
+    def _add_list(self) -> None:
+        """Add a quoted list such as `"${NAME[@]}"`, whose items stay words."""
+        self._step()
+        self._add_words(self._expansion().words, self.line)
+        self._step()
+
+    def _add_words(self, words: Sequence[Word], line: int) -> None:
+        """Add words, of which the first continues an open word and the last stays open."""
+        for number, word in enumerate(words):
+            if number > 0:
+                self._end_word()
+            self._add(word.text, word.line or line)
+            self.problem = self.problem or word.problem
+
+    def _add_unknown(self, name: str, value: Variable, line: int, *, is_start: bool) -> None:
+        """Add an expansion without a value: a word by itself, or a part of one."""
+        following = self.source[self.pos : self.pos + 1]
+        is_word = is_start and (not following or following.isspace())
+        return self._add_unset(name, value, line) if is_word else self._add_value(value)
 
     def _add_unset(self, name: str, value: Variable, line: int) -> None:
         """Drop an unset variable, as bash does, unless a flag waits for its value.
@@ -185,9 +224,8 @@ class _Expander:
         source = self.source
         if source[self.pos] == "`":
             return self._output(self._inside("`", "`", 1))
-        if source.startswith("$((", self.pos):
-            body = self._inside("(", ")", 2)
-            return _arithmetic(expand_text(body.strip("()"), self.line, self.scope), self.scope)
+        if source.startswith(("$((", "$["), self.pos):
+            return self._arithmetic(is_old=source[self.pos + 1] == "[")
         if source.startswith("$(", self.pos):
             return self._output(self._inside("(", ")", 2))
         if source.startswith("${", self.pos):
@@ -197,7 +235,14 @@ class _Expander:
             self._step()
             return literal("$")
         self._step(match.end() - self.pos)
-        return self._value(match[0])
+        return self._value(match[0]).first()
+
+    def _arithmetic(self, *, is_old: bool) -> Variable:
+        """Return the value of `$((...))`, or of the older `$[...]`."""
+        body = self._inside("[", "]", 2) if is_old else self._inside("(", ")", 2)
+        if not is_old:
+            body = body.removeprefix("(").removesuffix(")")
+        return arithmetic(expand_text(body, self.line, self.scope), self.scope)
 
     def _inside(self, opening: str, closing: str, skip: int) -> str:
         """Return the text in brackets and move behind the closing one."""
@@ -234,14 +279,22 @@ class _Expander:
         if match is None:
             return literal(f"${{{body}}}", f"${{{body}}} is not supported. Replace it.")
         name, index, action, argument = match[2], match[3], match[4] or "", match[5] or ""
+        is_list = index in ("[@]", "[*]") or name in "@*"
         value = self._value(name)
-        if match[1] == "!" and not value.problem:
-            value = self._value(value.text)
-        if index not in (None, "[@]", "[*]"):
+        if match[1] == "!" and (index or value.problem):
+            return literal(f"${{{body}}}", value.problem or f"${{{body}}} is not supported.")
+        if match[1] == "!":
+            name = value.first().text
+            value = self._value(name)
+        if index == "[*]" and self.scope.separators():
+            value = literal(self.scope.separators()[0].join(word.text for word in value.words))
+        elif index is not None and not is_list:
             value = self._item(value, index[1:-1])
+        elif not is_list:
+            value = value.first()
         if match[1] == "#":
-            return literal(str(len(value.words if index else value.text)), value.problem)
-        return self._changed(name, value, action, argument, is_list=bool(index) or name in "@*")
+            return literal(str(len(value.words if is_list else value.text)), value.problem)
+        return self._changed(name, value, action, argument, is_list=is_list)
 
     def _item(self, value: Variable, index: str) -> Variable:
         """Return `${NAME[index]}`, which is empty for an index that does not exist."""
@@ -250,15 +303,15 @@ class _Expander:
         number = calculate(expand_text(index, self.line, self.scope), self.scope)
         if number is None or not -len(value.words) <= number < len(value.words):
             return EMPTY
-        word = value.words[number]
-        return Variable(word.text, (word,), word.problem)
+        return item(value.words[number])
 
     def _changed(
         self, name: str, value: Variable, action: str, argument: str, *, is_list: bool
     ) -> Variable:
         """Return a value after the action of `${NAME<action>argument}`."""
         if action[-1:] in ("-", "=", "+"):
-            changed = self._default(value, action, argument)
+            is_set = self.scope.look_up(name) is not None
+            changed = self._default(value, action, argument, is_set=is_set)
             if action[-1] == "=":
                 self.scope.variables[name] = changed
             return changed
@@ -299,35 +352,74 @@ class _Expander:
         changed = re.sub(f"(?s){before}{expression}{after}", lambda _: new, value.text, count=count)
         return literal(changed) if glob else value
 
-    def _default(self, value: Variable, action: str, argument: str) -> Variable:
+    def _default(self, value: Variable, action: str, argument: str, *, is_set: bool) -> Variable:
         """Return the value of `${NAME:-word}`, `${NAME:=word}` or `${NAME:+word}`."""
-        is_set = not value.problem and (value.text != "" or not action.startswith(":"))
-        if is_set != action.endswith("+"):
-            return value if is_set else EMPTY
+        if is_set and value.problem:
+            return value  # only a run knows whether it is empty
+        has_value = is_set and (value.text != "" or not action.startswith(":"))
+        if has_value != action.endswith("+"):
+            return value if has_value else EMPTY
+        if self.is_quoted or not self.splits:
+            whole = self._default_text(argument)
+            return Variable(whole.text, (Word(whole.text, None, whole.problem),), whole.problem)
         words = tuple(expand(argument, self.line, self.scope))
         problem = next((word.problem for word in words if word.problem), "")
-        return Variable(" ".join(word.text for word in words), words, problem)
+        return Variable(" ".join(word.text for word in words), words, problem, is_split=True)
+
+    def _default_text(self, argument: str) -> Variable:
+        """Return a default as one text; in quotes, its own double quotes are no characters."""
+        if not self.is_quoted:
+            return expand_value(argument, self.line, self.scope)
+        return expand_text(re.sub(r'(?<!\\)"', "", argument), self.line, self.scope)
 
     def _output(self, body: str) -> Variable:
-        commands = [expand(text, self.line, self.scope) for text in re.split(r"&&|;", body)]
+        """Return the output of a command; a comment has none."""
+        lines = [line for line in body.split("\n") if not line.lstrip().startswith("#")]
+        source = "\n".join(lines).strip()
+        commands = [expand(text, self.line, self.scope) for text in _commands(source)]
         problem = next((w.problem for command in commands for w in command if w.problem), "")
-        text = (
-            None if problem or "|" in body else _output([_texts(command) for command in commands])
-        )
+        texts = [_arguments(command) for command in commands if command]
+        is_known = not problem and None not in texts and not re.search(r"[|\n]", _blank(source))
+        text = output([command for command in texts if command is not None]) if is_known else None
         if text is not None:
             return literal(text)
         message = f"$({body.strip()}) is the output of a command, which msrl does not run."
         return literal(f"$({body.strip()})", f"{message} Replace it with its value.")
 
 
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.S)
+
+
+_REDIRECTION = re.compile(r"(?:\d*|&)[<>].*", re.S)
+
+
+def _blank(source: str) -> str:
+    """Return a text with its quoted parts blanked out."""
+    return _QUOTED.sub(lambda match: "_" * len(match[0]), source)
+
+
+def _arguments(command: Sequence[Word]) -> list[str] | None:
+    """Return a command without redirections; None if its output goes elsewhere."""
+    texts = [word.text for word in command]
+    arguments = [text for text in texts if not _REDIRECTION.fullmatch(text)]
+    is_printed = texts[0] not in ("echo", "printf") or arguments == texts
+    return arguments if is_printed else None
+
+
+def _commands(source: str) -> list[str]:
+    """Return the commands that `&&` and `;` connect, outside of quotes."""
+    blank = _blank(source)
+    starts = [0, *(match.end() for match in re.finditer(r"&&|;", blank))]
+    ends = [*(match.start() for match in re.finditer(r"&&|;", blank)), len(source)]
+    return [source[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
 def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
     """Return a value without the prefix (#) or suffix (%) that matches."""
     text = value.text
     positions = range(len(text) + 1)
-    if (action == "##") == (action[0] == "#"):
+    if action in ("##", "%"):  # a long prefix and a short suffix end late
         positions = reversed(positions)
-    if action == "%":
-        positions = reversed(range(len(text) + 1))
     for position in positions:
         head, tail = text[:position], text[position:]
         removed, remaining = (head, tail) if action[0] == "#" else (tail, head)
@@ -339,185 +431,3 @@ def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
 def _with_case(text: str, action: str) -> str:
     change = str.upper if action[0] == "^" else str.lower
     return change(text) if len(action) > 1 else change(text[:1]) + text[1:]
-
-
-def _expand_braces(text: str) -> str:
-    """Return a text with `{a,b}` and `{1..3}` written out, outside of quotes."""
-
-    def write_out(match: re.Match[str]) -> str:
-        before = text[: match.start()]
-        is_quoted = any(before.count(quote) % 2 for quote in "'\"")
-        numbers = _RANGE.fullmatch(match[2])
-        items = match[2].split(",")
-        if numbers is not None:
-            first, last = int(numbers[1]), int(numbers[2])
-            step = 1 if last >= first else -1
-            items = [str(n) for n in range(first, last + step, step)[:MAX_RANGE]]
-        if is_quoted or (len(items) < 2 and numbers is None):
-            return match[0]
-        return " ".join(f"{match[1]}{item}{match[3]}" for item in items)
-
-    return _BRACES.sub(write_out, text)
-
-
-def _quotient(left: int, right: int) -> int:
-    """Return the quotient, rounded toward zero as in C."""
-    quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
-
-
-def _power(left: int, right: int) -> int:
-    if not 0 <= right <= MAX_POWER:
-        raise ValueError
-    return left**right
-
-
-MAX_POWER = 64
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: lambda left, right: left + right,
-    ast.Sub: lambda left, right: left - right,
-    ast.Mult: lambda left, right: left * right,
-    ast.Div: _quotient,
-    ast.Mod: lambda left, right: left - right * _quotient(left, right),
-    ast.Pow: _power,
-}
-_RELATIONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: lambda left, right: left == right,
-    ast.NotEq: lambda left, right: left != right,
-    ast.Lt: lambda left, right: left < right,
-    ast.LtE: lambda left, right: left <= right,
-    ast.Gt: lambda left, right: left > right,
-    ast.GtE: lambda left, right: left >= right,
-}
-_ASSIGNED = re.compile(
-    r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)|\s*([A-Za-z_]\w*)(\+\+|--)\s*", re.S
-)
-_TERNARY = re.compile(r"(.+?)\?(.+?):(.+)", re.S)
-
-
-def _arithmetic(expression: Variable, scope: Scope) -> Variable:
-    """Return the value of integer arithmetic; names are variables."""
-    if expression.problem:
-        return literal(f"$(({expression.text}))", expression.problem)
-    number = calculate(expression, scope)
-    if number is not None:
-        return literal(str(number))
-    text = f"$(({expression.text}))"
-    return literal(text, f"{text} is not a calculation with integers. Replace it.")
-
-
-def calculate(expression: Variable, scope: Scope) -> int | None:
-    """Return the value of an arithmetic expression, or None. Assignments change the scope."""
-    if expression.problem or len(expression.text) > MAX_EXPRESSION:
-        return None
-    if match := _ASSIGNED.fullmatch(expression.text):
-        return _assign(match, scope)
-    if match := _TERNARY.fullmatch(expression.text):
-        condition = calculate(Variable(match[1], ()), scope)
-        return (
-            None
-            if condition is None
-            else calculate(Variable(match[2 if condition else 3], ()), scope)
-        )
-    text = expression.text.replace("&&", " and ").replace("||", " or ")
-    text = re.sub(r"!(?!=)", " not ", text).strip()
-    try:
-        return _number(ast.parse(text, mode="eval").body, scope, 0)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return None
-
-
-MAX_EXPRESSION = 1000
-
-
-def _assign(match: re.Match[str], scope: Scope) -> int | None:
-    """Perform `NAME = expression`, `NAME += expression` or `NAME++`."""
-    name = match[1] or match[4]
-    operator, text = (match[5][0], "1") if match[5] else (match[2], match[3])
-    right = calculate(Variable(text, ()), scope)
-    whole = f"{name} {operator} ({right})" if operator else str(right)
-    value = None if right is None else calculate(Variable(whole, ()), scope)
-    if value is None:
-        problem = f"${name} is not a calculation with integers. Replace it with its value."
-        scope.variables[name] = Variable(f"${name}", (Word(f"${name}", None, problem),), problem)
-        return None
-    before = scope.look_up(name)
-    scope.variables[name] = literal(str(value))
-    is_postfix = bool(match[5]) and before is not None and before.text.isdigit()
-    return int(before.text) if is_postfix and before is not None else value
-
-
-def _number(node: ast.expr, scope: Scope, depth: int) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return int(node.value)
-    if isinstance(node, ast.Name) and depth < 8:
-        return _named_number(node.id, scope, depth)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd | ast.Not):
-        operand = _number(node.operand, scope, depth)
-        signs = {ast.USub: -operand, ast.UAdd: operand, ast.Not: int(not operand)}
-        return signs[type(node.op)]
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left, scope, depth), _number(node.right, scope, depth)
-        return _OPERATORS[type(node.op)](left, right)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _RELATIONS:
-        left, right = (_number(side, scope, depth) for side in (node.left, node.comparators[0]))
-        return int(_RELATIONS[type(node.ops[0])](left, right))
-    if isinstance(node, ast.BoolOp):
-        values = [_number(value, scope, depth) != 0 for value in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    raise ValueError
-
-
-def _named_number(name: str, scope: Scope, depth: int) -> int:
-    """Return the number in a variable; an unset or empty variable is 0."""
-    value = scope.look_up(name)
-    if value is not None and value.problem:
-        raise ValueError
-    text = value.text.strip() if value is not None else ""
-    return _number(ast.parse(text, mode="eval").body, scope, depth + 1) if text else 0
-
-
-def _texts(command: Sequence[Word]) -> list[str]:
-    return [word.text for word in command]
-
-
-def _output(commands: Sequence[Sequence[str]]) -> str | None:
-    """Return the output of commands that only name a folder, a file or the time; else None."""
-    if len(commands) == 2 and commands[0][:1] == ["["]:
-        words = [Word(text, None) for text in commands[0][1:] if text != "]"]
-        holds = evaluated([(word, "") for word in words])
-        return "" if holds is False else _output(commands[1:] if holds else [])
-    folder = "."
-    for command in commands[:-1]:
-        if len(command) < 2 or command[0] != "cd":
-            return None
-        folder = _joined(folder, command[1])
-    last = commands[-1] if commands else ()
-    program, arguments = (last[0], last[1:]) if last else ("", ())
-    texts = {"pwd": folder, "echo": " ".join(word for word in arguments if word != "-n")}
-    if program == "expr":
-        value = calculate(Variable(" ".join(arguments), ()), Scope(""))
-        return None if value is None else str(value)
-    if program == "seq" and len(arguments) <= 2 and all(map(str.isdigit, arguments)):
-        numbers = [int(text) for text in ("1", *arguments)[-2:]]
-        return " ".join(map(str, range(numbers[0], numbers[1] + 1)[:MAX_RANGE]))
-    if program == "date" and len(arguments) <= 1:
-        texts["date"] = time.strftime(arguments[0].removeprefix("+") if arguments else "%c")
-    names = [word for word in arguments if not word.startswith("-")]
-    return texts.get(program) or _path_output(program, names)
-
-
-def _path_output(program: str, names: Sequence[str]) -> str | None:
-    if not names:
-        return None
-    path = PurePosixPath(names[0])
-    if program == "dirname":
-        return str(path.parent)
-    if program == "basename":
-        return path.name.removesuffix(names[1]) if len(names) > 1 else path.name
-    return str(path) if program in ("realpath", "readlink") else None
-
-
-def _joined(folder: str, name: str) -> str:
-    """Return a folder and a name below it, without `..` where that is possible."""
-    return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118  (paths of another machine)

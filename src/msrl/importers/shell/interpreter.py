@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.shell import syntax
+from msrl.importers.shell.arithmetic import calculate, unknown
 from msrl.importers.shell.expanded_conditions import holds
-from msrl.importers.shell.expansion import calculate, expand, expand_text
-from msrl.importers.shell.values import Scope, Variable, Word, unquoted
+from msrl.importers.shell.expansion import expand, expand_text, expand_value
+from msrl.importers.shell.outputs import printed
+from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, unquoted
 from msrl.importers.table import canonical
 
 MAX_REPEATS = 1000
@@ -40,11 +43,17 @@ _CHECKING = (
 
 @dataclass(slots=True)
 class Script:
-    """Commands of a script in order, and the variables that it sets."""
+    """Commands of a script in order, and the variables that it sets.
+
+    `sources` are the files that it includes by `source`; None for a file that was not read.
+    `repairs` are lines that bash reads otherwise, with the reason.
+    """
 
     name: str
     commands: list[list[Word]] = field(default_factory=list[list[Word]])
     exported: dict[str, Word] = field(default_factory=dict[str, Word])
+    sources: list[tuple[Word, Path | None]] = field(default_factory=list[tuple[Word, Path | None]])
+    repairs: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     scope: Scope = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +74,8 @@ def parse_script(text: str, name: str) -> Script:
     Raises:
         MsrlError: the text is not a shell script.
     """
-    interpreter = _Interpreter(Script(name))
+    text = text.removeprefix("\ufeff")
+    interpreter = _Interpreter(Script(name, repairs=syntax.repairs(text)))
     try:
         interpreter.run(syntax.parse(text, name))
     except _StopError:
@@ -81,8 +91,10 @@ class _Interpreter:
     def __init__(self, script: Script) -> None:
         self.script, self.scope = script, script.scope
         self.functions: dict[str, syntax.Node] = {}
+        self.locals: list[dict[str, Variable | None]] = []  # hidden values, by function call
+        self.exports_all = False
         self.num_unknown = 0  # open branches whose condition is not known
-        self.num_calls, self.num_steps = 0, 0
+        self.num_calls, self.num_steps, self.num_sources = 0, 0, 0
 
     def run(self, nodes: Sequence[syntax.Node]) -> bool | None:
         """Run commands and return the status of the last one."""
@@ -148,12 +160,26 @@ class _Interpreter:
     def _case(self, node: syntax.CaseCommand) -> bool | None:
         word = _joined(expand(node.word, node.line, self.scope))
         if word.problem:
-            bodies = [partial(self.run, body) for _, body in node.branches]
+            bodies = [partial(self.run, body) for _, body, _ in node.branches]
             return self._either(node.line, *bodies)
-        for patterns, body in node.branches:
-            if any(fnmatch.fnmatchcase(word.text, unquoted(pattern)) for pattern in patterns):
-                return self.run(body)
-        return True
+        status: bool | None = True
+        is_falling = False
+        for patterns, body, end in node.branches:
+            if not is_falling and not self._matches(word.text, patterns, node.line):
+                continue
+            status = self.run(body)
+            is_falling = end == ";&"
+            if end not in (";&", ";;&"):
+                break
+        return status
+
+    def _matches(self, text: str, patterns: Sequence[str], line: int) -> bool:
+        """Return True if a pattern of a branch matches. Quoted patterns are texts."""
+        for pattern in patterns:
+            globbed = expand_text(unquoted(pattern), line, self.scope.with_empty()).text
+            if text == globbed if pattern[:1] in "'\"" else fnmatch.fnmatchcase(text, globbed):
+                return True
+        return False
 
     def _either(
         self, line: int, *bodies: Callable[[], object], is_complete: bool = False
@@ -178,16 +204,30 @@ class _Interpreter:
     # --- Loops and functions ---
 
     def _for(self, node: syntax.For) -> bool | None:
-        problem = f"${node.name} changes in the loop of line {node.line}. Write its commands out."
-        words = [Word("", node.line, problem)]
-        if node.words is not None:
-            words = expand(node.words, node.line, self.scope)
-        for word in words[:MAX_REPEATS]:
-            if node.name:
-                self.scope.variables[node.name] = Variable(word.text, (word,), word.problem)
+        if node.arithmetic is not None:
+            return self._counted(node, node.arithmetic.split(";"))
+        for word in expand(node.words, node.line, self.scope)[:MAX_REPEATS]:
+            self.scope.variables[node.name] = Variable(word.text, (word,), word.problem)
             if self._repeat(node.body):
                 break
         return True
+
+    def _counted(self, node: syntax.For, expressions: Sequence[str]) -> bool | None:
+        """Run `for ((first; condition; change))`."""
+        first, condition, change = (*expressions, "", "", "")[:3]
+        self._calculated(first, node.line)
+        for _ in range(MAX_REPEATS):
+            value = self._calculated(condition, node.line) if condition.strip() else 1
+            if value is None:
+                self._forget(first, node.line)
+                return self._either(node.line, partial(self._repeat, node.body))
+            if value == 0 or self._repeat(node.body):
+                break
+            self._calculated(change, node.line)
+        return True
+
+    def _calculated(self, text: str, line: int) -> int | None:
+        return calculate(expand_text(text, line, self.scope), self.scope)
 
     def _while(self, node: syntax.While) -> bool | None:
         for _ in range(MAX_REPEATS):
@@ -220,6 +260,7 @@ class _Interpreter:
             return None
         arguments, self.scope.arguments = self.scope.arguments, tuple(words[1:])
         self.num_calls += 1
+        self.locals.append({})
         try:
             return self.run_node(self.functions[words[0].text])
         except _StopError as stop:
@@ -229,12 +270,29 @@ class _Interpreter:
         finally:
             self.scope.arguments = arguments
             self.num_calls -= 1
+            self._restore(self.locals.pop())
+
+    def _restore(self, variables: Mapping[str, Variable | None]) -> None:
+        """Give variables their earlier values; None removes one."""
+        for name, variable in variables.items():
+            if variable is None:
+                self.scope.variables.pop(name, None)
+            else:
+                self.scope.variables[name] = variable
 
     # --- Simple commands ---
 
     def _arithmetic(self, node: syntax.Arithmetic) -> bool | None:
-        value = calculate(expand_text(node.text, node.line, self.scope), self.scope)
+        value = self._calculated(node.text, node.line)
+        if value is None:
+            self._forget(node.text, node.line)
         return None if value is None else value != 0
+
+    def _forget(self, expression: str, line: int) -> None:
+        """Give the variable that an expression assigns a value that is not known."""
+        name = re.match(r"\s*([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", expression)
+        if name is not None:
+            self.scope.variables[name[1]] = unknown(name[1], line)
 
     def _simple(self, node: syntax.Simple) -> bool | None:
         if node.text.startswith("[["):
@@ -266,19 +324,79 @@ class _Interpreter:
             "set": self._set, "shift": self._shift, "unset": self._unset, "let": self._let,
             "eval": self._eval, "bash": self._shell, "sh": self._shell, ":": self._nothing,
             "true": self._nothing, "read": self._read, "exit": self._stop, "return": self._stop,
-            "break": self._stop, "continue": self._stop,
+            "break": self._stop, "continue": self._stop, "source": self._source,
+            ".": self._source, "exec": self._exec, "printf": self._print,
         }  # fmt: skip
         if name in self.functions:
-            return self._call(words)
+            return self._call_with(assigned, words, line)
         if name in builtins:
             return builtins[name](words)
-        if name == "false":
+        if name == "false" or (name == "getopts" and not self.scope.arguments):
             return False
+        words, variables = _without_env(words)
+        for word in variables:
+            self.script.exported[word.text.partition("=")[0]] = replace(
+                word, text=word.text.partition("=")[2]
+            )
         if name not in _PRINTING:
             for raw in assigned:
                 self._export_prefix(raw, line)
             self.script.commands.append(words)
         return None if name in _CHECKING or words[0].problem else True
+
+    def _call_with(self, assigned: Sequence[str], words: Sequence[Word], line: int) -> bool | None:
+        """Call a function with the variables that are set for this call (`NAME=value f`)."""
+        names = [raw.partition("=")[0].removesuffix("+") for raw in assigned]
+        before = {name: self.scope.variables.get(name) for name in names}
+        for raw in assigned:
+            self._assign(raw, line)
+        try:
+            return self._call(words)
+        finally:
+            self._restore(before)
+
+    def _source(self, words: Sequence[Word]) -> bool | None:
+        """Run the commands of another file, if it is there."""
+        name = words[1] if len(words) > 1 else Word("", None)
+        file = None if name.problem else _sourced_file(name.text, self.script.name)
+        if file is None or self.num_calls >= MAX_CALLS:
+            self.script.sources.append((name, None))
+            return None
+        self.script.sources.append((name, file))
+        self.num_calls += 1
+        self.num_sources += 1
+        try:
+            return self.run(syntax.parse(file.read_text(encoding="utf-8"), str(file)))
+        except (OSError, UnicodeDecodeError):
+            return False
+        except _StopError as stop:
+            if stop.kind != "return":
+                raise
+            return True
+        finally:
+            self.num_calls -= 1
+            self.num_sources -= 1
+
+    def _exec(self, words: list[Word]) -> bool | None:
+        """Run a program in place of the script, which ends."""
+        if len(words) < 2:
+            return True
+        self._command(words[1:], (), words[0].line or 0)
+        if self.num_unknown:
+            return None
+        raise _StopError("exit")
+
+    def _print(self, words: Sequence[Word]) -> bool | None:
+        """Assign the output of `printf -v NAME FORMAT ...`."""
+        if len(words) < 4 or words[1].text != "-v":
+            return True
+        name, line = words[2].text, words[0].line
+        text = None if any(word.problem for word in words) else printed([w.text for w in words[3:]])
+        value = _without_value(name, f"${name} is the output of printf", line)
+        self.scope.variables[name] = (
+            value if text is None else _split(text, line or 0, [], self.scope)
+        )
+        return True
 
     def _nothing(self, words: Sequence[Word]) -> bool | None:
         return True
@@ -289,12 +407,16 @@ class _Interpreter:
         fails = len(words) > 1 and words[1].text != "0"
         if kind in ("exit", "return") and fails:
             return False
+        if kind == "return" and not self.locals and not self.num_sources:
+            return False  # bash reports it and continues
         if kind == "exit" and self.num_unknown:
             return None
         raise _StopError(kind)
 
     def _set(self, words: Sequence[Word]) -> bool | None:
         texts = [word.text for word in words]
+        self.exports_all = self.exports_all or "-a" in texts or "allexport" in texts
+        self.exports_all = self.exports_all and "+a" not in texts
         if "--" in texts:
             self.scope.arguments = tuple(words[texts.index("--") + 1 :])
         return True
@@ -306,9 +428,14 @@ class _Interpreter:
 
     def _unset(self, words: Sequence[Word]) -> bool | None:
         for word in words[1:]:
-            self.scope.variables.pop(word.text, None)
-            self.scope.removed.add(word.text)
-            self.script.exported.pop(word.text, None)
+            name, bracket, _ = word.text.partition("[")
+            if bracket:
+                reason = f"an item of {name} is removed"
+                self.scope.variables[name] = _without_value(name, reason, word.line)
+                continue
+            self.scope.variables.pop(name, None)
+            self.scope.removed.add(name)
+            self.script.exported.pop(name, None)
         return True
 
     def _read(self, words: Sequence[Word]) -> bool | None:
@@ -323,6 +450,8 @@ class _Interpreter:
         value: int | None = 0
         for word in words[1:]:
             value = calculate(Variable(word.text, (), word.problem), self.scope)
+            if value is None:
+                self._forget(word.text, word.line or 0)
         return None if value is None else value != 0
 
     def _eval(self, words: Sequence[Word]) -> bool | None:
@@ -331,9 +460,23 @@ class _Interpreter:
     def _shell(self, words: Sequence[Word]) -> bool | None:
         options = [word.text for word in words[1:2]]
         if len(words) > 2 and re.fullmatch(r"-\w*c", options[0]):
-            return self._run_text(words[2].text, words[2:3])
+            return self._run_shell(words)
         self.script.commands.append(list(words))
         return True
+
+    def _run_shell(self, words: Sequence[Word]) -> bool | None:
+        """Run `bash -c TEXT NAME ARGUMENT ...`, whose variables are those of another process."""
+        scope = self.scope
+        path = words[3].text if len(words) > 3 else scope.path
+        self.scope = replace(
+            scope, path=path, variables=dict(scope.variables), arguments=tuple(words[4:])
+        )
+        try:
+            return self._run_text(words[2].text, words[2:3])
+        except _StopError:
+            return True
+        finally:
+            self.scope = scope
 
     def _run_text(self, text: str, words: Sequence[Word]) -> bool | None:
         """Run a text as commands, on the line of its words."""
@@ -357,18 +500,19 @@ class _Interpreter:
         match = _ASSIGNMENT.fullmatch(raw)
         assert match is not None
         name, index, appends, value = match.groups()
+        refers_to_itself = re.search(rf"\$\{{?{name}\b", value) is not None
+        if refers_to_itself and self.scope.look_up(name) is None:
+            self.scope.empty.setdefault(name, line)
+            self.scope.variables[name] = EMPTY
         variable = _variable(value.strip(), line, self.scope)
         if index is not None:
             variable = _without_value(name, f"{name}{index} is an element of an array", line)
         elif appends and name in self.scope.variables:
-            before = self.scope.variables[name]
-            words = (*before.words, *variable.words)
-            problem = before.problem or variable.problem
-            variable = Variable(before.text + variable.text, words, problem)
+            variable = _appended(self.scope.variables[name], variable)
         if len(variable.text) > MAX_CHARACTERS or len(variable.words) > MAX_CHARACTERS:
             raise MsrlError(f"{self.script.name}:{line}: {name}: its value is too long.")
         self.scope.variables[name] = variable
-        if name in self.script.exported:
+        if name in self.script.exported or self.exports_all:
             self.script.exported[name] = _exported_word(variable, line)
         return name
 
@@ -376,6 +520,7 @@ class _Interpreter:
         raw_words = [raw for raw, _ in _raw_words(source)]
         options = "".join(raw for raw in raw_words[1:] if re.fullmatch(r"[-+]\w+", raw))
         exports = raw_words[0] == "export" or "x" in options
+        is_local = raw_words[0] in ("local", "declare", "typeset") and "g" not in options
         status = True
         for raw in raw_words[1:]:
             if re.fullmatch(r"[-+]\w+", raw):
@@ -386,6 +531,9 @@ class _Interpreter:
                 if "=" in text and not _ASSIGNMENT.fullmatch(text):
                     status = False  # bash reports the name and continues
                     continue
+                if is_local and self.locals:
+                    hidden = re.split(r"\+?=|\[", text)[0]
+                    self.locals[-1].setdefault(hidden, self.scope.variables.get(hidden))
                 name = self._assign(text, line) if "=" in text else text
                 if exports and name in self.scope.variables:
                     self.script.exported[name] = _exported_word(self.scope.variables[name], line)
@@ -397,6 +545,38 @@ class _Interpreter:
         assert match is not None
         variable = _variable(match[4], line, self.scope)
         self.script.exported[match[1]] = _exported_word(variable, line)
+
+
+# Files that set up a machine. Their variables are those of the environment of msrl.
+_MACHINE_FILES = (
+    "set_env.sh", "setenv.bash", "activate", ".bashrc", "bashrc", ".bash_profile", ".profile",
+    "profile", "conda.sh",
+)  # fmt: skip
+MAX_SOURCE_BYTES = 1_000_000
+
+
+def _sourced_file(name: str, script: str) -> Path | None:
+    """Return the file of `source NAME`, relative to the working folder or that of the script."""
+    if not name or Path(name).name in _MACHINE_FILES:
+        return None
+    for file in (Path(name), Path(script).parent / name):
+        if file.is_file() and file.stat().st_size <= MAX_SOURCE_BYTES:
+            return file
+    return None
+
+
+def _without_env(words: list[Word]) -> tuple[list[Word], list[Word]]:
+    """Return a command without `env NAME=value ...` before it, and these variables."""
+    if words[0].text != "env":
+        return words, []
+    number = 1
+    while number < len(words) and (
+        _ASSIGNMENT.fullmatch(words[number].text) or words[number].text.startswith("-")
+    ):
+        takes_value = words[number].text in ("-u", "--unset", "-C", "--chdir")
+        number += 2 if takes_value else 1
+    variables = [word for word in words[1:number] if _ASSIGNMENT.fullmatch(word.text)]
+    return words[number:] or words, variables
 
 
 def _raw_words(source: str) -> list[tuple[str, int]]:
@@ -440,24 +620,73 @@ def _variable(value: str, line: int, scope: Scope) -> Variable:
     """Return the value of an assignment. A placeholder with spaces stays one word."""
     if value.startswith("("):
         return _array(value, line, scope)
-    if value.startswith("'") and value.endswith("'") and value.count("'") == 2:
-        return Variable(value[1:-1], tuple(Word(word, line) for word in value[1:-1].split()))
     inner = _unquoted(value)
-    whole = (
-        expand_text(inner, line, scope) if inner != value else _joined(expand(value, line, scope))
-    )
-    if is_placeholder(whole.text) and "--" not in whole.text:
+    if value.startswith("'") and value.endswith("'") and value.count("'") == 2:
+        return _split(value[1:-1], line, [], scope)
+    whole = expand_text(inner, line, scope) if inner != value else expand_value(value, line, scope)
+    if _is_replaced(whole.text):
         return Variable(whole.text, (Word(whole.text, line, whole.problem),), whole.problem)
-    if inner != value or not whole.problem:
-        return Variable(whole.text, tuple(expand(inner, line, scope)), whole.problem)
-    return Variable(whole.text, whole.words, whole.problem)
+    if whole.problem and inner == value:
+        return whole
+    words = expand(inner, line, scope) if inner != value else whole.words
+    if whole.problem:
+        return Variable(whole.text, tuple(words), whole.problem)
+    return _split(whole.text, line, words, scope)
+
+
+def _appended(before: Variable, after: Variable) -> Variable:
+    """Return the value of `NAME+=after`: more items of an array, or more text."""
+    problem = before.problem or after.problem
+    if before.is_array:
+        text = f"{before.text} {after.text}".strip()
+        return Variable(text, (*before.words, *after.words), problem, is_array=True)
+    words, following = list(before.words), list(after.words)
+    has_blank = before.text[-1:].isspace() or after.text[:1].isspace()
+    if words and following and not has_blank:
+        last, first = words.pop(), following.pop(0)
+        words.append(
+            replace(last, text=last.text + first.text, problem=last.problem or first.problem)
+        )
+    return Variable(before.text + after.text, (*words, *following), problem)
+
+
+def _split(text: str, line: int, words: Sequence[Word], scope: Scope) -> Variable:
+    """Return a text as a value. `words` are its words with their lines, if they are the same.
+
+    Quotes in a text are characters. A placeholder in the text stays one word.
+    """
+    if any(" " in word.text and _is_replaced(word.text) for word in words):
+        return Variable(text, tuple(words))
+    texts = [text]
+    for variable in scope.variables.values():
+        if " " in variable.text and variable.text in text and _is_replaced(variable.text):
+            texts = [text for item in texts for text in _around(item, variable.text)]
+    split: list[str] = []
+    for item in texts:
+        split += [item] if _is_replaced(item) else item.split()
+    if [word.text for word in words] != split:
+        words = [Word(word, line) for word in split]
+    return Variable(text, tuple(words))
+
+
+def _is_replaced(text: str) -> bool:
+    """Return True for a placeholder, whose value will have no blanks."""
+    return is_placeholder(text) and "--" not in text
+
+
+def _around(text: str, placeholder: str) -> list[str]:
+    """Return a text as the parts around a placeholder, with the placeholder between them."""
+    items: list[str] = []
+    for piece in text.split(placeholder):
+        items += [placeholder, piece]
+    return items[1:]
 
 
 def _array(value: str, line: int, scope: Scope) -> Variable:
     words = tuple(expand(value.strip()[1:-1], line, scope))
     if any(re.match(r"\[[^\]]*\]=", word.text) for word in words):
         return _without_value("ARRAY", "an array has names as indices", line)
-    return Variable(" ".join(word.text for word in words), words)
+    return Variable(" ".join(word.text for word in words), words, is_array=True)
 
 
 def _joined(words: Sequence[Word]) -> Variable:

@@ -73,12 +73,13 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """A loop over the words of a text. `words` is None where a run computes them."""
+    """A loop over the words of a text, or `for ((...))`, whose expressions are `arithmetic`."""
 
     name: str
-    words: str | None
+    words: str
     body: tuple[Node, ...]
     line: int
+    arithmetic: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ class While:
 
 @dataclass(frozen=True, slots=True)
 class CaseCommand:
-    """Branches of (patterns, body) of a word."""
+    """Branches of (patterns, body, terminator) of a word."""
 
     word: str
-    branches: tuple[tuple[tuple[str, ...], tuple[Node, ...]], ...]
+    branches: tuple[tuple[tuple[str, ...], tuple[Node, ...], str], ...]
     line: int
 
 
@@ -195,15 +196,63 @@ def word_end(text: str, pos: int) -> int:
 
 def _prepared(text: str) -> str:
     """Return a text with line feeds, whose comments do not end a continued command."""
-    lines = [re.sub(r"\\[ \t]+$", r"\\", line.rstrip("\r")) for line in text.split("\n")]
+    lines = [_BLANKS.sub(r"\\", line.rstrip("\r")) for line in text.split("\n")]
+    for number in _comments_inside(lines):
+        lines[number] = "\\"
+    return "\n".join(lines)
+
+
+def repairs(text: str) -> list[tuple[int, str]]:
+    """Return the lines that bash reads otherwise than their author meant them, with the reason."""
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    reasons = [(1, _CARRIAGE_RETURNS)] if text.count("\r\n") > len(lines) // 2 else []
+    reasons += [
+        (number + 1, _BLANK)
+        for number, line in enumerate(lines)
+        if _BLANKS.search(line) and _continues(lines, number + 1)
+    ]
+    plain = [_BLANKS.sub(r"\\", line) for line in lines]
+    inside = [number for number in _comments_inside(plain) if not _is_in_array(plain, number)]
+    previous = -1
+    for number in inside:
+        reasons += [(number + 1, _COMMENT)] if number != previous + 1 else []
+        previous = number
+    return reasons
+
+
+_BLANKS = re.compile(r"\\[ \t]+$")
+_CARRIAGE_RETURNS = "its lines end as on Windows, which bash does not read; msrl does"
+_BLANK = (
+    "a blank after the backslash ends the command in bash; msrl reads the following flags as "
+    "a part of it"
+)
+_COMMENT = (
+    "a comment inside of a continued command ends it in bash (in quotes, it becomes words); msrl "
+    "reads the flags behind it as a part of the command"
+)
+
+
+def _comments_inside(lines: Sequence[str]) -> list[int]:
+    """Return the numbers of the comments that flags of the same command follow."""
+    numbers: list[int] = []
     is_continued = False
     for number, line in enumerate(lines):
         is_comment = line.lstrip().startswith("#")
         if is_continued and is_comment and _continues(lines, number):
-            lines[number] = "\\"
-            continue
-        is_continued = line.endswith("\\") and not is_comment
-    return "\n".join(lines)
+            numbers.append(number)
+        else:
+            is_continued = line.endswith("\\") and not is_comment
+    return numbers
+
+
+def _is_in_array(lines: Sequence[str], number: int) -> bool:
+    """Return True if a line is an item of `NAME=(`, whose comments bash ignores."""
+    for line in reversed(lines[:number]):
+        if re.search(r"\w\+?=\(\s*(#.*)?$", line):
+            return True
+        if line.rstrip().endswith(")") or not line.strip():
+            return False
+    return False
 
 
 def _continues(lines: Sequence[str], number: int) -> bool:
@@ -391,7 +440,7 @@ class _Parser:
         self.advance()
         return Simple(self.text[start : match.end()], self.line(start))
 
-    def _arithmetic(self) -> Node:
+    def _arithmetic(self) -> Arithmetic:
         start = self.token.start if self.token is not None else self.pos
         end = _skip_until(self.text, start + 1, ")")
         self.pos = end
@@ -431,11 +480,11 @@ class _Parser:
         return If(tuple(branches), line)
 
     def _for(self) -> Node:
-        line = self.line()
+        line, name, words = self.line(), "", ""
+        arithmetic: str | None = None
         self.advance()
         if self.is_at("("):
-            self._arithmetic()
-            name, words = "", None
+            arithmetic = self._arithmetic().text
         else:
             token = self.advance()
             name, words = token.text if token is not None else "", '"$@"'
@@ -448,7 +497,7 @@ class _Parser:
                 self.advance()
             words = self.text[start:end]
         self.skip_separators()
-        return For(name, words, self._loop_body(), line)
+        return For(name, words, self._loop_body(), line, arithmetic)
 
     def _while(self) -> Node:
         line, is_until = self.line(), self.is_at("until")
@@ -470,14 +519,14 @@ class _Parser:
         self.skip_separators()
         self.expect("in")
         self.skip_separators()
-        branches: list[tuple[tuple[str, ...], tuple[Node, ...]]] = []
+        branches: list[tuple[tuple[str, ...], tuple[Node, ...], str]] = []
         while self.token is not None and not self.is_at("esac"):
             branches.append(self._case_branch())
             self.skip_separators()
         self.expect("esac")
         return CaseCommand(word, tuple(branches), line)
 
-    def _case_branch(self) -> tuple[tuple[str, ...], tuple[Node, ...]]:
+    def _case_branch(self) -> tuple[tuple[str, ...], tuple[Node, ...], str]:
         if self.is_at("("):
             self.advance()
         patterns: list[str] = []
@@ -487,9 +536,10 @@ class _Parser:
             self.advance()
         self.expect(")")
         body = self.body((";;", ";&", ";;&", "esac"))
+        end = ";;" if self.is_at("esac") or self.token is None else self.token.text
         if not self.is_at("esac"):
             self.advance()
-        return tuple(patterns), body
+        return tuple(patterns), body, end
 
 
 def _skip_array(text: str, pos: int) -> int:

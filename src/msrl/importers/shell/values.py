@@ -6,6 +6,8 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 
+from msrl.importers.placeholders import is_placeholder
+
 
 @dataclass(frozen=True, slots=True)
 class Word:
@@ -18,11 +20,29 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Value of a variable: its text, and the words of an unquoted expansion."""
+    """Value of a variable: its text, and the words of an unquoted expansion, or of an array.
+
+    With `is_split`, the words are those of a command line, which are not split again.
+    """
 
     text: str
     words: tuple[Word, ...]
     problem: str = ""
+    is_array: bool = False
+    is_split: bool = False
+
+    def first(self) -> Variable:
+        """Return the first item of an array, which `$NAME` is; another value unchanged."""
+        if not self.is_array or self.problem:
+            return self
+        return item(self.words[0]) if self.words else EMPTY
+
+
+# Variables that bash sets while it runs.
+_OF_A_RUN = (
+    "BASH_REMATCH", "RANDOM", "SRANDOM", "SECONDS", "LINENO", "PIPESTATUS", "OPTARG", "REPLY",
+    "HOSTNAME", "UID", "EUID", "PPID", "BASHPID", "EPOCHSECONDS", "MAPFILE", "$", "!",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -39,6 +59,12 @@ class Scope:
     def with_empty(self) -> Scope:
         """Return the scope of a condition, in which unset variables are empty."""
         return replace(self, unset_is_empty=True)
+
+    def separators(self) -> str:
+        """Return the characters that split words; empty for blanks."""
+        variable = self.variables.get("IFS")
+        text = "" if variable is None else variable.text
+        return text if text.strip() else ""
 
     def look_up(self, name: str) -> Variable | None:
         """Return the value that the script, else the environment, gives a variable."""
@@ -59,8 +85,9 @@ class Scope:
         if name == "#":
             return literal(str(len(self.arguments)))
         if name.isdigit() and 0 < int(name) <= len(self.arguments):
-            word = self.arguments[int(name) - 1]
-            return Variable(word.text, (word,), word.problem)
+            return item(self.arguments[int(name) - 1])
+        if name in _OF_A_RUN and name not in os.environ:
+            return literal(f"${name}", f"${name} is known only to a run. Replace it.")
         return None
 
 
@@ -72,6 +99,28 @@ def literal(text: str, problem: str = "") -> Variable:
 
 
 EMPTY = Variable("", ())
+
+
+def item(word: Word) -> Variable:
+    """Return a word as a value."""
+    return Variable(word.text, (word,), word.problem)
+
+
+def fields(value: Variable, separators: str) -> list[Word]:
+    """Return the words of an unquoted expansion, which is split at blanks or other separators.
+
+    A placeholder with blanks stays one word, because its value will have none.
+    """
+    if value.is_split:
+        return list(value.words)
+    if separators and not value.is_array and not value.problem:
+        texts = re.split(f"[{re.escape(separators)}]", value.text)
+        return [Word(text, value.words[0].line if value.words else None) for text in texts]
+    words: list[Word] = []
+    for word in value.words:
+        is_whole = word.problem or is_placeholder(word.text)
+        words += [word] if is_whole else [replace(word, text=text) for text in word.text.split()]
+    return words
 
 
 def unquoted(text: str) -> str:

@@ -1,0 +1,74 @@
+"""Brace expansion of shell scripts: `{a,b}` and `{1..3}`. Source: Bash Reference Manual."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+MAX_ITEMS = 1000
+_WORD = re.compile(r"(?<!\S)[^\s'\"$`\\{}]*\{[^\s'\"$`\\]*(?!\S)")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+
+
+def expand_braces(text: str) -> str:
+    """Return a command with its braces written out, outside of quotes.
+
+    >>> expand_braces("run {a,b}{1..2} x{01..03..2} '{c,d}'")
+    "run a1 a2 b1 b2 x01 x03 '{c,d}'"
+    """
+
+    def write_out(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        is_quoted = any(before.count(quote) % 2 for quote in "'\"")
+        words = [match[0]] if is_quoted else _words(match[0])
+        return " ".join(words[:MAX_ITEMS])
+
+    return _WORD.sub(write_out, text)
+
+
+def _words(word: str) -> list[str]:
+    """Return the words that result from the braces of one word."""
+    start = word.find("{")
+    while start >= 0:
+        end = _closing(word, start)
+        items = [] if end < 0 else _items(word[start + 1 : end])
+        if items:
+            tails = _words(word[end + 1 :])
+            heads = [head for item in items[:MAX_ITEMS] for head in _words(item)]
+            number = max(1, MAX_ITEMS // len(tails))
+            return [word[:start] + head + tail for head in heads[:number] for tail in tails]
+        start = word.find("{", start + 1)
+    return [word]
+
+
+def _closing(word: str, start: int) -> int:
+    depth = 0
+    for position in range(start, len(word)):
+        depth += {"{": 1, "}": -1}.get(word[position], 0)
+        if depth == 0:
+            return position
+    return -1
+
+
+def _items(body: str) -> list[str]:
+    """Return the items between braces; empty if they are no list and no range."""
+    match = _RANGE.fullmatch(body)
+    if match is not None:
+        return list(_numbers(match))
+    items, depth = [""], 0
+    for char in body:
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return items if len(items) > 1 else []
+
+
+def _numbers(match: re.Match[str]) -> Iterator[str]:
+    first, last, step = int(match[1]), int(match[2]), abs(int(match[3] or 1)) or 1
+    is_padded = any(re.match(r"-?0\d", text) for text in (match[1], match[2]))
+    width = max(len(match[1]), len(match[2])) if is_padded else 0
+    direction = 1 if last >= first else -1
+    for number in range(first, last + direction, step * direction)[:MAX_ITEMS]:
+        yield f"{number:0{width}d}"
