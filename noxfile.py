@@ -63,39 +63,19 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests except the full tables."""
-    install(session, "cpu,dev")
-    python(
-        session,
-        "-m",
-        "pytest",
-        "-m",
-        "not full",
-        "--session-timeout=3600",
-        *parallel_options(),
-        *session.posargs,
-    )
+    run_tests(session, "-m", "not full", "--session-timeout=3600")
 
 
 @nox.session
 def fast(session: nox.Session) -> None:
     """Run the tests that start no ranks, engines or clusters; a few minutes on two cores."""
-    install(session, "cpu,dev")
-    python(
-        session,
-        "-m",
-        "pytest",
-        "-m",
-        "not slow and not full",
-        *parallel_options(),
-        *session.posargs,
-    )
+    run_tests(session, "-m", "not slow and not full")
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Run all tests, including the full tables."""
-    install(session, "cpu,dev")
-    python(session, "-m", "pytest", *parallel_options(), *session.posargs)
+    run_tests(session)
 
 
 @nox.session
@@ -204,6 +184,12 @@ def chain(session: nox.Session) -> None:
     """Run SFT, a reward model, GRPO against it and a distillation: `-- [--seeds N]`."""
     install(session, "cpu,dev")
     python(session, "examples/chain/run.py", *session.posargs)
+
+
+def run_tests(session: nox.Session, *options: str) -> None:
+    """Run pytest in parallel with these options and those after `--`."""
+    install(session, "cpu,dev")
+    python(session, "-m", "pytest", *options, *parallel_options(), *session.posargs)
 
 
 def python(session: nox.Session, *args: str) -> None:

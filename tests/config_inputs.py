@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,16 @@ def make_model(folder: Path, **changes: object) -> Path:
     """Write a Hugging Face folder without weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**QWEN2, **changes}), encoding="utf-8")
+    return folder
+
+
+def make_configs(folder: Path, configs: Mapping[str, Mapping[str, object]]) -> Path:
+    """Write a config.json in a folder per model, data and sft.yaml, which names no such model."""
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    make_data(folder / "data")
+    (folder / "sft.yaml").write_text(TRAINING, encoding="utf-8")
     return folder
 
 

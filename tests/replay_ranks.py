@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from fake_workers import FakeWorkers
 from msrl.config.sections.train import OptimizerConfig, RouterConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, select, with_weights
@@ -20,7 +21,7 @@ from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import Routes
 from msrl.workflows.training.train_worker import SavePlan, TrainWorker
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Calls
 from training_ranks import sequences
 
 EIGHT = BatchLimits(8)  # all sequences
@@ -56,7 +57,7 @@ class ReplayResult:
     gradients: Mapping[str, np.ndarray]
 
 
-class AllRanks(Workers):
+class AllRanks(FakeWorkers):
     """Workers of all ranks, as each of them sees them: all make the same calls."""
 
     def __init__(self, worker: TrainWorker, rank: int, size: int, init_method: str) -> None:
@@ -66,24 +67,12 @@ class AllRanks(Workers):
     def rendezvous(self) -> str:
         return self._init_method
 
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> Any:
-        return value
-
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         result = getattr(self._worker, method)(*arguments[self._rank])
         results: list[Any] = [None] * self.size
         if dist.is_initialized():
             dist.all_gather_object(results, result)
         return Calls(dict(enumerate(results)))
-
-    def wait(self, calls: Calls) -> list[Any]:
-        return list(calls.references.values())
 
 
 def main(context: RankContext, cases: list[Replay]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_workers import FakeWorkers
 from msrl.algorithms.packing import Sequences
 from msrl.cluster.waiting import WorkerError
 from msrl.config.sections.rollout import AsyncConfig, FilterConfig
@@ -76,7 +77,7 @@ class RandomEngine:
         return ""
 
 
-class LocalEngines(Workers):
+class LocalEngines(FakeWorkers):
     """Loops of two engines in this process, called without a transport."""
 
     def __init__(self) -> None:
@@ -84,25 +85,10 @@ class LocalEngines(Workers):
         self.engines = [RandomEngine(seed) for seed in range(2)]
         self.fails = False
 
-    def rendezvous(self) -> str:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> Any:
-        return value
-
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         if self.fails and method == "exchange":
             raise MsrlError("rollout engine 1 failed")
-        return Calls({n: getattr(self, method)(n, *own) for n, own in arguments.items()})
-
-    def wait(self, calls: Calls) -> list[Any]:
-        return list(calls.references.values())
+        return super().begin_each(method, arguments)
 
     def start_loop(self, n: int, version: int, drains: bool, recompute: bool) -> None:
         self.loops = getattr(self, "loops", {})

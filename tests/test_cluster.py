@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster_folders import cluster_folders
 from msrl.cluster import launch, probe, state
 from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
@@ -26,19 +27,9 @@ RESOURCE = "msrl_device"
 
 @pytest.fixture(scope="module", autouse=True)
 def separate_state(tmp_path_factory):
-    """Use a separate state and a short temporary path for this file, and no token of the
-    environment.
-    """
-    patch = pytest.MonkeyPatch()
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    patch.setenv("RAY_TMPDIR", folder)
-    patch.setenv("MSRL_STATE_DIR", str(tmp_path_factory.mktemp("state")))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        patch.delenv(name, raising=False)
-    yield
-    launch.down()
-    patch.undo()
-    shutil.rmtree(folder)
+    """Use separate folders for this file."""
+    with cluster_folders(tmp_path_factory.mktemp("state")):
+        yield
 
 
 @pytest.fixture(scope="module")

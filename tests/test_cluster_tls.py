@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import grpc
 import pytest
 
 from certificates import make_authority, make_certificate
+from cluster_folders import cluster_folders
 from msrl.cli.configuration import load_configuration as load
 from msrl.cluster import launch, probe, state
 from msrl.cluster.state import NodeRecord, TlsFiles
@@ -90,17 +90,9 @@ def test_a_record_keeps_the_paths_of_the_certificates(tmp_path: Path, monkeypatc
 @pytest.fixture(scope="module")
 def head(files: TlsFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeRecord]:
     """Start a head on loopback with TLS, as `msrl cluster up` does."""
-    patch = pytest.MonkeyPatch()
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    patch.setenv("RAY_TMPDIR", folder)
-    patch.setenv("MSRL_STATE_DIR", str(tmp_path_factory.mktemp("state")))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        patch.delenv(name, raising=False)
     ports = {"port": probe.free_port(), "dashboard_port": probe.free_port()}
-    yield launch.up(**ports, devices=1, platform_resource=RESOURCE, tls=files)
-    launch.down()
-    patch.undo()
-    shutil.rmtree(folder)
+    with cluster_folders(tmp_path_factory.mktemp("state")):
+        yield launch.up(**ports, devices=1, platform_resource=RESOURCE, tls=files)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from msrl.trainer.launch import run_ranks
-from msrl.trainer.model.attention import _attend
+from msrl.trainer.model.attention import _attend, _Traits
 from msrl.trainer.model.context import (
     exchange_order,
     padded_lengths,
@@ -46,17 +46,11 @@ def test_attention_of_some_queries_equals_that_of_all_queries(window, softcap):
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
     sinks = torch.randn(4) if softcap is None else None
-    expected = _attend(query, key, value, None, window, softcap, sinks)
+    traits = _Traits(None, window, softcap, sinks)
+    expected = _attend(query, key, value, traits)
     for first, stop in ((0, 8), (5, 20), (12, 15)):
         actual = _attend(
-            query[:, :, first:stop],
-            key[:, :, :stop],
-            value[:, :, :stop],
-            None,
-            window,
-            softcap,
-            sinks,
-            first,
+            query[:, :, first:stop], key[:, :, :stop], value[:, :, :stop], traits, first
         )
         torch.testing.assert_close(actual, expected[:, :, first:stop])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from config_inputs import TRAINING, make_data
+from config_inputs import make_configs
 from families import QWEN2
 from mixture_families import DEEPSEEK_V3
 from msrl.cli.configuration import load_configuration as load
@@ -27,12 +26,7 @@ MODELS = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name, config in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    make_data(tmp_path / "data")
-    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
-    return tmp_path
+    return make_configs(tmp_path, MODELS)
 
 
 def _settings(*sets: str) -> list[str]:

@@ -27,13 +27,6 @@ from msrl.verification.bits import compare
 from support import mentions
 
 LAYERS = 4
-CUTS = {
-    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4),
-    "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
-    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)),
-    "empty": ParallelLayout(2, 3, noop_layers=(0, 5)), 
-    "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
-}  # fmt: skip
 FAMILIES = tuple(tiny.FAMILIES)
 
 
@@ -159,7 +152,7 @@ def round_trip(tmp_path: Path, family: str, layout: ParallelLayout, naming: Nami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_comes_back_from_virtual_stages(tmp_path: Path, family: str) -> None:
-    round_trip(tmp_path, family, CUTS["tp2 vpp"], Naming(te=True))
+    round_trip(tmp_path, family, tiny.LAYOUTS["tp2 vpp"], Naming(te=True))
 
 
 @pytest.mark.parametrize("chain", [("tp2 pp2", "tp1 pp4", "tp4 pp1"), ("vpp", "uneven", "empty")])
@@ -167,7 +160,7 @@ def test_a_chain_of_layouts_ends_as_if_converted_directly(
     tmp_path: Path, chain: tuple[str, ...]
 ) -> None:
     layouts = {
-        **CUTS,
+        **tiny.LAYOUTS,
         "tp2 pp2": ParallelLayout(2, 2),
         "tp1 pp4": ParallelLayout(1, 4),
         "tp4 pp1": ParallelLayout(4),

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_workers import FakeWorkers
 from msrl.cluster.waiting import WorkerError
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.training.restarts import Restarts
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Calls
 
 SAMPLING = SamplingParams(max_tokens=1)
 
 
-class DyingEngines(Workers):
+class DyingEngines(FakeWorkers):
     """Two stand-ins for engines. `deaths` has the names that a call of a method loses."""
 
     def __init__(self, deaths: Mapping[tuple[str, int], Sequence[str]]) -> None:
@@ -26,20 +27,11 @@ class DyingEngines(Workers):
         self.calls = list[str]()
         self._deaths, self._counts = deaths, Counter[str]()
 
-    def rendezvous(self) -> str:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
-
     def restart(self, workers: Sequence[int] = ()) -> None:
         self.calls.append(f"restart {' '.join(map(str, workers))}")
 
     def numbers(self, names: Collection[str]) -> list[int]:
         return [worker for worker in range(2) if f"rollout engine {worker}" in names]
-
-    def share(self, value: object) -> object:
-        return value
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         self._counts[method] += 1

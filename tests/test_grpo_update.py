@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from config_inputs import GENERATING, make_working_folder
+from fake_workers import FakeWorkers
 from msrl.algorithms.packing import Sequences
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
@@ -27,7 +28,7 @@ from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Calls
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
@@ -278,24 +279,12 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
     assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]
 
 
-class RecordedRank(Workers):
+class RecordedRank(FakeWorkers):
     """Rank of a model whose calls are recorded, with log-probabilities of `value`."""
 
     def __init__(self, name: str, value: float, events: list[tuple[str, str]]) -> None:
         super().__init__(1)
         self.name, self.value, self.events = name, value, events
-
-    def rendezvous(self) -> str:
-        return ""
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> Any:
-        return value
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         self.events.append(("begin", self.name))

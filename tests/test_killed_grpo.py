@@ -27,6 +27,24 @@ STEPS, CRITIC_STEPS, WARMUP = 12, 7, 3
 Moment = tuple[Callable[[], bool], float]  # condition, and seconds to wait after it is met
 
 
+def rollout_section(max_refills: int) -> dict[str, Any]:
+    """Return 4 prompts of 4 samples, with groups of equal rewards dropped and refilled."""
+    return {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "max_prompt_tokens": 160,
+        "max_response_tokens": 12,
+        "sampling": {"temperature": 0.9},
+        "engine": {"max_num_seqs": 32},
+        "filter": {
+            "kind": "all_equal",
+            "source": "acc",
+            "refill": True,
+            "max_refills": max_refills,
+        },
+    }
+
+
 def everything(inputs: Path, name: str) -> dict[str, Any]:
     """Return a configuration with every stateful feature except a critic.
 
@@ -40,15 +58,7 @@ def everything(inputs: Path, name: str) -> dict[str, Any]:
         name,
         "tied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0},
-        rollout={
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_prompt_tokens": 160,
-            "max_response_tokens": 12,
-            "sampling": {"temperature": 0.9},
-            "engine": {"max_num_seqs": 32},
-            "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 2},
-        },
+        rollout=rollout_section(max_refills=2),
         reward={
             "sources": [{"verifier": "acc"}, {"verifier": "strict_format", "weight": 0.5}],
             "overlong": {"buffer": 4, "factor": 0.5},
@@ -87,15 +97,7 @@ def with_critic(inputs: Path, name: str) -> dict[str, Any]:
         name,
         "untied",
         cluster={"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0, "roles": roles},
-        rollout={
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_prompt_tokens": 160,
-            "max_response_tokens": 12,
-            "sampling": {"temperature": 0.9},
-            "engine": {"max_num_seqs": 32},
-            "filter": {"kind": "all_equal", "source": "acc", "refill": True, "max_refills": 1},
-        },
+        rollout=rollout_section(max_refills=1),
         reward={"sources": [{"verifier": "acc"}], "norm": {"scale": "running"}},
         algo={
             "preset": "ppo",

@@ -159,6 +159,14 @@ def assert_same_weights(folder: Path, expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not same_bits(weights[name], expected[name])] == []
 
 
+def assert_converts_back(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Convert `mg`, without msrl's manifest, and compare the result with the weights."""
+    (folder / "mg" / "msrl_manifest.json").unlink()
+    folders = ("--load", str(folder / "mg"), "--save", str(folder / "back"))
+    assert msrl("convert-ckpt", "mcore2hf", *folders, "--no-verify") == 0
+    assert_same_weights(folder / "back", weights)
+
+
 @pytest.mark.parametrize(("name", "layout"), PARAMETERS)
 def test_a_checkpoint_of_mindspeeds_converter_is_read_unchanged(
     tmp_path: Path, name: str, layout: str
@@ -395,20 +403,7 @@ def test_a_checkpoint_with_fewer_arguments_is_read(tmp_path: Path, options: str)
         ):
             del args[name]
         torch.save(contents, path)
-    (tmp_path / "mg" / "msrl_manifest.json").unlink()
-    assert (
-        msrl(
-            "convert-ckpt",
-            "mcore2hf",
-            "--load",
-            str(tmp_path / "mg"),
-            "--save",
-            str(tmp_path / "back"),
-            "--no-verify",
-        )
-        == 0
-    )
-    assert_same_weights(tmp_path / "back", weights)
+    assert_converts_back(tmp_path, weights)
 
 
 @pytest.mark.parametrize("options", ["--tp 2", "--pp 2 --vpp 1"])
@@ -425,20 +420,7 @@ def test_a_model_saved_as_a_defaultdict_is_read(tmp_path: Path, options: str) ->
             if name.startswith("model")
         }
         torch.save({**contents, **models}, path, pickle_protocol=4)
-    (tmp_path / "mg" / "msrl_manifest.json").unlink()
-    assert (
-        msrl(
-            "convert-ckpt",
-            "mcore2hf",
-            "--load",
-            str(tmp_path / "mg"),
-            "--save",
-            str(tmp_path / "back"),
-            "--no-verify",
-        )
-        == 0
-    )
-    assert_same_weights(tmp_path / "back", weights)
+    assert_converts_back(tmp_path, weights)
 
 
 def read_oracle(

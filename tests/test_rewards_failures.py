@@ -3,19 +3,18 @@
 A source without any score ends the step with its cause. A source that sometimes fails does not.
 """
 
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
-import numpy as np
 import pytest
 
+from http_servers import served_by
 from msrl.errors import MsrlError
 from msrl.rewards.failures import error_line
 from msrl.rewards.pool import Call, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
-from msrl.types import Completion, Prompt, RolloutGroup
+from reward_groups import group
 from support import assert_mentions
 
 FUNCTIONS = """
@@ -69,17 +68,6 @@ def fine(response, answer):
 def own(tmp_path):
     (tmp_path / "own.py").write_text(FUNCTIONS)
     return str(tmp_path / "own.py")
-
-
-def group(*texts, answer="4", index=0, **extra):
-    empty = np.zeros(0, np.int64)
-    completions = tuple(
-        Completion(
-            empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text
-        )
-        for text in texts
-    )
-    return RolloutGroup(Prompt(index, empty, answer, extra), completions)
 
 
 def refusal(scores, **options):
@@ -218,17 +206,11 @@ def test_a_server_that_never_answers_does_not_get_every_batch():
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    source = Source(
-        url=f"http://127.0.0.1:{server.server_port}",
-        timeout_s=0.2,
-        on_failure="undecided",
-        options={"batch": 1, "concurrency": 2, "retries": 0},
-    )
-    with Scorer([source], 1) as scorer:
-        scores = scorer.score([group(*"abcdefgh", index=index) for index in range(3)])
-    server.shutdown()
+    options = {"batch": 1, "concurrency": 2, "retries": 0}
+    with served_by(Silent) as url:
+        source = Source(url=url, timeout_s=0.2, on_failure="undecided", options=options)
+        with Scorer([source], 1) as scorer:
+            scores = scorer.score([group(*"abcdefgh", index=index) for index in range(3)])
     assert scores.failures["remote/skipped"] >= 18
     assert "reward.sources[0].url=http://127.0.0.1" in refusal(scores)
 

@@ -7,8 +7,8 @@ import pytest
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
+from reward_groups import group, totals
 from support import assert_mentions, mentions, shared_data
-from test_rewards_sources import group, totals
 
 pytestmark = pytest.mark.slow
 TEXTS = ("a short one", "and this is a rather longer one, with many more words in it", "x")

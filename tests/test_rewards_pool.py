@@ -10,14 +10,13 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from msrl.errors import MsrlError
 from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
-from msrl.types import Completion, Prompt, RolloutGroup
+from reward_groups import group
 from support import assert_each_mentions, assert_mentions, mentions
 
 
@@ -194,29 +193,18 @@ def running(pid):
 def test_hostile_answers_are_wrong_within_the_limit(boxed):
     with Scorer([Source(verifier="acc", timeout_s=2.0)], 1) as scorer:
         start = time.monotonic()
-        scores = scorer.score([group("132", f"\\boxed{{{boxed}}}", "\\boxed{132}")])
+        scores = scorer.score([group(f"\\boxed{{{boxed}}}", "\\boxed{132}", answer="132")])
     assert time.monotonic() - start < 30
     assert [r.total for r in scores.groups[0].rewards][1] == 1.0
     assert scores.groups[0].rewards[0].total < 0
 
 
-def group(answer, *texts, index=0):
-    empty = np.zeros(0, np.int64)
-    completions = tuple(
-        Completion(
-            empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text
-        )
-        for text in texts
-    )
-    return RolloutGroup(Prompt(index, empty, answer), completions)
-
-
 def test_thousands_of_easy_calls_a_second():
     response = "<think> " + "7+5=12; " * 150 + "</think><answer> \\boxed{132} </answer>"
     with Scorer([Source(verifier="base_acc"), Source(verifier="format", weight=0.1)], 2) as scorer:
-        scorer.score([group("132", response)])
+        scorer.score([group(response, answer="132")])
         start = time.monotonic()
-        scores = scorer.score([group("132", *[response] * 8) for _ in range(512)])
+        scores = scorer.score([group(*[response] * 8, answer="132") for _ in range(512)])
         # One process or one parse per call would reach a tenth of this rate.
         assert 2 * 8 * 512 / (time.monotonic() - start) > 500
     assert {r.total for g in scores.groups for r in g.rewards} == {1.1}
@@ -232,7 +220,7 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
         ],
         2,
     ) as scorer:
-        scores = scorer.score([group("4", good, right, index=3), group("4", wrong, index=9)])
+        scores = scorer.score([group(good, right, index=3), group(wrong, index=9)])
     assert [[r.total for r in g.rewards] for g in scores.groups] == [
         pytest.approx([0.5 + 0.1 + 2.0, 0.5 - 1.0]),
         pytest.approx([-0.25 - 1.0]),
@@ -246,7 +234,7 @@ def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
     with Scorer([Source(verifier="acc", timeout_s=0.3)], 1) as scorer:
         scores = scorer.score(
-            [group("x^{7}+\\sqrt{y}", stuck, "\\boxed{x^{7}+\\sqrt{y}}", index=5)]
+            [group(stuck, "\\boxed{x^{7}+\\sqrt{y}}", answer="x^{7}+\\sqrt{y}", index=5)]
         )
     assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
     assert scores.failures == {"acc/timeout": 1}
@@ -280,12 +268,12 @@ def test_wrong_sources_are_refused_before_any_process_starts(sources, fragments)
 
 def test_a_row_without_a_ground_truth_is_refused_if_a_verifier_needs_one():
     with Scorer([Source(verifier="format")], 1) as scorer:
-        assert scorer.score([group("", "x")]).groups[0].rewards[0].total == 0.0
+        assert scorer.score([group("x", answer="")]).groups[0].rewards[0].total == 0.0
     with (
         Scorer([Source(verifier="acc")], 1) as scorer,
         pytest.raises(MsrlError, match=mentions("row 7", "acc", "ground truth")),
     ):
-        scorer.score([group("4", "x"), group(" ", "x", index=7)])
+        scorer.score([group("x"), group("x", answer=" ", index=7)])
 
 
 @pytest.mark.slow
@@ -297,7 +285,7 @@ def test_a_scorer_works_inside_a_ray_actor():
     class Driver:
         def totals(self):
             with Scorer([Source(verifier="acc", timeout_s=5.0)], 1) as scorer:
-                scores = scorer.score([group("132", "\\boxed{132}", "\\boxed{9^{9^{9^9}}}")])
+                scores = scorer.score([group("\\boxed{132}", "\\boxed{9^{9^{9^9}}}", answer="132")])
             return [r.total for r in scores.groups[0].rewards]
 
     with ray_session(

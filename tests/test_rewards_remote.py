@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
+from http_servers import served_by
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
+from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
-from test_rewards_sources import group, totals
 
 
 @contextlib.contextmanager
@@ -49,15 +50,8 @@ def served(answer):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", payloads
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served_by(Handler) as url:
+        yield url, payloads
 
 
 def json_answer(value, status=200, **headers):

@@ -25,6 +25,7 @@ from msrl.rewards.rows import RowSources
 from msrl.rewards.sandbox import Limits, run
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
+from reward_groups import group, totals
 from support import assert_mentions, mentions
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
@@ -405,8 +406,6 @@ def test_options_of_code_and_responses_without_a_program():
 @needs_namespaces
 @pytest.mark.slow
 def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
-    from test_rewards_sources import group, totals
-
     hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
     options = {"case_s": 1.0, "total_s": 2.0, "memory_mb": 96, "processes": 8}
     with Scorer([Source(verifier="code", options=options, timeout_s=20.0)], 2) as scorer:
@@ -725,8 +724,6 @@ NOTHING = [
 
 @pytest.mark.parametrize("answer", NOTHING)
 def test_a_ground_truth_without_tests_is_refused_and_scores_zero(answer):
-    from test_rewards_sources import group
-
     assert "tests nothing" in str(code.answer_refusal(answer))
     with pytest.raises(ValueError, match=r"test|empty|inputs|Python|fn_name"):
         code.score(fenced("pass"), answer)

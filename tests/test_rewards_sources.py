@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards.pool import CallResult
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
-from msrl.types import Completion, Prompt, RolloutGroup
+from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
 OWN = """
@@ -40,21 +39,6 @@ def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "other_file.py").write_text("FACTOR = 2.0\n")
     return str(tmp_path / "own.py")
-
-
-def group(*texts, answer="4", index=0, **extra):
-    empty = np.zeros(0, np.int64)
-    completions = tuple(
-        Completion(
-            empty, np.zeros(0, np.float32), finish_reason="stop", policy_version=0, text=text
-        )
-        for text in texts
-    )
-    return RolloutGroup(Prompt(index, empty, answer, extra), completions)
-
-
-def totals(scores):
-    return [[reward.total for reward in group.rewards] for group in scores.groups]
 
 
 def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_row(own):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_workers import FakeWorkers
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
@@ -28,7 +29,7 @@ from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl.engine_group import EngineGroup, engine_shares
 from msrl.workflows.training.restarts import Restarts
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Calls
 from support import mentions, shared_data
 
 
@@ -75,24 +76,12 @@ def test_engines_share_prompts_evenly_in_contiguous_ranges():
     assert engine_shares([prompt(index, 1) for index in range(2)], 3) == [[], [0], [1]]
 
 
-class EchoEngines(Workers):
+class EchoEngines(FakeWorkers):
     """Two stand-ins for engines that return the prompts that they receive."""
 
     def __init__(self) -> None:
         super().__init__(2)
         self.engines = list[int]()
-
-    def rendezvous(self) -> str:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> object:
-        return value
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         assert method == "generate"

@@ -21,15 +21,9 @@ from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import compare
+from tiny_checkpoints import LAYOUTS
 
 ROWS = FAMILIES | MIXTURES
-LAYOUTS = {
-    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4),
-    "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
-    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)),
-    "empty": ParallelLayout(2, 3, noop_layers=(0, 5)),
-    "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
-}  # fmt: skip
 SPREAD = {
     "ep4": ParallelLayout(ep=4), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1),
     "tp2 pp2 ep2": ParallelLayout(2, 2, ep=2), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from config_inputs import GENERATING, TRAINING, make_data, make_working_folder
+from fake_workers import FakeWorkers
 from families import QWEN2
 from mixture_families import QWEN3_MOE
 from msrl.algorithms.packing import Sequences, micro_batch
@@ -33,7 +34,6 @@ from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions
 from test_grpo_update import Ranks, group
 
@@ -75,7 +75,7 @@ def test_routes_of_virtual_stages_are_joined_on_the_host(monkeypatch: pytest.Mon
     assert stage.micro_batches[0][:, :, 0].tolist() == [[0, 1]] * 4
 
 
-class Stages(Workers):
+class Stages(FakeWorkers):
     """Fake ranks: two data-parallel replicas of two stages with one and two mixture layers.
 
     The first stage reports no log-probabilities.
@@ -86,25 +86,6 @@ class Stages(Workers):
     def __init__(self) -> None:
         super().__init__(4)
         self.updates = list[MicroBatch]()
-
-    def rendezvous(self) -> str:
-        return ""
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> Any:
-        return value
-
-    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
-        results = {rank: getattr(self, method)(rank, *values) for rank, values in arguments.items()}
-        return Calls(results)
-
-    def wait(self, calls: Calls) -> list[Any]:
-        return list(calls.references.values())
 
     def start(self, rank: int, *_: object) -> tuple[WorkerPosition, dict[str, Any]]:
         return WorkerPosition(rank // 2, rank % 2 == 1, sequence_multiple=4), {}

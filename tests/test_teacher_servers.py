@@ -7,10 +7,9 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from http_servers import served_by
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.secrets import recorded
 from msrl.config.sections.algo import TeacherConfig
@@ -74,15 +74,8 @@ def served(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served_by(Handler) as url:
+        yield f"{url}/v1", requests
 
 
 def models(*names: str, max_model_len: int = 100) -> object:

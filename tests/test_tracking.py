@@ -79,11 +79,8 @@ def test_progress_reports_that_work_was_stopped() -> None:
     assert_mentions(out.getvalue(), "reading: ", "stopped", "3 it")
 
 
-def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
-    code = (
-        "from msrl.tracking.progress import progress\nwith progress('packing', total=2, "
-        "unit='rows') as bar: bar.advance(2)"
-    )
+def run_on_terminal(code: str) -> tuple[bytes, str]:
+    """Run Python code; return its standard output, and its standard error, which is a terminal."""
     leader, follower = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -95,7 +92,16 @@ def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
     os.close(follower)
     shown = os.read(leader, 65536).decode()
     os.close(leader)
-    assert done.stdout == b""
+    return done.stdout, shown
+
+
+def test_progress_on_a_terminal_is_a_bar_on_standard_error_only() -> None:
+    code = (
+        "from msrl.tracking.progress import progress\nwith progress('packing', total=2, "
+        "unit='rows') as bar: bar.advance(2)"
+    )
+    output, shown = run_on_terminal(code)
+    assert output == b""
     assert "packing" in shown
     assert "2/2" in shown
 
@@ -105,18 +111,8 @@ def test_standard_output_stays_where_it_is_while_a_bar_is_shown() -> None:
         "from msrl.tracking.progress import progress\nwith progress('packing', total=2) as bar:\n"
         "    print('verified'); bar.advance(2)\nprint('table')"
     )
-    leader, follower = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        stderr=follower,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"TERM": "xterm"},
-        check=True,
-    )
-    os.close(follower)
-    shown = os.read(leader, 65536).decode()
-    os.close(leader)
-    assert done.stdout == b"verified\ntable\n" and "verified" not in shown
+    output, shown = run_on_terminal(code)
+    assert output == b"verified\ntable\n" and "verified" not in shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small Hugging Face folders of each family, created without transformers."""
+"""Small Hugging Face folders of each family, created without transformers, and layouts for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from msrl.models.families import all_rules
+from msrl.models.parallel_layout import ParallelLayout
 from test_models import LLAMA, MISTRAL, QWEN2, QWEN3, shape
 
+LAYOUTS = {
+    "tp2": ParallelLayout(2), "pp2": ParallelLayout(pp=2), "tp2 pp4": ParallelLayout(2, 4),
+    "vpp": ParallelLayout(pp=2, vpp=1), "tp2 vpp": ParallelLayout(2, 2, vpp=1),
+    "uneven": ParallelLayout(2, 2, num_layer_list=(3, 1)),
+    "empty": ParallelLayout(2, 3, noop_layers=(0, 5)),
+    "vpp with empty": ParallelLayout(1, 2, vpp=2, noop_layers=(2, 3, 6, 7)),
+}  # fmt: skip
 FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL}
 
 

@@ -1,12 +1,12 @@
 """Packing of sequences into micro-batches, and balancing of work over ranks.
 
-There is no padding between the sequences of a micro-batch.
+There is no padding between the sequences of a micro-batch. It is aligned with the position that
+predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T] (loss mask,
+advantages, log-probabilities) are stored at the position before their token. The last position of a
+sequence predicts nothing.
 
-T tokens of a sequence, S sequences of a micro-batch, N tokens of it, L mixture layers of the model,
-k experts per token. A micro-batch is aligned with
-the position that predicts: `labels[i]` is the token after `token_ids[i]`, and per-token values [T]
-(loss mask, advantages, log-probabilities) are stored at the position before their token. The last
-position of a sequence predicts nothing.
+Letters: T tokens of a sequence, S sequences of a micro-batch, N tokens of it, L mixture layers of
+the model, k experts per token.
 """
 
 from __future__ import annotations

@@ -193,31 +193,24 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_random_weights,
 )
 
+# Commands that train on sampled responses.
+_ROLLOUTS: tuple[PlanCheck, ...] = (
+    *_MODEL,
+    check_prompts,
+    check_rewards,
+    check_critic,
+    check_grpo_lengths,
+    check_grpo_evaluation,
+    check_engines,
+    check_roles,
+    check_teachers,
+)
+
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
     "train-sft": (*_MODEL, check_examples),
     "train-dpo": (*_MODEL, check_preference),
     "train-rm": (*_MODEL, check_reward_model),
-    "train-grpo": (
-        *_MODEL,
-        check_prompts,
-        check_rewards,
-        check_critic,
-        check_grpo_lengths,
-        check_grpo_evaluation,
-        check_engines,
-        check_roles,
-        check_teachers,
-    ),
-    "train-distill": (
-        *_MODEL,
-        check_prompts,
-        check_rewards,
-        check_critic,
-        check_grpo_lengths,
-        check_grpo_evaluation,
-        check_engines,
-        check_roles,
-        check_teachers,
-    ),
+    "train-grpo": _ROLLOUTS,
+    "train-distill": _ROLLOUTS,
     "eval": (check_evaluation_prompts, check_evaluation_sources),
 }

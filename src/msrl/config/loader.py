@@ -19,6 +19,7 @@ from msrl.config.sources import (
     Node,
     Origin,
     at,
+    children,
     merge,
     parse_assignment,
     plain,
@@ -299,15 +300,10 @@ def _origins(tree: Node, prefix: str = "") -> dict[str, Origin]:
 
     Lists, items of lists and empty mappings count as values.
     """
-    children: dict[str, Node] = {}
-    if isinstance(tree.value, dict):
-        children = tree.value
-    elif isinstance(tree.value, tuple):
-        children = {str(i): item for i, item in enumerate(tree.value)}
     origins: dict[str, Origin] = {}
-    is_section = isinstance(tree.value, dict) and bool(children)
+    is_section = isinstance(tree.value, dict) and bool(tree.value)
     if prefix and not is_section:
         origins[prefix] = tree.origin
-    for key, child in children.items():
+    for key, child in children(tree).items():
         origins.update(_origins(child, f"{prefix}.{key}" if prefix else key))
     return origins

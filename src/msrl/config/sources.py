@@ -278,17 +278,21 @@ def printable_value(node: Node) -> Any:
     return node.value
 
 
+def children(node: Node) -> dict[str, Node]:
+    """Return the nodes of a section by key and those of a list by number; none of other values."""
+    if isinstance(node.value, dict):
+        return node.value
+    if isinstance(node.value, tuple):
+        return {str(i): item for i, item in enumerate(node.value)}
+    return {}
+
+
 def references(node: Node, prefix: str = "") -> dict[str, str]:
     """Return the references of all values from the environment by dotted key."""
     if node.reference is not None:
         return {prefix: node.reference}
-    children: dict[str, Node] = {}
-    if isinstance(node.value, dict):
-        children = node.value
-    elif isinstance(node.value, tuple):
-        children = {str(i): item for i, item in enumerate(node.value)}
     keys: dict[str, str] = {}
-    for key, child in children.items():
+    for key, child in children(node).items():
         keys |= references(child, f"{prefix}.{key}" if prefix else key)
     return keys
 

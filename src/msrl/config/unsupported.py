@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOT_YET_TEXT = "not in this version yet"  # as the troubleshooting page lists it
+
+# Keys with what to do instead.
 NOT_YET: dict[str, str] = {
     "model.trust_remote_code": "",
     "model.override": "",
@@ -75,12 +78,12 @@ def not_yet(key: str, value: object = None) -> str | None:
     """
     plain = ".".join(name for name in key.split(".") if not name.isdigit())
     if isinstance(value, str) and value in NOT_YET_VALUES.get(plain, ()):
-        return "not in this version yet"
+        return NOT_YET_TEXT
     if isinstance(value, str) and value in REFUSED_VALUES.get(plain, {}):
         return REFUSED_VALUES[plain][value]
     if plain in REFUSED:
         return REFUSED[plain]
     if plain in NOT_YET:
         remedy = f"; {NOT_YET[plain]}" if NOT_YET[plain] else ""
-        return f"not in this version yet{remedy}"
+        return f"{NOT_YET_TEXT}{remedy}"
     return None

@@ -122,6 +122,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
 
 
 def _section(words: Sequence[Word]) -> str:
+    """Return the section of the table for a command; empty for an unsupported one."""
     for before, word in zip([Word("", None), *words], words, strict=False):
         if _program(word) in PROGRAMS:
             return PROGRAMS[_program(word)]
@@ -131,6 +132,7 @@ def _section(words: Sequence[Word]) -> str:
 
 
 def _command(translation: Translation, section: str, words: Sequence[Word]) -> None:
+    """Translate one command: its launcher, its flags and their defaults."""
     start = next(
         (i for i, word in enumerate(words) if word.text.endswith(".py") or word.text == "start"), 0
     )
@@ -149,14 +151,14 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
         put_repeated(translation, section, key, node)
     launcher = flags(words[:start], translation.name, is_complete=False)
     _launcher(translation, launcher, section)
-    special = {
+    put_special_keys = {
         "convert": _convert,
         "preprocess": put_preprocessing,
         "train": put_training,
         "inference": _inference,
         "ray": partial(put_named_file, overrides=overrides),
     }
-    special.get(section, _apply_rows)(translation, keys)
+    put_special_keys.get(section, _apply_rows)(translation, keys)
     if translation.is_refused:
         return
     keys.apply_remaining()
@@ -207,6 +209,7 @@ def _writes_legacy(program: str, keys: Keys) -> bool:
 
 
 def _convert(translation: Translation, keys: Keys) -> None:
+    """Translate the formats, the output folder and the tensor names of a conversion."""
     source, target = _model_types(keys)
     command = _COMMANDS.get((source, target))
     for key in ("load_model_type", "save_model_type"):
@@ -262,6 +265,7 @@ def _inference(translation: Translation, keys: Keys) -> None:
 
 
 def _engine_layout(translation: Translation, keys: Keys) -> None:
+    """Translate the parallel sizes of inference: their product is that of the engine."""
     sizes = {
         key: entry
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")

@@ -8,7 +8,7 @@ from typing import cast
 
 from msrl import registry
 from msrl.config.messages import keys
-from msrl.config.unsupported import NOT_YET, not_yet
+from msrl.config.unsupported import NOT_YET, NOT_YET_TEXT, not_yet
 
 _PLUGINS = {
     "algo.advantage.estimator": registry.ADVANTAGES,
@@ -16,7 +16,6 @@ _PLUGINS = {
     "reward.sources.verifier": registry.VERIFIERS,
     "log.trackers": registry.TRACKERS,
 }
-_UNSUPPORTED = "not in this version yet"
 
 
 @cache
@@ -38,7 +37,7 @@ def is_designed(key: str) -> bool:
 def refusal(key: str, value: object) -> str:
     """Return the reason why this version does not support `key: value`; empty if it does."""
     if not has_key(key):
-        return _first_reason(not_yet(prefix) for prefix in _prefixes(key)) or _UNSUPPORTED
+        return _first_reason(not_yet(prefix) for prefix in _prefixes(key)) or NOT_YET_TEXT
     items = _items(value)
     nested = [
         f"{key}.{name}"
@@ -50,7 +49,7 @@ def refusal(key: str, value: object) -> str:
     reason = reason or _first_reason(not_yet(name) for name in nested)
     if not reason and key in _PLUGINS:
         names = registry.names(_PLUGINS[key])
-        return "" if all(str(item) in names for item in items) else _UNSUPPORTED
+        return "" if all(str(item) in names for item in items) else NOT_YET_TEXT
     return reason
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from msrl.config.unsupported import NOT_YET_TEXT
+
 
 class KeyStatus(Enum):
     """Result of the translation of a key; the value describes it in a message."""
@@ -15,7 +17,7 @@ class KeyStatus(Enum):
     OFF = "switches nothing on"
     DEAD = "has no effect in the original either"
     DROPPED = "dropped"
-    UNSUPPORTED = "not in this version yet, and would change results"
+    UNSUPPORTED = f"{NOT_YET_TEXT}, and would change results"
 
     @property
     def heading(self) -> str:

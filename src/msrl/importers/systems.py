@@ -9,6 +9,7 @@ from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import Translation
 
+# Top-level keys, one of which is enough to recognize a file.
 _MARKS = {
     "mindspeed-rl": mindspeed_rl.MARKS,
     "mindspeed-llm": mindspeed_ray.MARKS,
@@ -21,7 +22,8 @@ _MARKS = {
         "num_return_sequences_in_group",
     ),
 }
-_BY_COMMAND = "roll"
+_IMPORTED_FIRST = "roll"  # its files are not read directly
+# Section of the table mindspeed_rl for each section of its files.
 _SECTIONS = {
     "megatron_training": "megatron",
     "actor_config": "megatron",
@@ -46,7 +48,7 @@ def foreign(path: str) -> Translation | None:
     file = find(path)
     tree = read(file, is_old=True)
     system = detect_system(tree)
-    if system == _BY_COMMAND:
+    if system == _IMPORTED_FIRST:
         raise MsrlError(
             f"{file}: is a ROLL file. "
             f"Convert it with `msrl config import --from roll {file} --output FILE`."

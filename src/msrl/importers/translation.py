@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, printable_value, wrap
+from msrl.config.unsupported import NOT_YET_TEXT
 from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS, weights_by_prefix
 from msrl.importers.native_keys import refusal
@@ -269,9 +270,9 @@ class Translation:
     ) -> None:
         for key in keys:
             self.later = merge(self.later, at(key, node))
-        names, later = " and ".join(keys), "not in this version yet"  # as the status says
-        is_later = reason.startswith(later)
-        text = names + (reason.removeprefix(later) if is_later else f": {reason}")
+        names = " and ".join(keys)
+        is_later = reason.startswith(NOT_YET_TEXT)  # the status says it already
+        text = names + (reason.removeprefix(NOT_YET_TEXT) if is_later else f": {reason}")
         self.record(entry, KeyStatus.UNSUPPORTED, text)
 
     def apply(self, entry: SourceKey) -> None:

@@ -41,12 +41,14 @@ def _layer_weights(shape: Shape, layer: int) -> int:
 
 
 def _projections(shape: Shape) -> int:
+    """Return the number of weights of an attention layer's projections."""
     # Queries and attention outputs, then keys and values.
     heads = 2 * shape.num_attention_heads + 2 * shape.num_query_groups
     return shape.hidden_size * heads * shape.head_dim
 
 
 def _latent_projections(shape: Shape, mla: Mla) -> int:
+    """Return the number of weights of the projections of multi-head latent attention."""
     heads, query_dim = shape.num_attention_heads, mla.nope_head_dim + mla.rope_head_dim
     queries = heads * query_dim
     from_latent = 0 if mla.q_lora_rank is None else mla.q_lora_rank * queries
@@ -56,6 +58,7 @@ def _latent_projections(shape: Shape, mla: Mla) -> int:
 
 
 def _head_weights(shape: Shape) -> int:
+    """Return the number of weights of the output layer."""
     return shape.hidden_size * shape.num_outputs
 
 

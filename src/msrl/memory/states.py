@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
@@ -27,6 +28,7 @@ def _elements(tensor: StageTensor) -> int:
 
 
 def _stage_elements(shape: Shape, layout: ParallelLayout, stage: int) -> int:
+    """Return the number of parameters of a rank of a pipeline stage."""
     return sum(map(_elements, stage_tensors(shape, layout, Coords(pp=stage))))
 
 
@@ -55,26 +57,32 @@ class _ParameterCounts:
 def _parameter_counts(
     shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
 ) -> _ParameterCounts:
-    lora, freeze = train.lora, train.freeze
+    """Return the parameters of a rank of a pipeline stage, with those of LoRA adapters."""
     tensors = stage_tensors(shape, layout, Coords(pp=stage))
-    total = sum(map(_elements, tensors))
-    if lora.rank is not None:
-        sizes = [
-            (tensor, _adapter_elements(tensor, lora.rank))
-            for tensor in tensors
-            if is_layer(tensor.rule.mcore, tensor.rule.hf, lora.targets)
-        ]
-        total += sum(size for _, size in sizes)
-        heads = [tensor for tensor in tensors if tensor.rule.mcore == WEIGHT]
-        sizes += [(tensor, _elements(tensor)) for tensor in heads]
+    weights = sum(map(_elements, tensors))
+    adapters: list[tuple[StageTensor, int]] = []
+    if train.lora.rank is None:
+        trained = _unfrozen_elements(shape, tensors, train.freeze)
     else:
-        frozen = chosen(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
-        sizes = [
-            (tensor, _elements(tensor)) for tensor in tensors if tensor.rule.mcore not in frozen
+        adapters = [
+            (tensor, _adapter_elements(tensor, train.lora.rank))
+            for tensor in tensors
+            if is_layer(tensor.rule.mcore, tensor.rule.hf, train.lora.targets)
         ]
-    trained = sum(size for _, size in sizes)
-    experts = sum(size for tensor, size in sizes if tensor.rule.expert is not None)
-    return _ParameterCounts(total, trained - experts, experts)
+        heads = [tensor for tensor in tensors if tensor.rule.mcore == WEIGHT]
+        trained = adapters + [(tensor, _elements(tensor)) for tensor in heads]
+    num_trained = sum(size for _, size in trained)
+    num_experts = sum(size for tensor, size in trained if tensor.rule.expert is not None)
+    total = weights + sum(size for _, size in adapters)
+    return _ParameterCounts(total, num_trained - num_experts, num_experts)
+
+
+def _unfrozen_elements(
+    shape: Shape, tensors: Iterable[StageTensor], freeze: Sequence[str]
+) -> list[tuple[StageTensor, int]]:
+    """Return the tensors that are trained without LoRA, with their elements on a rank."""
+    frozen = chosen(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
+    return [(tensor, _elements(tensor)) for tensor in tensors if tensor.rule.mcore not in frozen]
 
 
 def _adapter_elements(tensor: StageTensor, rank: int) -> int:
@@ -96,9 +104,9 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer on a rank of a stage.
 
-    `train` selects the trained parameters; by default those of the policy.
-    Gradients are float32. The optimizer has float32 moments, and float32 master weights for
-    bfloat16; it is sharded over the ranks with equal parameters.
+    `train` selects the trained parameters; by default those of the policy. Gradients are float32.
+    The optimizer has float32 moments, and float32 master weights for bfloat16; it is sharded over
+    the ranks with equal parameters.
     """
     layout, element = plan.layout, element_bytes(plan)
     counts = _parameter_counts(shape, layout, train or plan.train, stage)
@@ -137,6 +145,7 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
 
 def _critic_state(plan: RunPlan, shape: Shape, stage: int) -> State:
+    """Return the state of a critic in the layout of the plan."""
     train = plan.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
     return State(**state_bytes(plan, shape, stage, train))
 

@@ -139,8 +139,8 @@ def transformers_model(source: WeightSource, dtype: torch.dtype | None) -> Any:
     )
     mismatched = sorted(
         name
-        for target_dtype in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        for name in map(str, loading_info[target_dtype])
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for name in map(str, loading_info[kind])
     )
     if mismatched:
         raise RuntimeError(
@@ -153,6 +153,7 @@ def transformers_model(source: WeightSource, dtype: torch.dtype | None) -> Any:
 def _cast(
     source: WeightSource, rule: Rule, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Hugging Face tensors of a rule by name, rounded to `dtype`."""
     target_dtype = cast_to(rule, dtype)
     for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
         yield name, tensor if target_dtype is None else tensor.to(target_dtype)

@@ -52,6 +52,7 @@ FILE = "model_optim_rng.pt"
 
 
 def iteration_dir(save: Path, iteration: int | str) -> Path:
+    """Return the folder of an iteration, which has a number or a name such as `release`."""
     return save / (f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration)
 
 
@@ -156,6 +157,7 @@ def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
 def _joined_latents(
     path: Path, model: Mapping[str, Tensor], args: argparse.Namespace
 ) -> dict[str, Tensor]:
+    """Return the tensors with those that --mla-mm-split has split joined again."""
     heads = getattr(args, "num_attention_heads", None)
     tp = layout_from_args(args).tp
     if not isinstance(heads, int) or heads % tp:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from msrl.data.dataset import IGNORE
+from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.types import Ints
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
 
 PLACEHOLDER = "ки"
 REWARD_TOKENS = ("+", "-")
@@ -43,19 +41,16 @@ class StepTokens:
 
     def encode(self, tokenizer: TextTokenizer, texts: Sequence[str]) -> list[Ints]:  # [T] each
         """Return the token ids of texts, without special tokens."""
-        encode = tokenizer.backend.encode_batch_fast
         if self.is_joined:
-            encodings = encode(list(texts), add_special_tokens=False)
-            return [np.asarray(encoding.ids, np.int64) for encoding in encodings]
-        return [
-            self._with_placeholders(encode(text.split(self.text), add_special_tokens=False))
-            for text in texts
-        ]
+            return [np.asarray(ids, np.int64) for ids in encode_texts(tokenizer, texts)]
+        steps = (encode_texts(tokenizer, text.split(self.text)) for text in texts)
+        return [self._with_placeholders(pieces) for pieces in steps]
 
-    def _with_placeholders(self, encodings: Sequence[Encoding]) -> Ints:
+    def _with_placeholders(self, pieces: Sequence[Sequence[int]]) -> Ints:
+        """Join the token ids of the text before, between and behind the placeholders."""
         ids: list[int] = []
-        for encoding in encodings:
-            ids += [*encoding.ids, self.placeholder]
+        for piece in pieces:
+            ids += [*piece, self.placeholder]
         return np.asarray(ids[:-1], np.int64)
 
     def labels(self, token_ids: Ints, labels: Sequence[str]) -> Ints | None:  # [T]

@@ -30,6 +30,11 @@ def read_action(answer: str, choices: Iterable[str] = ACTIONS) -> str | None:
     return next((choice for choice in choices if choice.casefold() == name), None)
 
 
+def choices_note(actions: Iterable[str]) -> str:
+    """Return the reply to an answer that is no action."""
+    return f"Invalid action. Choose one of {', '.join(actions)}."
+
+
 def draw(num_rows: int, num_columns: int, symbol: Callable[[Cell], str]) -> str:
     """Return a grid as text, one line per row."""
     rows = [[symbol(Cell(row, c)) for c in range(num_columns)] for row in range(num_rows)]

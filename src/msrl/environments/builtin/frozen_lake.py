@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
-from msrl.environments.builtin._grid import ACTIONS, Cell, draw, reachable, read_action
+from msrl.environments.builtin._grid import (
+    ACTIONS,
+    Cell,
+    choices_note,
+    draw,
+    reachable,
+    read_action,
+)
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -62,8 +69,8 @@ class FrozenLake(Environment):
         self._num_steps += 1
         action = read_action(answer)
         if action is None:
-            choices = ", ".join(name.capitalize() for name in ACTIONS)
-            return self._result(f"Invalid action. Choose one of {choices}.", is_invalid=True)
+            note = choices_note(map(str.capitalize, ACTIONS))
+            return self._result(note, is_invalid=True)
         self._move(action)
         return self._result("")
 

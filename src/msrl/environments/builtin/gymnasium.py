@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
-from msrl.environments.builtin._grid import read_action
+from msrl.environments.builtin._grid import choices_note, read_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -38,7 +38,7 @@ class Gymnasium(Environment):
         """Take the action of an answer; an invalid answer changes nothing."""
         action = read_action(answer, self._actions)
         if action is None:
-            text = f"Invalid action. Choose one of {', '.join(self._actions)}.\n{self._text}"
+            text = f"{choices_note(self._actions)}\n{self._text}"
             return StepResult([Message("user", text)], 0.0, info={"invalid_action": True})
         number = self._actions.index(action) + int(getattr(self._game.action_space, "start", 0))
         observation, reward, terminated, truncated, _ = self._game.step(number)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
-from msrl.environments.builtin._grid import ACTIONS, Cell, draw, read_action
+from msrl.environments.builtin._grid import ACTIONS, Cell, choices_note, draw, read_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -77,8 +77,8 @@ class Sokoban(Environment):
         self._num_steps += 1
         action = read_action(answer)
         if action is None:
-            choices = ", ".join(name.capitalize() for name in ACTIONS)
-            return self._result(f"Invalid action. Choose one of {choices}.", 0, is_invalid=True)
+            note = choices_note(map(str.capitalize, ACTIONS))
+            return self._result(note, 0, is_invalid=True)
         num_placed = len(self.boxes & self.targets)
         self._move(action)
         return self._result("", len(self.boxes & self.targets) - num_placed)

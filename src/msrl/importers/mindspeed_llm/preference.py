@@ -7,7 +7,6 @@ answer, as in msrl.
 
 from __future__ import annotations
 
-from msrl.config.sources import wrap
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
@@ -92,6 +91,7 @@ def _put_simpo(keys: Keys) -> None:
 
 
 def _put_form(keys: Keys, key: str, kind: object) -> None:
+    """Translate the kind of a loss, of which only the hinge is an option of another loss."""
     if kind == "hinge":
         keys.assign(key, [f"{_SECTION}.options.form"], "hinge")
     else:
@@ -99,6 +99,7 @@ def _put_form(keys: Keys, key: str, kind: object) -> None:
 
 
 def _put_smoothing(keys: Keys, key: str) -> None:
+    """Translate label smoothing, unless it is 0."""
     smoothing = _number(keys, key, 0.0)
     if smoothing:
         keys.assign(key, [f"{_SECTION}.options.label_smoothing"], smoothing)
@@ -115,8 +116,3 @@ def _number(keys: Keys, key: str, default: float) -> float:
         keys.add_error(key, "must be a number")
         return default
     return float(value)
-
-
-def put_random_weights(translation: Translation, keys: Keys) -> None:
-    """Start a pretraining without a checkpoint from random weights, as the original does."""
-    translation.set("model.init", wrap("random", keys.origin("data_path")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
-from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
+from msrl.importers.mindspeed_llm.preference import STAGES, put_preference
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -66,7 +66,7 @@ def _initial_weights(translation: Translation, keys: Keys, *, is_text: bool) -> 
     if keys.get("load") is not None or keys.get("pretrained_checkpoint") is not None:
         return
     if is_text:
-        put_random_weights(translation, keys)
+        translation.set("model.init", wrap("random", keys.origin("data_path")))
         return
     translation.errors.append(
         f"{translation.name}: load: missing. The original starts from random weights, which only "

@@ -51,8 +51,8 @@ def translate(tree: Node, file: Path) -> Translation:
     top = {entry.key: entry for entry in translation.entries(tree, "supervised", "")}
     models = hydra_layers(top["defaults"].node if "defaults" in top else None, file, translation)
     name = str(_section(tree))
-    entry = list(translation.entries(top[name].node, "train", name))
-    keys = Keys(translation, "train", with_model(entry, models, translation, "train"))
+    entries = list(translation.entries(top[name].node, "train", name))
+    keys = Keys(translation, "train", with_model(entries, models, translation, "train"))
     translation.record(top[name], KeyStatus.APPLIED, "key by key")
     if "defaults" in top:
         translation.record(

@@ -157,14 +157,18 @@ def _interval(condition: str) -> str | None:
         low, first, second, high = match.groups()
         return f"{_opening(first)}{low},{high}{_closing(second)}"
     if match := _BELOW.fullmatch(condition):
-        groups = [group for group in match.groups() if group is not None]
-        end, relation = sorted(groups, key=_is_relation)
+        end, relation = _end_and_relation(match)
         return f"(-\\infty,{end}{_closing(relation)}"
     if match := _ABOVE.fullmatch(condition):
-        groups = [group for group in match.groups() if group is not None]
-        end, relation = sorted(groups, key=_is_relation)
+        end, relation = _end_and_relation(match)
         return f"{_opening(relation)}{end},\\infty)"
     return None
+
+
+def _end_and_relation(match: re.Match[str]) -> list[str]:
+    """Return the end of a half-open line and its relation, which may stand on either side."""
+    groups = [group for group in match.groups() if group is not None]
+    return sorted(groups, key=_is_relation)
 
 
 def _is_relation(text: str) -> bool:

@@ -8,7 +8,7 @@ that on the rank (`trainer/model/lora.py`), and on the same kind of device its b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from msrl.models.families import all_rules
@@ -58,6 +58,7 @@ class AdaptedWeights:
         shards = _complete_shards(buckets, version)
         factors = {key: shard for key, shard in shards.items() if key[0].endswith(FACTORS)}
         base = {key: shard for key, shard in shards.items() if key not in factors}
+        # Without new base weights, the adapted layers are those of the version before.
         expected = set(factors) if base else set(self._factors)
         expected |= {(_other_factor(name), number) for name, number in factors}
         missing = sorted(expected - set(factors))
@@ -126,17 +127,8 @@ def _complete_shards(buckets: Iterable[Bucket], version: int) -> dict[_Key, _Com
                 )
             key, rows = (chunk.name, chunk.index), chunk.rows(bucket.content)
             if key not in shards:
-                whole = ShardRows(
-                    chunk.name,
-                    chunk.index,
-                    chunk.count,
-                    chunk.dtype,
-                    chunk.shape,
-                    0,
-                    chunk.shape[0],
-                    0,
-                )
-                shards[key] = _Complete(whole, rows.new_empty(chunk.shape))
+                all_rows = replace(chunk, begin=0, end=chunk.shape[0], offset=0)
+                shards[key] = _Complete(all_rows, rows.new_empty(chunk.shape))
                 missing[key] = chunk.shape[0]
             shards[key].tensor[chunk.begin : chunk.end].copy_(rows)
             missing[key] -= len(rows)

@@ -42,25 +42,28 @@ def damages(root: Path, records: Mapping[str, Record]) -> list[str]:
 
 
 def _damage(path: Path, record: Record) -> str | None:
+    """Return a sentence on the difference of a file from its record, or None."""
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size
     if size != record["bytes"]:
         return f"{path} has {size} bytes instead of {record['bytes']}"
-    if "crc32" in record:
-        return (
-            None if file_crc32(path) == record["crc32"] else f"{path} does not match its checksum"
-        )
-    from msrl.checkpoint.torch_files.reader import check_records
-
     try:
-        return (
-            None
-            if check_records(path) == record["sha256"]
-            else f"{path} does not match its checksum"
-        )
+        return None if _is_same(path, record) else f"{path} does not match its checksum"
     except MsrlError as error:
         return str(error)
+
+
+def _is_same(path: Path, record: Record) -> bool:
+    """Return True if a file has the checksum of its record. Raises MsrlError for damaged records.
+
+    Only a file of weights has no CRC-32.
+    """
+    if "crc32" in record:
+        return bool(file_crc32(path) == record["crc32"])
+    from msrl.checkpoint.torch_files.reader import check_records
+
+    return bool(check_records(path) == record["sha256"])
 
 
 def with_checksum(contents: Mapping[str, Any]) -> str:

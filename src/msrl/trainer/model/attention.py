@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -47,27 +47,42 @@ from msrl.trainer.model.rope import rotate
 _BLOCK = 512
 
 
+class _Traits(NamedTuple):
+    """Scale, window, softcap and sinks of a layer, as in `block_diagonal_attention`."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [h]
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether torch has no kernel for the attention, so that its scores must be explicit."""
+        return self.softcap is not None or self.sinks is not None
+
+    def factor(self, head_dim: int) -> float:
+        """Return the factor of the products of queries and keys."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
 def _attend(
     query: Tensor,  # [S, h, Q, d], positions first, first + 1, ...
     key: Tensor,  # [S, g, L, d], positions 0, 1, ...; L = first + Q
     value: Tensor,  # [S, g, L, v]
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,  # [h]
+    traits: _Traits,
     first: int = 0,
 ) -> Tensor:  # [S, h, Q, v]
     """Return the causal attention of the queries."""
     is_grouped = query.shape[1] != key.shape[1]
     width, head_dim = value.shape[-1], query.shape[-1]
-    if softcap is not None or sinks is not None:
-        factor = head_dim**-0.5 if scale is None else scale
-        explicit = partial(_explicit_attention, scale=factor, softcap=softcap, sinks=sinks)
+    scale, window = traits.scale, traits.window
+    if traits.needs_scores:
+        explicit = partial(_explicit_attention, traits=traits)
         return _in_blocks(explicit, query, key, value, window, first)
     if width < head_dim:
         # torch's fused kernels need equal widths; its fallback stores all attention weights.
         value = F.pad(value, (0, head_dim - width))
-        return _attend(query, key, value, scale, window, None, None, first)[..., :width]
+        return _attend(query, key, value, traits, first)[..., :width]
     if window is None and first == 0:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
@@ -135,16 +150,15 @@ def _explicit_attention(
     value: Tensor,
     visible: Tensor,
     *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    traits: _Traits,
 ) -> Tensor:
     """Compute attention with softcap or sinks, which torch's kernels lack.
 
     Softcap is from Gemma 2 (arXiv:2408.00118, section 2); for sinks see `Attention`. The backward
     pass recomputes the scores instead of storing them.
     """
-    inputs = query, key, value, visible, scale, softcap, sinks
+    factor = traits.factor(query.shape[-1])
+    inputs = query, key, value, visible, factor, traits.softcap, traits.sinks
     return cast(
         "Tensor",
         checkpoint(_score_attention, *inputs, use_reentrant=False, preserve_rng_state=False),
@@ -197,6 +211,7 @@ def block_diagonal_attention(
     a score s becomes softcap * tanh(s / softcap). With `sinks`, the softmax of a head is over its
     scores and its sink.
     """
+    traits = _Traits(scale, window, softcap, sinks)
     outputs: list[Tensor] = []
     start, dtype = 0, query.dtype
     query, key, value = map(_upcast, (query, key, value))
@@ -204,7 +219,7 @@ def block_diagonal_attention(
         stop = start + length * count
         q, k, v = (_sequences(x[start:stop], count, length) for x in (query, key, value))
         effective_window = window if window and window < length else None
-        output = _attend(q, k, v, scale, effective_window, softcap, sinks)
+        output = _attend(q, k, v, traits._replace(window=effective_window))
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         start = stop
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)
@@ -220,10 +235,7 @@ def context_attention(
     key: Tensor,  # [n, g, d]
     value: Tensor,  # [n, g, d]
     context: ContextShare,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,  # [h]
+    traits: _Traits,
 ) -> Tensor:  # [n, h, d]
     """Compute `block_diagonal_attention` for this rank's tokens in a context-parallel group.
 
@@ -243,18 +255,7 @@ def context_attention(
         halves: list[Tensor] = []
         for half, first in enumerate((rank * size, (2 * num_ranks - 1 - rank) * size)):
             end = first + size
-            halves.append(
-                _attend(
-                    pieces[:, half],
-                    k[:, :, :end],
-                    v[:, :, :end],
-                    scale,
-                    window,
-                    softcap,
-                    sinks,
-                    first,
-                )
-            )
+            halves.append(_attend(pieces[:, half], k[:, :, :end], v[:, :, :end], traits, first))
         outputs.append(torch.stack(halves, 1).transpose(2, 3).flatten(0, 2))
         start = stop
     return torch.cat(outputs).to(dtype)
@@ -275,29 +276,27 @@ def packed_attention(
     The platform's fused kernel computes it, unless there is none, the model has softcap or sinks,
     or keys and values travel around a ring.
     """
-    traits = (scale, window, softcap, sinks)
+    traits = _Traits(scale, window, softcap, sinks)
     context = packed.context
     if context is None:
-        return _local_attention(query, key, value, packed.lengths, *traits)
+        return _local_attention(query, key, value, packed.lengths, traits)
     if context.groups.heads is None and context.groups.ring is None:
-        return _gathered_attention(query, key, value, context, *traits)
+        return _gathered_attention(query, key, value, context, traits)
     if context.groups.heads is None:
-        return _ring_attention(query, key, value, context, *traits)
-    heads = None if sinks is None else own_heads(sinks, context)
-    traits = (scale, window, softcap, heads)
+        return _ring_attention(query, key, value, context, traits)
+    if sinks is not None:
+        traits = traits._replace(sinks=own_heads(sinks, context))
     query, key, value = (split_heads(x, context) for x in (query, key, value))
     if context.groups.ring is None:
-        mixed = _local_attention(query, key, value, context.lengths, *traits)
+        mixed = _local_attention(query, key, value, context.lengths, traits)
     else:
-        mixed = _ring_attention(query, key, value, context, *traits)
+        mixed = _ring_attention(query, key, value, context, traits)
     return join_heads(mixed, context)
 
 
-def _select_kernel(
-    query: Tensor, softcap: float | None, sinks: Tensor | None
-) -> VarlenAttention | None:
+def _select_kernel(query: Tensor, traits: _Traits) -> VarlenAttention | None:
     """Return the platform's fused kernel if there is one and the model has no softcap and sinks."""
-    if softcap is not None or sinks is not None:
+    if traits.needs_scores:
         return None
     return select_kernel(query.device.type, query.dtype, query.shape[-1])
 
@@ -307,16 +306,13 @@ def _local_attention(
     key: Tensor,
     value: Tensor,
     lengths: Sequence[int],
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    traits: _Traits,
 ) -> Tensor:
     """Compute the attention of complete sequences."""
-    kernel = _select_kernel(query, softcap, sinks)
+    kernel = _select_kernel(query, traits)
     if kernel is not None:
-        return fused_attention(kernel, query, key, value, lengths, scale, window)
-    return block_diagonal_attention(query, key, value, lengths, scale, window, softcap, sinks)
+        return fused_attention(kernel, query, key, value, lengths, traits.scale, traits.window)
+    return block_diagonal_attention(query, key, value, lengths, *traits)
 
 
 def _gathered_attention(
@@ -324,20 +320,17 @@ def _gathered_attention(
     key: Tensor,
     value: Tensor,
     context: ContextShare,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    traits: _Traits,
 ) -> Tensor:
     """Compute the attention of this rank's queries over the gathered keys and values."""
-    kernel = _select_kernel(query, softcap, sinks)
+    kernel = _select_kernel(query, traits)
     if kernel is None:
-        return context_attention(query, key, value, context, scale, window, softcap, sinks)
+        return context_attention(query, key, value, context, traits)
     group = context.groups.ranks
     key, value = gather_sequences(key, context), gather_sequences(value, context)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return fused_context_attention(
-        kernel, query, key, value, context.lengths, rank, size, scale, window
+        kernel, query, key, value, context.lengths, rank, size, traits.scale, traits.window
     )
 
 
@@ -346,18 +339,14 @@ def _ring_attention(
     key: Tensor,
     value: Tensor,
     context: ContextShare,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    traits: _Traits,
 ) -> Tensor:
     """Compute the attention over keys and values that travel around a ring."""
     assert context.groups.ring is not None
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scoring = Scoring(factor, window, softcap)
+    scoring = Scoring(traits.factor(query.shape[-1]), traits.window, traits.softcap)
     query_, key_, value_ = map(_upcast, (query, key, value))
     mixed = ring_attention(
-        query_, key_, value_, sinks, context.lengths, context.groups.ring, scoring
+        query_, key_, value_, traits.sinks, context.lengths, context.groups.ring, scoring
     )
     return mixed.to(query.dtype)
 

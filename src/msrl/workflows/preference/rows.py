@@ -21,7 +21,7 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.types import RenderedPreference
 from msrl.workflows.sft.rows import split
-from msrl.workflows.training.data_checks import check_data, verify_data
+from msrl.workflows.training.data_checks import check_data, check_longest_row, verify_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +213,13 @@ def _refuse_margins(dataset: PreferenceDataset, config: Config) -> None:
 
 def _check_length(config: Config, rows: PreferenceRows, num_added: int) -> None:
     """Raise MsrlError if a row does not fit into a micro-batch."""
-    limit = config.train.max_tokens_per_micro_batch
     num_sides = len(rows.examples(rows.members[0][0]).sides)
     longest = max(
         length + num_added * num_sides * len(row)
         for length, row in zip(rows.lengths, rows.members, strict=True)
     )
-    if limit is not None and limit < longest:
-        raise MsrlError(
-            f"train.max_tokens_per_micro_batch={limit}: the longest row of "
-            f"{rows.dataset.prefix} has {longest} tokens, all sides together. Raise it."
-        )
+    size = f"{longest} tokens, all sides together"
+    check_longest_row(config, rows.dataset.prefix, longest, size)
 
 
 def _print_notes(name: str, rows: PreferenceRows) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.sections.algo import TeacherConfig
 from msrl.data.tokenizer import TextTokenizer
 from msrl.rollout.teacher_server import TeacherServer
-from msrl.types import Floats, Prompt
+from msrl.types import Floats, Ints, Prompt
 from msrl.workflows.rl.distillation import teaches
 
 _NUM_COMPARED = 256  # tokens of the vocabulary
+_Waiting: TypeAlias = "SimpleQueue[tuple[Ints, Future[Floats]]]"  # token ids and their request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +71,27 @@ def _start_requests(
 ) -> dict[int, Future[Floats]]:
     """Start the requests of sequences in threads that do not outlive an interrupted program."""
     requests: dict[int, Future[Floats]] = {number: Future() for number in numbers}
-    waiting: SimpleQueue[int] = SimpleQueue()
-    for number in requests:
-        waiting.put(number)
-
-    def work() -> None:
-        while True:
-            try:
-                number = waiting.get_nowait()
-            except Empty:
-                return
-            request = requests[number]
-            if not request.set_running_or_notify_cancel():
-                continue
-            try:
-                request.set_result(server.logprobs(sequences.token_ids[number]))
-            except BaseException as error:  # raised where the result is read
-                request.set_exception(error)
-
+    waiting: _Waiting = SimpleQueue()
+    for number, request in requests.items():
+        waiting.put((sequences.token_ids[number], request))
     for _ in range(min(server.section.concurrency, len(requests))):
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=_run_requests, args=(server, waiting), daemon=True).start()
     return requests
+
+
+def _run_requests(server: TeacherServer, waiting: _Waiting) -> None:
+    """Run the requests that wait, one after the other. A failure belongs to its request."""
+    while True:
+        try:
+            token_ids, request = waiting.get_nowait()
+        except Empty:
+            return
+        if not request.set_running_or_notify_cancel():
+            continue
+        try:
+            request.set_result(server.logprobs(token_ids))
+        except BaseException as error:  # raised where the result is read
+            request.set_exception(error)
 
 
 def connect(

@@ -81,9 +81,9 @@ def open_served_model(section: ServeConfig) -> ServedModel:
             f"{load}: {shape.architecture} generates scores instead of text. "
             "Use it in reward.sources."
         )
-    own = source.hf_dir if source is not None else folder
+    model_dir = source.hf_dir if source is not None else folder
     served = tuple(_adapter(adapter_name, Path(path), shape) for adapter_name, path in adapters)
-    return ServedModel(name, load, folder, tokenizer_dir or own, shape, source, served)
+    return ServedModel(name, load, folder, tokenizer_dir or model_dir, shape, source, served)
 
 
 def _weights(load: Path, cache: Path) -> tuple[Path, WeightSource | None, Shape]:
@@ -135,17 +135,22 @@ def base_folder(adapter: Path) -> Path:
 
         base = adapted_base(adapter)
     else:
-        from msrl.checkpoint.adapters.peft import CONFIG
-
-        named: Any = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
-        named = named.get("base_model_name_or_path") if isinstance(named, dict) else None
-        base = Path(named) if isinstance(named, str) and Path(named).is_dir() else None
+        base = _peft_base(adapter)
     if base is None:
         raise MsrlError(
             f"{adapter}: is an adapter whose base model was not found. "
             f"Name both: msrl serve BASE --lora {adapter}"
         )
     return base
+
+
+def _peft_base(adapter: Path) -> Path | None:
+    """Return the folder that the config of a PEFT adapter names, if it is on this machine."""
+    from msrl.checkpoint.adapters.peft import CONFIG
+
+    config: Any = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
 
 def _adapter(name: str, path: Path, shape: Shape) -> ServedAdapter:

@@ -8,6 +8,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
+from msrl.workflows.training.data_checks import check_longest_row
 from msrl.workflows.training.supervised import SupervisedSetup
 
 ExampleRows = Rows | MixedRows
@@ -58,10 +59,6 @@ def check_lengths(config: Config, prefix: str, rows: SftRows, num_added: int = 0
 
     The training adds `num_added` tokens to each row.
     """
-    longest, limit = rows.longest + num_added, config.train.max_tokens_per_micro_batch
-    if limit is not None and limit < longest:
-        added = f", {num_added} of which are added" if num_added else ""
-        raise MsrlError(
-            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has up to "
-            f"{longest} tokens{added}. Raise it."
-        )
+    longest = rows.longest + num_added
+    added = f", {num_added} of which are added" if num_added else ""
+    check_longest_row(config, prefix, longest, f"up to {longest} tokens{added}")

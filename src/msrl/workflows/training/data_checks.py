@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.integrity import recorded_bytes, refuse_damaged
 from msrl.data.preferences import PreferenceDataset
@@ -56,6 +57,19 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
             f"data prefix {prefix}: the longest example has {manifest.max_tokens} tokens, but the "
             f"model takes {shape.max_position_embeddings}."
             " Preprocess with a shorter seq_length."
+        )
+
+
+def check_longest_row(config: Config, prefix: str, longest: int, size: str) -> None:
+    """Raise MsrlError if the longest row of a dataset does not fit into a micro-batch.
+
+    `longest` is its number of tokens, which `size` describes.
+    """
+    limit = config.train.max_tokens_per_micro_batch
+    if limit is not None and limit < longest:
+        raise MsrlError(
+            f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {size}. "
+            "Raise it."
         )
 
 

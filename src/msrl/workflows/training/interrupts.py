@@ -14,13 +14,14 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
-from types import FrameType, TracebackType
-from typing import TextIO
+from collections.abc import Generator
+from types import FrameType
+from typing import TextIO, TypeVar
 
 from msrl.trainer.checkpointing.resume import SavedTraining
 
 _MOMENT_S = 1.0
+_Context = TypeVar("_Context", bound="_SignalContext")
 
 
 class _FirstSignal:
@@ -38,68 +39,43 @@ class _FirstSignal:
         return number == signal.SIGHUP or (number == signal.SIGTERM and now - self._at < _MOMENT_S)
 
 
-class _Handlers:
-    """Context in which `handle` handles the signals that end a run."""
+class _SignalContext:
+    """Context in which `_handle` handles the signals that end a run."""
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
+        self._first = _FirstSignal()
+
+    def __enter__(self: _Context) -> _Context:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
-
-    def __init__(self, handle: Callable[[int, FrameType | None], None]) -> None:
-        self._handle = handle
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
 
-class EndAtOnce:
+
+class EndAtOnce(_SignalContext):
     """Context in which signals raise KeyboardInterrupt, because there is nothing to save yet."""
 
-    def __init__(self) -> None:
-        self._first = _FirstSignal()
-        self._handlers = _Handlers(self._end)
-
-    def __enter__(self) -> EndAtOnce:
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._handlers.__exit__()
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._first.is_same(number):
             raise KeyboardInterrupt
 
 
-class Interrupts:
+class Interrupts(_SignalContext):
     """Context that records the first signal in `asked`; a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked = False
-        self._first = _FirstSignal()
-        self._handlers = _Handlers(self._note)
 
-    def __enter__(self) -> Interrupts:
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._handlers.__exit__()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._first.is_same(number):
             return
         if self.asked:
