@@ -1,5 +1,7 @@
 """Rank code of the tests of routing replay: recording, then two updates that replay the routes.
 
+The updates may replay other routes than the recorded ones, as those of an engine.
+
 Every rank acts as the driver of all ranks, so that the driver's code distributes the sequences.
 """
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fake_workers import FakeWorkers
+from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import OptimizerConfig, RouterConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, select, with_weights
@@ -40,6 +43,9 @@ class Replay:
     limits: BatchLimits = EIGHT
     more: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replays: bool = True  # False: the updates choose again
+    batch: Sequences | None = None  # with the fields of a policy loss; None: random sequences
+    routes: tuple[Routes, ...] | None = None  # in place of the recorded ones
+    temperature: float = 0.7
 
     @property
     def world(self) -> int:
@@ -48,10 +54,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Routes by sequence, reports of both updates and gradients of the second."""
+    """Routes by sequence, reports of both updates and gradients of the second.
+
+    `replayed` are the log-probabilities before the updates with the routes that they replay.
+    """
 
     name: str
     logprobs: tuple[np.ndarray, ...]
+    replayed: tuple[np.ndarray, ...]
     routes: tuple[Routes, ...]
     reports: list[dict[str, float]]
     gradients: Mapping[str, np.ndarray]
@@ -100,12 +110,14 @@ def run_replay(context: RankContext, case: Replay, init_method: str) -> ReplayRe
     worker = TrainWorker(settings, context.rank, case.world)
     trainers = TrainerGroup(AllRanks(worker, context.rank, case.world, init_method))
     trainers.start(None, SavePlan(case.model / "unused", case.model, in_background=False))
-    batch = sequences(0, with_fields=True)
-    logprobs, routes = trainers.begin_routed_logprobs(batch, case.forward_limits, 0.7).wait()
+    batch = case.batch or sequences(0, with_fields=True)
+    limits, temperature = case.forward_limits, case.temperature
+    logprobs, routes = trainers.begin_routed_logprobs(batch, limits, temperature).wait()
     if case.replays:
-        batch = batch._replace(routes=routes)
+        batch = batch._replace(routes=case.routes or routes)
+    replayed = trainers.logprobs(batch, limits, temperature)
     batch = with_weights(select(batch, range(len(batch.token_ids))[::-1]), "token-mean")
-    reports = [trainers.update(batch, case.limits, PolicyLoss(0.7), LR) for _ in range(2)]
+    reports = [trainers.update(batch, case.limits, PolicyLoss(temperature), LR) for _ in range(2)]
     gradients = _gather(gathered_gradients(worker._training_rank.policy), context.rank, case.world)
     trainers.close()
-    return ReplayResult(case.name, logprobs, routes, reports, gradients)
+    return ReplayResult(case.name, logprobs, replayed, routes, reports, gradients)

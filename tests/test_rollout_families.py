@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,18 @@ import reference_models
 import tiny_qwen2
 from families import FAMILIES
 from mixture_families import QWEN3_MOE
+from msrl.algorithms.packing import Sequences, has_all_routes, rl_sequences
+from msrl.algorithms.samples import training_samples
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineSettings, NewTokens
 from msrl.rollout.vllm import VllmEngine
-from support import mentions
+from msrl.trainer.launch import run_ranks
+from msrl.trainer.settings import Layout
+from msrl.types import Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from replay_ranks import Replay
+from support import mentions, python_path
 from test_families import transformers_logits
 
 
@@ -87,33 +95,150 @@ def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str)
         start += len(row)
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """An engine with a Qwen3 mixture that records routes, the folder and weights of the model."""
+
+    engine: VllmEngine
+    folder: Path
+    weights: Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    folder = tmp_path_factory.mktemp("mixture")
+    config = {**QWEN3_MOE, "hidden_size": 128, "vocab_size": tiny_qwen2.VOCAB_SIZE}
+    weights = families.weights(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tiny_qwen2.make_tokenizer().save_pretrained(folder)
+    settings = EngineSettings(
+        folder,
+        dtype="float32",
+        random_weights=True,
+        records_routes=True,
+        is_stepped=True,
+        engine=EngineConfig(max_model_len=128, max_num_seqs=6, options={"block_size": 32}),
+    )
+    engine = VllmEngine(settings, get("cpu"))
+    yield Mixture(engine, folder, weights)
+    engine.close()
+
+
 @pytest.mark.slow
-def test_the_engine_uses_the_experts_that_are_loaded_into_it(tmp_path: Path) -> None:
+def test_the_engine_uses_the_experts_that_are_loaded_into_it(mixture: Mixture) -> None:
     """Load the weights of a Qwen3 mixture twice into an engine with random weights, as after every
     update.
     """
-    config = {**QWEN3_MOE, "hidden_size": 128, "vocab_size": tiny_qwen2.VOCAB_SIZE}
-    weights = families.weights(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    tiny_qwen2.make_tokenizer().save_pretrained(tmp_path)
     ids = parity_ranks.sequences(190)
-    logits = (
-        torch.from_numpy(np.asarray(transformers_logits(tmp_path, ids))).double().log_softmax(-1)
-    )
+    logits = torch.from_numpy(np.asarray(transformers_logits(mixture.folder, ids))).double()
+    logits = logits.log_softmax(-1)
     labels = torch.from_numpy(np.concatenate([np.append(row[1:], 0) for row in ids]))
     exact = logits.gather(-1, labels[:, None])[:, 0].split([len(row) for row in ids])
-    engine = VllmEngine(
-        EngineSettings(
-            tmp_path,
-            dtype="float32",
-            random_weights=True,
-            engine=EngineConfig(max_model_len=64, max_num_seqs=4),
-        ),
-        get("cpu"),
-    )
     for _ in range(2):
-        engine.load_weights(weights.items())
-        for scores, row in zip(engine.score(ids), exact, strict=True):
+        mixture.engine.load_weights(mixture.weights.items())
+        for scores, row in zip(mixture.engine.score(ids), exact, strict=True):
             np.testing.assert_allclose(scores, row[:-1].numpy(), rtol=0, atol=1e-4)
-    engine.close()
+
+
+SAMPLING = SamplingParams(max_tokens=24, num_samples=3, seed=1, ignore_eos=True, with_routes=True)
+
+
+def _prompts() -> list[Prompt]:
+    """Return prompts of several lengths, one of them longer than two blocks of the cache."""
+    numbers = np.random.default_rng(4)
+    return [Prompt(i, numbers.integers(0, 259, size)) for i, size in enumerate((5, 33, 80))]
+
+
+def _run_in_steps(engine: VllmEngine, prompts: Sequence[Prompt]) -> dict[str, NewTokens]:
+    """Sample one response per prompt, and compute all keys and values again in the middle.
+
+    Returns the joined tokens of each request.
+    """
+    for prompt in prompts:
+        engine.add_request(f"request {prompt.index}", prompt, SAMPLING, prompt.index, "0")
+    engine.add_request("aborted", prompts[0], SAMPLING, 9, "0")
+    finished: dict[str, NewTokens] = {}
+    responses: dict[str, list[np.ndarray]] = {}
+    for number in range(200):
+        if number == 8:
+            engine.abort_requests(["aborted"])
+            engine.recompute_requests()
+        for new in engine.step():
+            responses.setdefault(new.request, []).append(new.token_ids)
+            if new.finish_reason is not None:
+                joined = np.concatenate(responses[new.request])
+                finished[new.request] = replace(new, token_ids=joined)
+        if len(finished) == len(prompts):
+            break
+    return finished
+
+
+def _samples(groups: Sequence[RolloutGroup]) -> Sequences:
+    """Return all responses with their routes and the fields of a policy loss."""
+    scored = [
+        ScoredGroup(group, tuple(Reward(1.0, {}) for _ in group.completions)) for group in groups
+    ]
+    num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+    keep = np.ones((len(groups), SAMPLING.num_samples), np.bool_)
+    batch = rl_sequences(training_samples(scored, np.ones(num_tokens, np.float32), keep))
+    assert has_all_routes(batch)
+    sampler = batch.fields["sampler_logprobs"]
+    return batch._replace(
+        fields={**batch.fields, "old_logprobs": sampler, "reference_logprobs": sampler}
+    )
+
+
+@pytest.mark.slow
+def test_the_trainer_replays_the_routes_of_the_engine(mixture: Mixture) -> None:
+    """Compare routes of generation, of the prefix cache and of steps with those of the trainer."""
+    engine, prompts = mixture.engine, _prompts()
+    engine.load_weights(mixture.weights.items())
+    groups = engine.generate(prompts, SAMPLING, 0)
+    cached = engine.generate(prompts, SAMPLING, 0)
+    assert (
+        engine.generate(prompts[:1], replace(SAMPLING, with_routes=False), 0)[0]
+        .completions[0]
+        .routes
+        is None
+    )
+    for first, second in zip(groups, cached, strict=True):
+        for own, again in zip(first.completions, second.completions, strict=True):
+            np.testing.assert_array_equal(own.token_ids, again.token_ids)
+            np.testing.assert_array_equal(np.sort(own.routes), np.sort(again.routes))
+    stepped = _run_in_steps(engine, prompts)
+    batch = _samples(groups)
+    assert batch.routes is not None
+    in_steps = tuple(
+        np.concatenate((prompt.token_ids, stepped[f"request {prompt.index}"].token_ids))
+        for prompt in prompts
+    )
+    step_routes = tuple(stepped[f"request {prompt.index}"].routes for prompt in prompts)
+    everything = Sequences(
+        (*batch.token_ids, *in_steps),
+        (*batch.loss_masks, *(np.zeros(len(ids), np.bool_) for ids in in_steps)),
+        {
+            name: (*rows, *(np.zeros(len(ids), np.float32) for ids in in_steps))
+            for name, rows in batch.fields.items()
+        },
+    )
+    given = (*batch.routes, *[rows for rows in step_routes if rows is not None])
+    layout = Layout(tp=2, ep=2, etp=1)
+    case = Replay("tp2", mixture.folder, layout, batch=everything, routes=given, temperature=1.0)
+    (result,) = run_ranks(
+        "replay_ranks:main",
+        [case],
+        num_ranks=2,
+        platform=get("cpu"),
+        env={"PYTHONPATH": python_path()},
+    )
+    for own, recorded in zip(given, result.routes, strict=True):
+        assert own.dtype == recorded.dtype and len(own) == len(recorded) - 1
+        is_same = (np.sort(own) == np.sort(recorded[:-1])).all(-1)
+        assert is_same.mean() > 0.99
+    for values, sampler, mask in zip(
+        result.replayed, everything.fields["sampler_logprobs"], everything.loss_masks, strict=True
+    ):
+        np.testing.assert_allclose(values[mask], sampler[mask], rtol=0, atol=1e-4)
+    first, second = (report["router_disagreement"] for report in result.reports)
+    assert first < 0.01 < second

@@ -10,13 +10,16 @@ import pytest
 
 import families
 from mixture_families import DEEPSEEK_V3, QWEN3_MOE
+from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import RecomputeConfig
 from msrl.platforms import get
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.settings import Layout
+from msrl.types import Routes
 from replay_ranks import Replay, ReplayResult
 from support import python_path
+from training_ranks import sequences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 FULL = {"recompute": RecomputeConfig(granularity="full")}
@@ -55,6 +58,8 @@ def _assert_same(actual: ReplayResult, expected: ReplayResult) -> None:
     """Assert that two runs recorded and replayed the same routes."""
     for routes, expected_routes in zip(actual.routes, expected.routes, strict=True):
         np.testing.assert_array_equal(routes, expected_routes)
+    for values, expected_values in zip(actual.replayed, expected.replayed, strict=True):
+        np.testing.assert_allclose(values, expected_values, rtol=0, atol=1e-4)
     for report, expected_report in zip(actual.reports, expected.reports, strict=True):
         share = expected_report["router_disagreement"]
         assert report["router_disagreement"] == pytest.approx(share, abs=0.01)
@@ -92,6 +97,45 @@ def test_updates_replay_the_routes_of_the_old_logprobs_whatever_the_micro_batche
         assert np.abs(base.gradients[name]).max() > 0
         assert not np.allclose(base.gradients[name], own_choice.gradients[name], rtol=1e-2)
     assert own_choice.reports[1]["router_disagreement"] == 0
+    for result in results.values():
+        for values, recorded in zip(result.replayed, result.logprobs, strict=True):
+            np.testing.assert_allclose(values, recorded, rtol=0, atol=1e-5)
+
+
+def _random_routes(batch: Sequences, num_layers: int) -> tuple[Routes, ...]:
+    """Return routes without the last token, as those of an engine, [T - 1, L, 3]."""
+    random = np.random.default_rng(3)
+    routes: list[Routes] = []
+    for ids in batch.token_ids:
+        ranks = random.random((len(ids) - 1, num_layers, QWEN3_MOE["num_experts"])).argsort(-1)
+        routes.append(ranks[:, :, :3].astype(np.uint8))
+    return tuple(routes)
+
+
+def test_routes_of_an_engine_are_replayed_in_every_layout(tmp_path: Path):
+    model = families.save_model(tmp_path / "qwen", QWEN3_MOE)
+    batch = sequences(0, with_fields=True)
+    # A sequence without a response, as after the failure of an environment, has no routes.
+    masks = (np.zeros_like(batch.loss_masks[0]), *batch.loss_masks[1:])
+    routes = _random_routes(batch, QWEN3_MOE["num_hidden_layers"])
+    given = {"batch": batch._replace(loss_masks=masks), "routes": (routes[0][:0], *routes[1:])}
+    names = ("dp2 ep2", "tp2 cp2, recompute", "pp2 vpp1 ep2, recompute")
+    results = _run(
+        [
+            Replay("base", model, **given),
+            Replay("one by one", model, limits=BatchLimits(1), more=FULL, **given),
+            *(Replay(name, model, **LAYOUTS[name], **given) for name in names),
+        ]
+    )
+    base = results["base"]
+    assert base.reports[0]["router_disagreement"] > 0.5
+    changes = [
+        np.abs(values - own).max()
+        for values, own in zip(base.replayed[1:], base.logprobs[1:], strict=True)
+    ]
+    assert min(changes) > 1e-3
+    for name in ("one by one", *names):
+        _assert_same(results[name], base)
 
 
 @pytest.mark.parametrize("config", [QWEN3_MOE, DENSE_FIRST], ids=["qwen3 moe", "deepseek v3"])

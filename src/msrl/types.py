@@ -151,7 +151,7 @@ class SamplingParams:
     """Parameters of sampling.
 
     Temperature 0 decodes greedily, and top_k -1 disables top-k. `seed` None uses the seed of the
-    engine.
+    engine. With `with_routes`, completions have the routes of the engine, which must record them.
     """
 
     max_tokens: int
@@ -164,6 +164,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    with_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +199,14 @@ class VersionRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Sequence of tokens in which the policy sampled some."""
+    """Sequence of tokens in which the policy sampled some.
+
+    `routes` are the experts that the engine chose. The last token was sampled, but not read.
+    """
 
     token_ids: Ints  # [T]
     is_sampled: Bools  # [T]
+    routes: Routes | None = None  # [T - 1, L, k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +274,9 @@ class Completion:
 
     With `episode`, the tokens are all sampled tokens of the episode, end to end, and the text has
     the answers of all turns.
+
+    `routes` are the experts that the engine chose for prompt and response, without the last token,
+    which it did not read. With `episode`, its sequences have them.
     """
 
     token_ids: Ints  # [R]
@@ -278,6 +286,7 @@ class Completion:
     text: str
     versions: tuple[VersionRun, ...] = ()
     episode: Episode | None = None
+    routes: Routes | None = None  # [P + R - 1, L, k]
 
     @property
     def version_runs(self) -> tuple[VersionRun, ...]:
@@ -328,7 +337,7 @@ class TrainingSample:
 
     Response arrays are aligned with the response tokens. `is_sampled` selects those that the policy
     sampled and that are trained on; None selects all. The others are text of an environment, or of
-    a masked turn, and have no loss.
+    a masked turn, and have no loss. `routes` are those of the engine, if it recorded them.
     """
 
     prompt_ids: Ints  # [P]
@@ -337,6 +346,7 @@ class TrainingSample:
     sampler_logprobs: Floats  # [R]
     is_trained: bool = True
     is_sampled: Bools | None = None  # [R]
+    routes: Routes | None = None  # [P + R - 1, L, k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +357,7 @@ class MicroBatch:
     loss_mask False. `fields` holds further per-position values of the loss (advantages, weights,
     old_logprobs, reference_logprobs, sampler_logprobs), which are 0 where loss_mask is False. The
     last `num_padding` positions, if any, belong to no sequence of the batch. `routes` are the
-    experts that an update replays.
+    experts that a pass replays, where `is_routed` is True; None stands for every position.
     """
 
     token_ids: Ints  # [N]
@@ -357,6 +367,7 @@ class MicroBatch:
     fields: Mapping[str, Floats] = field(default_factory=dict[str, Floats])  # each [N]
     num_padding: int = 0
     routes: Routes | None = None  # [N, L, k]
+    is_routed: Bools | None = None  # [N]
 
 
 @dataclass(frozen=True, slots=True)

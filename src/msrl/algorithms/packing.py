@@ -11,9 +11,10 @@ the model, k experts per token.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class Sequences(NamedTuple):
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
     fields: Mapping[str, tuple[Floats, ...]]  # each S of [T]
-    routes: tuple[Routes, ...] | None = None  # S of [T, L, k]
+    routes: tuple[Routes, ...] | None = None  # S of [T, L, k], or of fewer tokens
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -105,20 +106,47 @@ def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
             "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
             "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
         },
+        _recorded_routes(samples),
     )
+
+
+def _recorded_routes(samples: Sequence[TrainingSample]) -> tuple[Routes, ...] | None:
+    """Return the routes of the engine, which are empty for a sample without any.
+
+    None: no sample has routes.
+    """
+    recorded = next((s.routes for s in samples if s.routes is not None), None)
+    if recorded is None:
+        return None
+    return tuple(recorded[:0] if s.routes is None else s.routes for s in samples)
+
+
+def has_all_routes(sequences: Sequences) -> bool:
+    """Return True if there are routes for every token before a loss token.
+
+    The loss depends on the routes of these tokens only: a token attends to earlier ones.
+    """
+    if sequences.routes is None:
+        return False
+    for mask, routes in zip(sequences.loss_masks, sequences.routes, strict=True):
+        loss_positions = np.flatnonzero(mask)
+        if len(loss_positions) and len(routes) < loss_positions[-1]:
+            return False
+    return True
 
 
 def micro_batch(
     token_ids: Sequence[Ints],  # S of [T]
     loss_masks: Sequence[Bools],  # S of [T], True where the token is trained on
     fields: Mapping[str, Sequence[Floats]] | None = None,  # each S of [T], aligned with the tokens
-    routes: Sequence[Routes] | None = None,  # S of [T, L, k], aligned with the tokens
+    routes: Sequence[Routes] | None = None,  # S of [T, L, k], or of the first tokens only
     *,
     pad_to_multiple: int = 1,
 ) -> MicroBatch:
     """Concatenate sequences into a micro-batch. Every field is 0 at masked positions.
 
-    Routes keep their positions, since a layer routes the token that it reads.
+    Routes keep their positions, since a layer routes the token that it reads. The last tokens of a
+    sequence may have none; those of an engine lack the last one, which predicts nothing.
 
     Padding up to `pad_to_multiple` (sequence parallelism needs a multiple of TP) forms one more
     segment with loss_mask False. It repeats the last token, because a token outside the data may
@@ -130,8 +158,6 @@ def micro_batch(
     lengths = [len(ids) for ids in token_ids]
     fields = fields or {}
     _check(lengths, {"loss_masks": loss_masks, **fields})
-    if routes is not None:
-        _check(lengths, {"routes": routes})
     padding = -sum(lengths) % pad_to_multiple
     segments = [*lengths, padding] if padding else lengths
     mask = _shifted(loss_masks, padding, np.bool_)
@@ -147,14 +173,29 @@ def micro_batch(
             for name, values in fields.items()
         },
         num_padding=padding,
-        routes=None if routes is None else _padded_routes(routes, padding),
+        **({} if routes is None else _packed_routes(routes, lengths, padding)),
     )
 
 
-def _padded_routes(routes: Sequence[Routes], padding: int) -> Routes:  # [N, L, k]
-    """Return the routes of concatenated sequences. Those of padding are 0 and not read."""
+def _packed_routes(
+    routes: Sequence[Routes], lengths: Sequence[int], padding: int
+) -> dict[str, Any]:
+    """Return `routes` and `is_routed` of a micro-batch. Absent routes are 0 and not read."""
+    counts = [len(rows) for rows in routes]
+    if len(counts) != len(lengths) or any(map(operator.gt, counts, lengths)):
+        raise ValueError(
+            f"routes is not aligned with the tokens: lengths {counts} for {list(lengths)}"
+        )
+    pieces: list[Routes] = []
+    for rows, length in zip(routes, lengths, strict=True):
+        pieces += [rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)]
     last = routes[-1]
-    return np.concatenate((*routes, np.zeros((padding, *last.shape[1:]), last.dtype)))
+    pieces.append(np.zeros((padding, *last.shape[1:]), last.dtype))
+    if counts == list(lengths):
+        return {"routes": np.concatenate(pieces)}
+    flags = [np.arange(length) < count for count, length in zip(counts, lengths, strict=True)]
+    is_routed = np.concatenate((*flags, np.zeros(padding, np.bool_)))
+    return {"routes": np.concatenate(pieces), "is_routed": is_routed}
 
 
 def per_token(

@@ -76,7 +76,8 @@ def token_sequences(prompt: Prompt, completion: Completion) -> tuple[TokenSequen
     if completion.episode is not None:
         return completion.episode.sequences
     token_ids = np.concatenate((prompt.token_ids, completion.token_ids))
-    return (TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt.token_ids)),)
+    is_sampled = np.arange(len(token_ids)) >= len(prompt.token_ids)
+    return (TokenSequence(token_ids, is_sampled, completion.routes),)
 
 
 def sequence_counts(groups: Sequence[ScoredGroup]) -> tuple[int, ...]:  # [P * G]
@@ -128,7 +129,7 @@ def _samples(
     """Return one sample per sequence. Its response begins with the first sampled token."""
     if completion.episode is None:
         arrays = (prompt.token_ids, completion.token_ids, advantages, completion.logprobs)
-        return [TrainingSample(*arrays, is_trained=is_trained)]
+        return [TrainingSample(*arrays, is_trained=is_trained, routes=completion.routes)]
     samples: list[TrainingSample] = []
     position = 0
     for sequence in completion.episode.sequences:
@@ -148,6 +149,7 @@ def _samples(
             values[1][start:],
             is_trained,
             mask[start:],
+            sequence.routes,
         )
         samples.append(sample)
     return samples

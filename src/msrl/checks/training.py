@@ -21,6 +21,17 @@ from msrl.models.select import check_layers, chosen
 from msrl.plan import derived
 from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.run_plan import RunPlan
+from msrl.platforms import get
+from msrl.rollout.engine_limits import HIDDEN_ROUTES
+
+# Engine arguments with which the first worker of an engine does not compute all tokens in order.
+_ROUTE_HIDING_OPTIONS = (
+    "async_scheduling",
+    "data_parallel_size",
+    "kv_transfer_config",
+    "pipeline_parallel_size",
+    "speculative_config",
+)
 
 
 def check_training_inputs(resolved: Resolved) -> Iterator[str]:
@@ -165,6 +176,8 @@ def check_replay(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake(
             key, f"replays routes of a rollout step, which {plan.command} does not have. Remove it."
         )
+    elif config.train.router.replay == "engine":
+        yield from _check_engine_routes(resolved)
     elif config.algo.old_logprobs != "trainer":
         yield resolved.mistake(
             key,
@@ -177,6 +190,21 @@ def check_replay(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             "has no effect with one update per step, which has no pass for old log-probabilities. "
             "Set train.updates, or remove it.",
         )
+
+
+def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting with which the engine's routes are not known."""
+    config, key = resolved.config, "train.router.replay"
+    platform = config.cluster.platform
+    if platform != "auto" and not get(platform).shows_routes:
+        yield resolved.mistake(key, f"on {platform}: {HIDDEN_ROUTES}.")
+    for name in _ROUTE_HIDING_OPTIONS:
+        if name in config.rollout.engine.options:
+            yield resolved.mistake(
+                f"rollout.engine.options.{name}",
+                "changes which process computes a token, or when, so that train.router.replay="
+                "engine cannot assign the experts. Remove it.",
+            )
 
 
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

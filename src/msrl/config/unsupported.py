@@ -52,11 +52,6 @@ _NO_MUON = (
     "optimizer splits them over ranks, and megatron-core's Muon needs the package "
     "emerging_optimizers, which msrl does not install. Set it to adamw"
 )
-_NO_ENGINE_ROUTES = (
-    "msrl does not read the experts that the engine chose: vLLM 0.32 returns them only from its "
-    "second model runner, which does not run on CPU. Set it to trainer, which replays those of the "
-    "pass for old log-probabilities"
-)
 # Values that are refused with the reason, and are not choices of any version.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "model.dtype": dict.fromkeys(("float16", "fp16", "half"), _NO_FLOAT16),
@@ -66,7 +61,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     },
     "train.router.replay": {
         "R2": "is verl's name of trainer. Set it to that",
-        **dict.fromkeys(("engine", "R3"), _NO_ENGINE_ROUTES),
+        "R3": "is verl's name of engine. Set it to that",
     },
 }
 

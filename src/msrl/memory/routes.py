@@ -1,23 +1,65 @@
-"""Host memory of routing replay: the experts of every token of a step, in the driver."""
+"""Host memory of routing replay: the experts of every token, in the driver and in the engines."""
 
 from __future__ import annotations
 
 from msrl.memory.estimate import bytes_text
-from msrl.models.shape import Moe
+from msrl.memory.states import element_bytes
+from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.shape import Moe, Shape
+from msrl.plan.derived import num_engines
 from msrl.plan.run_plan import RunPlan
+from msrl.rollout.engine import BLOCK_TOKENS
 
 
 def route_bytes(plan: RunPlan, moe: Moe) -> int:
-    """Return the bytes of the routes of a step whose sequences all have the maximum length."""
-    per_token = sum(moe.layers) * moe.experts_per_token * moe.expert_number_bytes
-    return plan.samples_per_step * plan.max_model_len * per_token
+    """Return the bytes of the routes that the driver holds, for sequences of the maximum length.
+
+    They are those of a step. With routes of the engines and `rollout.async`, groups that wait for
+    later steps have theirs, too.
+    """
+    num_steps = 1
+    if plan.train.router.replay == "engine":
+        num_steps += plan.rollout.asynchronous.max_staleness
+    return num_steps * plan.samples_per_step * plan.max_model_len * _bytes_per_token(moe)
+
+
+def engine_route_bytes(plan: RunPlan, shape: Shape, moe: Moe) -> int:
+    """Return the bytes of the routes that an engine holds: those of its KV cache and responses.
+
+    All sequences have the maximum length. Routes of the cache are stored by block.
+    """
+    engine = plan.rollout.engine
+    size = int(engine.options.get("block_size", BLOCK_TOKENS))
+    blocks = -(-plan.max_model_len // size) * engine.max_num_seqs + 1
+    if engine.kv_cache_bytes is not None:
+        per_token = kv_bytes_per_token(shape, element_bytes(plan), engine.tp)
+        blocks = engine.kv_cache_bytes // (per_token * size)
+    responses = -(-plan.samples_per_step // num_engines(plan.config))
+    return (blocks * size + responses * plan.max_model_len) * _bytes_per_token(moe)
+
+
+def _bytes_per_token(moe: Moe) -> int:
+    return sum(moe.layers) * moe.experts_per_token * moe.expert_number_bytes
 
 
 def route_rows(plan: RunPlan) -> dict[str, str]:
-    """Return the row of the plan on routing replay; empty without it or for an unreadable model."""
+    """Return the rows of the plan on routing replay; empty without it or for an unreadable model.
+
+    Memory for refills is not included: their number is known only in the run.
+    """
     shape = plan.shape_or_none
     moe = shape.moe if shape is not None else None
-    if not plan.has_rollouts or moe is None or plan.train.router.replay == "none":
+    if shape is None or moe is None or not plan.has_rollouts:
+        return {}
+    replay = plan.train.router.replay
+    if replay == "none":
         return {}
     size = bytes_text(route_bytes(plan, moe))
-    return {"routing replay": f"at most {size} of routes per step, in the driver's host memory"}
+    if replay == "trainer":
+        return {"routing replay": f"at most {size} of routes per step, in the driver's host memory"}
+    more = ", and as much for every refill" if plan.rollout.filter.refill else ""
+    own = bytes_text(engine_route_bytes(plan, shape, moe))
+    return {
+        "routing replay": f"at most {size} of routes in the driver's host memory{more}",
+        "routing replay, engine": f"at most {own} of routes in the host memory of each engine",
+    }

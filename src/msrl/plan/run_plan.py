@@ -496,6 +496,7 @@ def _sampling(config: Config, datasets: Mapping[str, DatasetPlan]) -> SamplingPa
         stop=sampling.stop,
         stop_token_ids=tuple(sorted(_end_tokens(manifest))),
         seed=config.run.seed if sampling.seed is None else sampling.seed,
+        with_routes=config.train.router.replay == "engine",
     )
 
 

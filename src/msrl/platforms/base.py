@@ -122,6 +122,7 @@ class Platform(ABC):
     grouped_product_dtypes: frozenset[str] = frozenset()
     reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
     shares_main_memory: bool = False  # the device's memory is the main memory
+    shows_routes: bool = False  # its engines run vLLM's first model runner without graphs
     forks_ranks: bool = False  # a process that has imported Megatron may be forked into ranks
     # Packages with the versions that were tested together, as in the README's table.
     stack: ClassVar[Mapping[str, str]] = COMMON_STACK

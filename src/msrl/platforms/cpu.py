@@ -65,6 +65,7 @@ class CpuPlatform(Platform):
     visible_devices_variable = ""
     overlap_communication = False
     shares_main_memory = True
+    shows_routes = True
     forks_ranks = sys.platform == "linux"
     elements_at_once = 1 << 18  # fits into the second-level cache of a core
     # In bfloat16 the backward pass consists of many products that are too small for oneDNN, and

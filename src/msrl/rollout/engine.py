@@ -2,7 +2,9 @@
 
 They take token ids and return token ids with log-probabilities of the sampling distribution.
 
-Letters: P prompt tokens, R response tokens, T = P + R. No engine package is imported here.
+No engine package is imported here.
+
+Letters: P prompt tokens, R response tokens, T = P + R, L mixture layers, k experts per token.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
-from msrl.types import Floats, Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Floats, Ints, Prompt, RolloutGroup, Routes, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from msrl.rollout.weights.digest import Digests
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
 _SEED_BITS = 62
 
 
@@ -40,6 +43,7 @@ class EngineSettings:
     `load_weights` before anything is generated.
     With `weight_backend`, vLLM's weight transfer engine of this name receives weights.
     With `is_stepped`, the engine can be used as a `StepEngine`.
+    With `records_routes`, it records the experts of every token, for `SamplingParams.with_routes`.
     """
 
     model_dir: Path
@@ -51,6 +55,7 @@ class EngineSettings:
     weight_backend: str | None = None
     verbose: bool = False
     is_stepped: bool = False
+    records_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens that one step added to a request, and the finish reason with the last ones."""
+    """Tokens that one step added to a request, and the finish reason with the last ones.
+
+    The last ones have the routes of the request, if it requested them.
+    """
 
     request: str
     token_ids: Ints  # [R]
     logprobs: Floats  # [R]
     finish_reason: Literal["stop", "length"] | None
+    routes: Routes | None = None  # [T - 1, L, k]
 
 
 class StepEngine(Protocol):

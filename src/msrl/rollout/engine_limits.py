@@ -14,6 +14,10 @@ from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
 from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform
 
+HIDDEN_ROUTES = (
+    "msrl reads the experts that vLLM chose through a hook in the model runner that vLLM uses on "
+    "cpu, and has not been tried on other platforms. Set it to trainer"
+)
 _NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
 
 
@@ -39,6 +43,8 @@ def check_limits(
     _check_attention(config, shape, platform)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)
+    if settings.records_routes and not platform.shows_routes:
+        raise MsrlError(f"train.router.replay=engine: on {platform.name}: {HIDDEN_ROUTES}.")
     if platform.missing() is None:  # else the engine runs elsewhere, with another vLLM
         _check_architecture(settings, config)
 

@@ -28,6 +28,7 @@ from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
+    BLOCK_TOKENS,
     EngineSettings,
     NewTokens,
     Piece,
@@ -38,7 +39,9 @@ from msrl.rollout.engine import (
     stop_conditions,
 )
 from msrl.rollout.engine_limits import check_limits, model_length
+from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
+from msrl.rollout.vllm_routes import ROUTES_KEY
 from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
 from msrl.rollout.weights.digest import Digests
@@ -47,7 +50,6 @@ from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingP
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
 _BUCKET_BYTES = 1 << 26  # of weights for the processes of several devices
 _TRANSFER_S = 600.0  # until such a process must have read the next bucket
 _FINISHED = ("stop", "length")
@@ -88,6 +90,18 @@ class VllmEngine:
             if token.special
         }
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
+        self._routed = RoutedRequests(self.call_workers)
+        if settings.records_routes:
+            self._begin_recording()
+
+    def _begin_recording(self) -> None:
+        """Record routes from now on; close the engine if vLLM does not show them."""
+        assert self._shape.moe is not None, "a dense model has no routes"
+        try:
+            self._routed.begin(self._shape.moe)
+        except BaseException:
+            self.close()
+            raise
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
@@ -97,8 +111,10 @@ class VllmEngine:
             check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         seeds = sample_seeds(prompts, sampling, policy_version)
+        keys = self._routed.new_keys(len(copies))
         params = [
-            self._params(prompt, sampling, seed) for prompt, seed in zip(copies, seeds, strict=True)
+            self._params(prompt, sampling, seed, key)
+            for prompt, seed, key in zip(copies, seeds, keys, strict=True)
         ]
         outputs = (
             self._llm.generate(
@@ -107,9 +123,10 @@ class VllmEngine:
             if copies
             else []
         )
-        completions = iter(
-            [self._completion(output.outputs[0], policy_version) for output in outputs]
-        )
+        results = [self._completion(output.outputs[0], policy_version) for output in outputs]
+        if sampling.with_routes:
+            results = self._routed.add_routes(copies, results, keys)
+        completions = iter(results)
         return tuple(
             RolloutGroup(prompt, tuple(islice(completions, sampling.num_samples)))
             for prompt in prompts
@@ -140,19 +157,23 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
-        params = self._params(prompt, sampling, seed)
+        params = self._params(prompt, sampling, seed, request)
         params.output_kind = RequestOutputKind.DELTA
+        if sampling.with_routes:
+            self._routed.start(request, len(prompt.token_ids))
         content = {**_as_input(prompt.token_ids), "cache_salt": salt}
         self._llm.llm_engine.add_request(request, content, params)
 
     def step(self) -> list[NewTokens]:
-        return [
+        outputs = [
             _new_tokens(output.request_id, output.outputs[0])
             for output in self._llm.llm_engine.step()
         ]
+        return self._routed.add_step_routes(outputs)
 
     def abort_requests(self, requests: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request(list(requests))
+        self._routed.abort(requests)
 
     def recompute_requests(self) -> None:
         # Scheduler.reset_prefix_cache (vLLM 0.23 to 0.32) moves running requests back to the
@@ -265,11 +286,14 @@ class VllmEngine:
             self._llm.llm_engine.engine_core.shutdown()
         temporary.remove(self._folder)
 
-    def _params(self, prompt: Prompt, sampling: SamplingParams, seed: int | None) -> Any:
-        """Return vLLM's parameters of one completion.
+    def _params(
+        self, prompt: Prompt, sampling: SamplingParams, seed: int | None, key: str = ""
+    ) -> Any:
+        """Return vLLM's parameters of one completion, whose routes are kept under `key`.
 
         Text is decoded afterwards unless vLLM must look for a stop text.
         """
+        assert self._settings.records_routes or not sampling.with_routes
         import vllm
 
         texts, token_ids = stop_conditions(sampling, self._control)
@@ -285,6 +309,7 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             logprobs=0,
             detokenize=bool(texts),
+            extra_args={ROUTES_KEY: key} if sampling.with_routes else None,
         )
 
     def _completion(self, output: Any, policy_version: int) -> Completion:
@@ -384,9 +409,9 @@ def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> di
 
         backend = platform.weight_engine(settings.weight_backend).name
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
-    if settings.is_stepped:
+    if settings.is_stepped or settings.records_routes:
         # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
-        # old weights would arrive after an update.
+        # old weights would arrive after an update, and finished requests would run once more.
         arguments["async_scheduling"] = False
     if settings.engine.tp > 1:
         # Inside a Ray actor, vLLM's default is Ray.
@@ -396,7 +421,7 @@ def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> di
     kv_bytes = settings.engine.kv_cache_bytes
     if kv_bytes is None and platform.shares_main_memory:
         kv_bytes = kv_cache_bytes(
-            shape, settings, dtype, max_model_len, _BLOCK_TOKENS, _available_memory()
+            shape, settings, dtype, max_model_len, BLOCK_TOKENS, _available_memory()
         )
     if kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_bytes

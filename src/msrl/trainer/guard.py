@@ -90,4 +90,6 @@ def _arrays(number: int, batch: MicroBatch) -> dict[str, Any]:
     }
     if batch.routes is not None:
         own["routes"] = batch.routes
+    if batch.is_routed is not None:
+        own["is_routed"] = batch.is_routed
     return {f"{number}.{name}": array for name, array in {**own, **batch.fields}.items()}

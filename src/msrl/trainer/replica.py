@@ -282,7 +282,7 @@ class ModelReplica:
             batch = self._to_device(micro_batch, by_number.get(number, ()), is_training=is_training)
             is_filler = number >= len(micro_batches)
             if self.replay is not None and not is_filler:
-                batch = self._routed(batch, number, micro_batch, is_training=is_training)
+                batch = self._routed(batch, number, micro_batch)
             output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
@@ -323,12 +323,10 @@ class ModelReplica:
         expert_groups = self.balance.expert_groups(micro_batch, batch.packed)
         return replace(batch, packed=replace(batch.packed, expert_groups=expert_groups))
 
-    def _routed(
-        self, batch: DeviceBatch, number: int, micro_batch: MicroBatch, *, is_training: bool
-    ) -> DeviceBatch:
+    def _routed(self, batch: DeviceBatch, number: int, micro_batch: MicroBatch) -> DeviceBatch:
         """Return the batch with the routes to record or to replay."""
         assert self.replay is not None
-        routes = self.replay.routes(number, micro_batch, batch.packed, is_training=is_training)
+        routes = self.replay.routes(number, micro_batch, batch.packed)
         return replace(batch, packed=replace(batch.packed, routes=routes))
 
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

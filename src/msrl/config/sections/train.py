@@ -209,11 +209,11 @@ class RouterConfig(Section):
         description="Change of an expert's bias per update: up if the expert received fewer tokens "
         "than the mean, down if more. 0 disables it.",
     )
-    replay: Literal["none", "trainer"] = Field(
+    replay: Literal["none", "trainer", "engine"] = Field(
         default="none",
         description="Routing replay in the updates of a rollout step. trainer sends each token to "
-        "the experts of the pass that computes the old log-probabilities. none lets each update "
-        "choose again. engine is refused with the reason.",
+        "the experts of the pass that computes the old log-probabilities. engine sends it to those "
+        "of the engine that sampled the response, on CPU only. none lets each update choose again.",
     )
 
 

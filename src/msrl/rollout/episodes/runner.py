@@ -33,6 +33,7 @@ from msrl.types import (
     JsonObject,
     Message,
     Prompt,
+    Routes,
     SamplingParams,
     VersionRun,
 )
@@ -63,12 +64,16 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of the policy, with the versions that sampled it as run lengths."""
+    """Answer of the policy, with the versions that sampled it as run lengths.
+
+    `routes` are those of the turn's prompt and of the answer without its last token.
+    """
 
     token_ids: Ints  # [R]
     logprobs: Floats  # [R]
     versions: tuple[VersionRun, ...]
     finish_reason: Literal["stop", "length"]
+    routes: Routes | None = None  # [T - 1, L, k]
 
 
 @dataclass(slots=True)
@@ -174,7 +179,7 @@ class EpisodeRunner:
     def add_answer(self, name: str, answer: Answer) -> None:
         """Pass an answer of the policy to the environment of its episode."""
         episode = self._running[name]
-        episode.tokens.add_answer(answer.token_ids, answer.logprobs, answer.versions)
+        episode.tokens.add_answer(answer.token_ids, answer.logprobs, answer.versions, answer.routes)
         is_complete = answer.finish_reason == "stop"
         episode.last_token = int(answer.token_ids[-1]) if is_complete else None
         text = self._answer_text(answer, episode.sampling)

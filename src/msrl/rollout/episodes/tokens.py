@@ -4,7 +4,7 @@ The prompt of a turn is the prompt of the turn before, the tokens sampled then, 
 the new messages. Sampled tokens are never decoded and encoded again. Where the history is edited,
 a new sequence begins.
 
-T tokens of a sequence, R sampled tokens of a turn.
+T tokens of a sequence, R sampled tokens of a turn, L mixture layers, k experts per token.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from msrl.types import Bools, Floats, Ints, TokenSequence, VersionRun
+from msrl.types import Bools, Floats, Ints, Routes, TokenSequence, VersionRun
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """Pieces of a sequence and whether they were sampled."""
+    """Pieces of a sequence and whether they were sampled, and the routes of its first tokens."""
 
     token_ids: list[Ints]
     are_sampled: list[bool] = field(default_factory=lambda: [False])
+    routes: list[Routes] = field(default_factory=list[Routes])
 
     @property
     def has_samples(self) -> bool:
@@ -32,6 +33,14 @@ class _Sequence:
         self.token_ids.append(token_ids)
         self.are_sampled.append(is_sampled)
 
+    def add_routes(self, routes: Routes) -> None:  # [T - 1, L, k]
+        """Append the routes of the tokens that no earlier turn has read.
+
+        A token keeps the route of the first turn that read it: with a sampled one, this is the turn
+        that sampled the next token.
+        """
+        self.routes.append(routes[sum(len(rows) for rows in self.routes) :])
+
     def joined(self) -> TokenSequence:
         """Return the sequence up to its last sampled token."""
         while self.has_samples and not self.are_sampled[-1]:
@@ -39,7 +48,8 @@ class _Sequence:
             self.are_sampled.pop()
         lengths = [len(ids) for ids in self.token_ids]
         mask: Bools = np.repeat(np.array(self.are_sampled, np.bool_), lengths)
-        return TokenSequence(np.concatenate(self.token_ids), mask)
+        routes = np.concatenate(self.routes) if self.routes else None
+        return TokenSequence(np.concatenate(self.token_ids), mask, routes)
 
 
 class EpisodeTokens:
@@ -69,9 +79,12 @@ class EpisodeTokens:
         token_ids: Ints,  # [R]
         logprobs: Floats,  # [R]
         versions: Sequence[VersionRun],
+        routes: Routes | None = None,  # [T - 1, L, k] of the prompt of the turn and these tokens
     ) -> None:
         """Append tokens that the policy sampled."""
         self._sequences[-1].append(token_ids, is_sampled=True)
+        if routes is not None:
+            self._sequences[-1].add_routes(routes)
         self._logprobs.append(logprobs)
         for run in versions:
             if self._versions and self._versions[-1].version == run.version:

@@ -17,7 +17,16 @@ import numpy as np
 
 from msrl.rollout.engine import NewTokens, StepEngine
 from msrl.rollout.episodes.runner import Answer, EpisodeRunner, TurnRequest
-from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
+from msrl.types import (
+    Completion,
+    Floats,
+    Ints,
+    Prompt,
+    RolloutGroup,
+    Routes,
+    SamplingParams,
+    VersionRun,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class _Sample:
     token_ids: list[Ints] = field(default_factory=list["Ints"])
     logprobs: list[Floats] = field(default_factory=list["Floats"])
     versions: list[VersionRun] = field(default_factory=list[VersionRun])
+    routes: Routes | None = None  # of the finished turn
     completion: Completion | None = None
 
     @property
@@ -109,14 +119,14 @@ class _Sample:
     def take_answer(self, reason: Literal["stop", "length"]) -> Answer:
         """Return the turn that is finished, and begin the next one."""
         token_ids, logprobs = np.concatenate(self.token_ids), np.concatenate(self.logprobs)
-        answer = Answer(token_ids, logprobs, tuple(self.versions), reason)
+        answer = Answer(token_ids, logprobs, tuple(self.versions), reason, self.routes)
         self.num_earlier += self.num_tokens
-        self.token_ids, self.logprobs, self.versions = [], [], []
+        self.token_ids, self.logprobs, self.versions, self.routes = [], [], [], None
         return answer
 
     def add(self, new: NewTokens, version: int) -> None:
         """Append tokens that `version` sampled."""
-        count = len(new.token_ids)
+        self.routes, count = new.routes, len(new.token_ids)
         if not count:
             return
         self.token_ids.append(new.token_ids)
@@ -136,6 +146,7 @@ class _Sample:
             min(run.version for run in self.versions),
             text(token_ids),
             tuple(self.versions),
+            routes=self.routes,
         )
 
 

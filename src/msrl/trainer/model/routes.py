@@ -1,4 +1,9 @@
-"""Routing replay: updates reuse the experts that an earlier pass chose for each token.
+"""Routing replay: passes reuse the experts that an earlier pass chose for each token.
+
+The earlier pass is the trainer's for old log-probabilities, which is recorded here, or those of the
+engine that sampled the tokens, which `msrl.rollout` records. The routes of an engine lack the last
+token of a sequence, which keeps the router's own choice: it predicts nothing, and no token attends
+to it, so no loss of a sampled token depends on it.
 
 Only the choice is replayed. The weights of the experts are computed from the current logits, so
 gradients still reach the router (arXiv:2507.18071, section 5.3).
@@ -50,12 +55,12 @@ class RecordedRoutes:
 
 
 class ReplayedRoutes:
-    """Experts that replace the choice of the routers, except for padding."""
+    """Experts that replace the choice of the routers, where there are any."""
 
     def __init__(
         self,
         experts: Tensor,  # [n, L, k]
-        is_token: Tensor,  # [n] bool, False for padding
+        is_token: Tensor,  # [n] bool, False for padding and for tokens without routes
         counts: Tensor,  # [2] int64: choices that differ, and all choices
     ) -> None:
         self._experts, self._is_token, self._counts = experts, is_token, counts
@@ -64,7 +69,8 @@ class ReplayedRoutes:
         """Return the replayed experts and count those that differ. See `TokenRoutes.choose`."""
         replayed = self._experts[:, layer].to(experts.dtype)
         replayed = torch.where(self._is_token[:, None], replayed, experts)
-        # Without gradients this is the first pass of a recomputed layer, whose second pass counts.
+        # Only updates count. Without gradients this is another pass, or the first pass of a
+        # recomputed layer, whose second pass counts.
         if torch.is_grad_enabled():
             num_different = differs(experts, replayed).sum()
             self._counts += torch.stack((num_different, self._is_token.sum()))
@@ -163,21 +169,21 @@ class RoutingReplay:
         finally:
             self._recording = None
 
-    def routes(
-        self, number: int, batch: MicroBatch, packed: PackedSequences, *, is_training: bool
-    ) -> TokenRoutes | None:
+    def routes(self, number: int, batch: MicroBatch, packed: PackedSequences) -> TokenRoutes | None:
         """Return the routes for the routers of a micro-batch; None lets them choose.
 
-        Only passes with gradients replay the routes of the micro-batch.
+        All passes over a micro-batch with routes replay them.
         """
         if self._recording is not None:
             return self._recording.add(number, batch, packed)
-        if not is_training or batch.routes is None:
+        if batch.routes is None:
             return None
         positions = token_positions(len(batch.token_ids), packed, self._device)
         num_real = len(batch.token_ids) - batch.num_padding
         is_token = (positions >= 0) & (positions < num_real)
         rows = positions.clamp(min=0).cpu().numpy()
+        if batch.is_routed is not None:
+            is_token &= torch.from_numpy(batch.is_routed[rows]).to(self._device)
         experts = torch.from_numpy(batch.routes[rows]).to(self._device)
         return ReplayedRoutes(experts, is_token, self._counts)
 

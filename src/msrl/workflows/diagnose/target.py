@@ -227,4 +227,5 @@ def _short(sampling: SamplingParams) -> SamplingParams:
         stop=(),
         stop_token_ids=(),
         ignore_eos=True,
+        with_routes=False,
     )

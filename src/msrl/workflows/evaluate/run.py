@@ -182,11 +182,13 @@ def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
     """Return all values that the results depend on besides the checkpoints."""
     written: dict[str, Any] = recorded(config)
     environment = {"environment": written["environment"]} if config.environment.is_on else {}
+    samplings = asdict(sampling)
+    del samplings["with_routes"]  # no result depends on it
     return {
         "data.eval": _data_digest(str(config.data.eval)),
         "eval.prompts": config.eval.prompts,
         "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
-        **{f"sampling.{name}": value for name, value in asdict(sampling).items()},
+        **{f"sampling.{name}": value for name, value in samplings.items()},
         "reward.sources": written["reward"]["sources"],
         "eval.source": config.eval.source,
         "eval.right_from": config.eval.right_from,

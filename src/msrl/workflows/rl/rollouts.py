@@ -145,7 +145,8 @@ class Rollouts:
 
 def greedy_sampling(sampling: SamplingParams) -> SamplingParams:
     """Return the sampling of one greedy response per prompt."""
-    return replace(sampling, num_samples=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    greedy = replace(sampling, num_samples=1, temperature=0.0, with_routes=False)
+    return replace(greedy, top_p=1.0, top_k=-1, min_p=0.0)
 
 
 def with_greedy(scores: Scores, greedy: Scores) -> Scores:

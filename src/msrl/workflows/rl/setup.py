@@ -146,6 +146,7 @@ def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
         settings,
         tokenizer_dir=plan.tokenizer_dir,
         is_stepped=rollout.asynchronous.is_on,
+        records_routes=plan.train.router.replay == "engine",
         weight_backend=way if way in DEVICE_WAYS else None,
     )
 

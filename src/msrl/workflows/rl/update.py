@@ -16,7 +16,7 @@ import numpy as np
 from msrl import registry
 from msrl.algorithms import kl_controller
 from msrl.algorithms.mismatch import Correction
-from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.algorithms.packing import Sequences, has_all_routes, rl_sequences
 from msrl.algorithms.proximal import proximal_shares
 from msrl.algorithms.samples import (
     fault_matrix,
@@ -31,6 +31,7 @@ from msrl.algorithms.selection import Flags, sample_weights, top_share, trained_
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns, early_rewards, episode_turns, with_turn_rewards
 from msrl.config.schema import AlgoConfig, Config
+from msrl.errors import MsrlError
 from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
@@ -156,6 +157,8 @@ class Updater:
         plain = rl_sequences(
             training_samples(groups, np.zeros(int(lengths.sum())), np.ones_like(keep))
         )
+        if self._config.train.router.replay == "engine":
+            _check_routes(plain)
         is_trained = np.repeat(keep.ravel(), sequence_counts(groups)).tolist()
         with self._teachers.request(plain, sequence_prompts(groups), is_trained) as answers:
             logprobs, values = self._forward(plain, clock)
@@ -245,7 +248,8 @@ class Updater:
             fields["reference_logprobs"] = logprobs.reference
         if logprobs.entropies is not None:
             fields["entropies"] = logprobs.entropies
-        return sequences._replace(fields=fields, routes=logprobs.routes)
+        routes = sequences.routes if logprobs.routes is None else logprobs.routes
+        return sequences._replace(fields=fields, routes=routes)
 
     def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
         """Run all updates of a step, the critic's first.
@@ -369,7 +373,8 @@ class Updater:
     def _begin_policy(self, sequences: Sequences, limits: BatchLimits) -> _PolicyPass:
         """Begin the policy's log-probabilities; return a function that waits for them.
 
-        It returns the routes too, if the updates of the step replay them.
+        It returns the routes too, if the updates of the step replay those of this pass. Routes of
+        the engine are replayed in this pass as well.
         """
         temperature = self._loss.temperature
         if self._config.train.router.replay == "trainer":
@@ -381,6 +386,15 @@ class Updater:
         train = self._config.train
         count = (train.forward_micro_batch if forward else None) or train.micro_batch
         return BatchLimits(count, train.max_tokens_per_micro_batch)
+
+
+def _check_routes(sequences: Sequences) -> None:
+    """Raise MsrlError if a sampled token has no route of the engine."""
+    if not has_all_routes(sequences):
+        raise MsrlError(
+            "train.router.replay=engine: a response has no routes, because a run without them "
+            "sampled it. Resume with the value of that run, or set it to trainer."
+        )
 
 
 def policy_loss(config: Config) -> PolicyLoss:

@@ -119,7 +119,12 @@ class TrainerGroup:
         *,
         of_reference: bool = False,
     ) -> PendingValues:
-        """Begin `logprobs` without waiting for the result."""
+        """Begin `logprobs` without waiting for the result.
+
+        The policy replays the routes of the sequences. The reference chooses its own.
+        """
+        if of_reference:
+            sequences = sequences._replace(routes=None)
         return self._begin_per_token("logprobs", sequences, limits, temperature, of_reference)
 
     def begin_routed_logprobs(

@@ -19,6 +19,7 @@ from msrl.types import (
     Prompt,
     Reward,
     RolloutGroup,
+    Routes,
     ScoredGroup,
     TokenSequence,
     VersionRun,
@@ -101,6 +102,7 @@ def _encode_completion(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "versions": [list(run) for run in completion.versions],
         "episode": None if completion.episode is None else _encode_episode(completion.episode),
+        "routes": _encode_routes(completion.routes),
     }
 
 
@@ -113,13 +115,18 @@ def _decode_completion(values: Mapping[str, Any]) -> Completion:
         values["text"],
         tuple(VersionRun(*run) for run in values["versions"]),
         _decode_episode(values["episode"]) if values.get("episode") else None,
+        _decode_routes(values.get("routes")),
     )
 
 
 def _encode_episode(episode: Episode) -> dict[str, Any]:
     return {
         "sequences": [
-            [_encode_array(sequence.token_ids), _encode_array(sequence.is_sampled)]
+            [
+                _encode_array(sequence.token_ids),
+                _encode_array(sequence.is_sampled),
+                _encode_routes(sequence.routes),
+            ]
             for sequence in episode.sequences
         ],
         "turns": [asdict(turn) for turn in episode.turns],
@@ -132,12 +139,7 @@ def _encode_episode(episode: Episode) -> dict[str, Any]:
 
 
 def _decode_episode(values: Mapping[str, Any]) -> Episode:
-    sequences = tuple(
-        TokenSequence(
-            _decode_array(token_ids, np.dtype(np.int64)), _decode_array(mask, np.dtype(np.bool_))
-        )
-        for token_ids, mask in values["sequences"]
-    )
+    sequences = tuple(_decode_sequence(*items) for items in values["sequences"])
     turns = tuple(
         EpisodeTurn(**{**turn, "tool_calls": tuple(turn["tool_calls"])}) for turn in values["turns"]
     )
@@ -151,6 +153,27 @@ def _decode_episode(values: Mapping[str, Any]) -> Episode:
         values["truncated_messages"],
         values.get("environment", ""),
     )
+
+
+def _decode_sequence(
+    token_ids: str, mask: str, routes: Mapping[str, Any] | None = None
+) -> TokenSequence:
+    ids = _decode_array(token_ids, np.dtype(np.int64))
+    return TokenSequence(ids, _decode_array(mask, np.dtype(np.bool_)), _decode_routes(routes))
+
+
+def _encode_routes(routes: Routes | None) -> dict[str, Any] | None:
+    if routes is None:
+        return None
+    shape, dtype = list(routes.shape), routes.dtype.name
+    return {"shape": shape, "dtype": dtype, "experts": _encode_array(routes)}
+
+
+def _decode_routes(values: Mapping[str, Any] | None) -> Routes | None:
+    if values is None:
+        return None
+    flat = _decode_array(values["experts"], np.dtype(values["dtype"]))
+    return flat.reshape(values["shape"])
 
 
 def _encode_array(array: NDArray[Any]) -> str:
