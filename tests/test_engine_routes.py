@@ -83,9 +83,9 @@ def test_a_request_has_the_routes_of_its_prompt_and_of_every_sampled_token_that_
             (ComputedTokens(None, position, 1, [0, 1, 3]), other),
             (ComputedTokens("a", position, 1, blocks), ids[position : position + 1]),
         )
-    (taken,) = store.take(["a"])
-    np.testing.assert_array_equal(taken, routes(ids))
-    assert taken.dtype == np.uint8
+    (stored,) = store.take(["a"])
+    np.testing.assert_array_equal(stored, routes(ids))
+    assert stored.dtype == np.uint8
     with pytest.raises(KeyError):
         store.take(["a"])
 
@@ -100,8 +100,8 @@ def test_tokens_of_the_prefix_cache_have_the_routes_of_the_pass_that_computed_th
         (ComputedTokens("b", 4, 1, [4, 1, 3]), second[4:]),
     )
     step(store, (ComputedTokens("c", 2, 3, [4, 5, 6]), second[2:]))
-    taken = store.take(["a", "b", "c"])
-    for own, ids in zip(taken, (first, second, second), strict=True):
+    stored = store.take(["a", "b", "c"])
+    for own, ids in zip(stored, (first, second, second), strict=True):
         np.testing.assert_array_equal(own, routes(ids))
     # A block that is shared up to a token in its middle is copied.
     store.copy_blocks([(1, 9)])
@@ -119,9 +119,9 @@ def test_a_recomputed_token_keeps_the_route_of_the_pass_that_sampled_its_success
     step(store, (ComputedTokens("a", 4, 1, [0, 1]), ids[4:5]))
     # After a preemption, or with new weights, the engine computes all tokens in other blocks.
     store.add_step([ComputedTokens("a", 0, 6, [2, 3])], routes(ids, shift=100))
-    (taken,) = store.take(["a"])
-    np.testing.assert_array_equal(taken[:5], routes(ids[:5]))
-    np.testing.assert_array_equal(taken[5:], routes(ids[5:], shift=100))
+    (stored,) = store.take(["a"])
+    np.testing.assert_array_equal(stored[:5], routes(ids[:5]))
+    np.testing.assert_array_equal(stored[5:], routes(ids[5:], shift=100))
 
 
 def test_routes_of_aborted_requests_are_forgotten_and_missing_tokens_are_an_error():

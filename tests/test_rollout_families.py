@@ -222,9 +222,11 @@ def test_the_trainer_replays_the_routes_of_the_engine(mixture: Mixture) -> None:
             for name, rows in batch.fields.items()
         },
     )
-    given = (*batch.routes, *[rows for rows in step_routes if rows is not None])
+    recorded_routes = (*batch.routes, *[rows for rows in step_routes if rows is not None])
     layout = Layout(tp=2, ep=2, etp=1)
-    case = Replay("tp2", mixture.folder, layout, batch=everything, routes=given, temperature=1.0)
+    case = Replay(
+        "tp2", mixture.folder, layout, batch=everything, routes=recorded_routes, temperature=1.0
+    )
     (result,) = run_ranks(
         "replay_ranks:main",
         [case],
@@ -232,7 +234,7 @@ def test_the_trainer_replays_the_routes_of_the_engine(mixture: Mixture) -> None:
         platform=get("cpu"),
         env={"PYTHONPATH": python_path()},
     )
-    for own, recorded in zip(given, result.routes, strict=True):
+    for own, recorded in zip(recorded_routes, result.routes, strict=True):
         assert own.dtype == recorded.dtype and len(own) == len(recorded) - 1
         is_same = (np.sort(own) == np.sort(recorded[:-1])).all(-1)
         assert is_same.mean() > 0.99

@@ -118,13 +118,13 @@ def test_routes_of_an_engine_are_replayed_in_every_layout(tmp_path: Path):
     # A sequence without a response, as after the failure of an environment, has no routes.
     masks = (np.zeros_like(batch.loss_masks[0]), *batch.loss_masks[1:])
     routes = _random_routes(batch, QWEN3_MOE["num_hidden_layers"])
-    given = {"batch": batch._replace(loss_masks=masks), "routes": (routes[0][:0], *routes[1:])}
+    arguments = {"batch": batch._replace(loss_masks=masks), "routes": (routes[0][:0], *routes[1:])}
     names = ("dp2 ep2", "tp2 cp2, recompute", "pp2 vpp1 ep2, recompute")
     results = _run(
         [
-            Replay("base", model, **given),
-            Replay("one by one", model, limits=BatchLimits(1), more=FULL, **given),
-            *(Replay(name, model, **LAYOUTS[name], **given) for name in names),
+            Replay("base", model, **arguments),
+            Replay("one by one", model, limits=BatchLimits(1), more=FULL, **arguments),
+            *(Replay(name, model, **LAYOUTS[name], **arguments) for name in names),
         ]
     )
     base = results["base"]

@@ -64,9 +64,13 @@ def make_trainer(objective: str, model: str, options: dict[str, Any]) -> Any:
     load: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     if objective == "dpo":
         policy = AutoModelForCausalLM.from_pretrained(model, **load)
-        return lambda **rest: DPOTrainer(model=policy, args=DPOConfig(beta=0.1, **options), **rest)
+        return lambda **arguments: DPOTrainer(
+            model=policy, args=DPOConfig(beta=0.1, **options), **arguments
+        )
     scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **load)
-    return lambda **rest: RewardTrainer(model=scorer, args=RewardConfig(**options), **rest)
+    return lambda **arguments: RewardTrainer(
+        model=scorer, args=RewardConfig(**options), **arguments
+    )
 
 
 if __name__ == "__main__":

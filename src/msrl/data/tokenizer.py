@@ -41,7 +41,7 @@ _CLASSES = {
 }
 # Model types for which it selects TokenizersBackend, whatever tokenizer_config.json names.
 _BACKEND_TYPES = {"granite", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4", "internlm2"}
-# Model types with a class of their own, even if tokenizer_config.json names a plain class.
+# Model types with a separate class, even if tokenizer_config.json names a plain class.
 _OWN_CLASS_TYPES = {
     "qwen2",
     "qwen3_5",

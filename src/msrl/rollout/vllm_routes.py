@@ -52,8 +52,8 @@ class StepRecorder:
         self._experts = dict[int, Routes]()  # [n, k] of the present step by layer of the model
         routers = _routers(runner.get_model())
         if len(routers) != num_layers:
-            found = f"{len(routers)} of {num_layers} mixture layers have a router with a hook"
-            raise _unsupported(found)
+            reason = f"{len(routers)} of {num_layers} mixture layers have a router with a hook"
+            raise _unsupported(reason)
         for layer, router in routers.items():
             router.set_capture_fn(functools.partial(self._capture, layer))
         self._execute = runner.execute_model

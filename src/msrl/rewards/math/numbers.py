@@ -186,17 +186,17 @@ def comparable(true: Amount, claimed: Amount) -> tuple[Fraction, Fraction] | Non
     return true.value * units[0][1], claimed.value * units[1][1]
 
 
-def total_value(parts: Sequence[Amount]) -> tuple[str, Fraction] | None:
+def total_value(amounts: Sequence[Amount]) -> tuple[str, Fraction] | None:
     """Return the dimension of amounts and their sum in its base unit.
 
     None if a unit is unknown, or they measure different things.
     """
-    units = [_dimension(part.unit) for part in parts]
+    units = [_dimension(item.unit) for item in amounts]
     known = [unit for unit in units if unit is not None and not unit[0].startswith(_UNKNOWN)]
     dimensions = {unit[0] for unit in known}
-    if len(known) < len(parts) or len(dimensions) != 1:
+    if len(known) < len(amounts) or len(dimensions) != 1:
         return None
-    values = (part.value * unit[1] for part, unit in zip(parts, known, strict=True))
+    values = (item.value * unit[1] for item, unit in zip(amounts, known, strict=True))
     return dimensions.pop(), sum(values, Fraction(0))
 
 

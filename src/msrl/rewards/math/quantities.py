@@ -1,4 +1,4 @@
-"""Quantities of several parts: amounts in several units (`6 feet 2 inches`) and times of day."""
+"""Quantities with several components: amounts in several units (`6 feet 2 inches`) and times of day."""
 
 from __future__ import annotations
 
@@ -49,33 +49,35 @@ def _words(text: str) -> set[str]:
 def same_amounts(answer: str, response: str) -> bool | None:
     """Compare amounts of which at least one has several units; None for other texts.
 
-    Parts of known units of one dimension are added. Other parts must agree in number and unit.
+    Components of known units of one dimension are added. Other components must agree in number and unit.
     """
-    true, claimed = _parts(answer), _parts(response)
+    true, claimed = _components(answer), _components(response)
     if not true and not claimed:
         return None
     totals = _total(answer, true), _total(response, claimed)
     if totals[0] is not None and totals[1] is not None:
         return totals[0] == totals[1]
-    named = ([(part.value, unit_key(part.unit)) for part in parts] for parts in (true, claimed))
-    first, second = map(sorted, named)
-    return first == second
+    return _by_unit(true) == _by_unit(claimed)
 
 
-def _parts(text: str) -> list[Amount]:
-    """Return the parts of an amount in several units, else an empty list."""
+def _by_unit(components: list[Amount]) -> list[tuple[Fraction, str]]:
+    return sorted((component.value, unit_key(component.unit)) for component in components)
+
+
+def _components(text: str) -> list[Amount]:
+    """Return the components of an amount in several units, else an empty list."""
     text = _simple(text)
     if len(text) > MAX_CHARACTERS or not _AMOUNTS.fullmatch(text):
         return []
-    parts = [amount(f"{number} {unit}") for number, unit in _EACH.findall(text)]
-    known = [part for part in parts if part is not None]
-    return known if len(known) == len(parts) else []
+    components = [amount(f"{number} {unit}") for number, unit in _EACH.findall(text)]
+    known = [component for component in components if component is not None]
+    return known if len(known) == len(components) else []
 
 
-def _total(text: str, parts: list[Amount]) -> tuple[str, Fraction] | None:
-    """Return the dimension and the sum of the parts, or of a text with one part."""
-    single = None if parts else amount(_simple(text))
-    return total_value(parts if single is None else [single])
+def _total(text: str, components: list[Amount]) -> tuple[str, Fraction] | None:
+    """Return the dimension and the sum of the components, or of a text with one component."""
+    single = None if components else amount(_simple(text))
+    return total_value(components if single is None else [single])
 
 
 def _simple(text: str) -> str:

@@ -57,7 +57,7 @@ class _Traits(NamedTuple):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether torch has no kernel for the attention, so that its scores must be explicit."""
+        """True if torch has no kernel for the attention, so that its scores must be explicit."""
         return self.softcap is not None or self.sinks is not None
 
     def factor(self, head_dim: int) -> float:
