@@ -1,4 +1,4 @@
-"""Quantities with several components: amounts in several units (`6 feet 2 inches`) and times of day."""
+"""Quantities with several components: amounts in units (`6 feet 2 inches`) and times of day."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _words(text: str) -> set[str]:
 def same_amounts(answer: str, response: str) -> bool | None:
     """Compare amounts of which at least one has several units; None for other texts.
 
-    Components of known units of one dimension are added. Other components must agree in number and unit.
+    Components of known units of one dimension are added. Others must agree in number and unit.
     """
     true, claimed = _components(answer), _components(response)
     if not true and not claimed:
