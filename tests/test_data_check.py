@@ -154,3 +154,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_number
     (folder / "model/config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     with pytest.raises(MsrlError, match=mentions("259 tokens", "100", "tokenizer")):
         check("own")
+
+
+def test_rows_beyond_the_models_positions_are_refused_unless_the_training_shortens_them(
+    folder: Path,
+):
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    for policy in ("drop", "truncate"):
+        check("own", "data.seq_length=8", f"data.too_long={policy}")
+        with pytest.raises(MsrlError, match=mentions("own", "9 tokens", "8", "too_long")):
+            check("own", "data.seq_length=9", f"data.too_long={policy}")
+    for sets in ((), ("data.seq_length=8",), ("data.too_long=drop",)):
+        with pytest.raises(MsrlError, match=mentions("own", "longest example", "too_long")):
+            check("own", *sets)

@@ -294,16 +294,18 @@ def test_real_preference_data_trains_at_tp_2_with_packing(
     inputs: Path, name: str, handler: str, loss: str
 ) -> None:
     rows = json.loads(shared_data("sft", name).read_text())[:40]
+    save_model(inputs / "long", tied=False, positions=4096)  # its tokens are bytes
     preprocess(inputs, f"real {loss}", rows, handler)
     config = settings(
         inputs,
         f"real {loss}",
+        model={"path": str(inputs / "long")},
         data={
             "train": str(inputs / f"real {loss}"),
             "pack": True,
-            "seq_length": 256,
+            "seq_length": 4096,
             "too_long": "drop",
-            "eval_fraction": 0.1,
+            "eval_fraction": 0.25,
         },
         train={"steps": 3, "global_batch": 2, "parallel": {"tp": 2}},
         algo={"preference": {"loss": loss}},

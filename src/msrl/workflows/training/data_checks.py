@@ -52,11 +52,15 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
                 f"data.seq_length={longest}: the model takes at most "
                 f"{shape.max_position_embeddings} tokens. Lower it."
             )
-    elif not manifest.pack and manifest.max_tokens > shape.max_position_embeddings:
+        return
+    longest = manifest.max_tokens
+    if config.data.seq_length is not None and config.data.too_long != "refuse":
+        longest = min(longest, config.data.seq_length)  # longer rows are dropped or truncated
+    if not manifest.pack and longest > shape.max_position_embeddings:
         raise MsrlError(
-            f"data prefix {prefix}: the longest example has {manifest.max_tokens} tokens, but the "
-            f"model takes {shape.max_position_embeddings}."
-            " Preprocess with a shorter seq_length."
+            f"data prefix {prefix}: the longest example has {longest} tokens, but the model takes "
+            f"{shape.max_position_embeddings}. Preprocess with a shorter seq_length, or set "
+            "data.seq_length, and data.too_long to drop or truncate."
         )
 
 
