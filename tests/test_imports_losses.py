@@ -98,6 +98,27 @@ def test_the_two_modes_equal_the_averages_of_the_original() -> None:
 
 # --- ROLL
 
+
+def test_generation_ahead_of_training_is_refused_or_approximated(tmp_path: Path) -> None:
+    file = roll("async_generation_ratio: 1.5")
+    with pytest.raises(MsrlError, match=mentions("async_generation_ratio=1.5", "--approximate")):
+        imported("roll", file, tmp_path)
+    tree = native(imported("roll", file, tmp_path, approximate=True))
+    assert tree["rollout"]["async"]["max_staleness"] == 2
+    assert (
+        "async"
+        not in native(imported("roll", roll("async_generation_ratio: 0"), tmp_path))["rollout"]
+    )
+
+
+def test_float16_is_refused_or_approximated_by_bfloat16(tmp_path: Path) -> None:
+    file = changed(RLVR, ("  infer_batch_size: 4\n", "  model_args: {dtype: fp16}\n"))
+    with pytest.raises(MsrlError, match=mentions("dtype=fp16", "float16", "--approximate")):
+        imported("roll", file, tmp_path)
+    tree = native(imported("roll", file, tmp_path, approximate=True))
+    assert tree["model"]["dtype"] == "bfloat16"
+
+
 PG = "  infer_batch_size: 4\n  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n"
 
 

@@ -310,3 +310,21 @@ def test_hydra_overrides_are_refused_with_the_msrl_syntax(
         ("generate_config.sampling_config.top_k", "set rollout.sampling.top_k"),
         ("rl_config.foo", "file"),
     )
+
+
+def test_float16_and_losses_over_devices_are_approximated_only_on_request():
+    moe = "--moe-router-load-balancing-type group_limited_greedy --moe-comm-aux-loss-coeff 0.02"
+    lines = mistakes(f"{TUNE} --fp16 {moe}")
+    assert_each_mentions(
+        lines, ("fp16=true", "--approximate"), ("moe_comm_aux_loss_coeff", "--approximate")
+    )
+    translation = translate_arguments(
+        "mindspeed-llm", f"{TUNE} --fp16 {moe}".split(), approximate=True
+    )
+    tree = plain(parse(native_yaml(translation), "native.yaml"))
+    assert tree["model"]["dtype"] == "bfloat16"
+    status = {o.entry.key: o.status for o in translation.key_results}
+    assert status["moe_comm_aux_loss_coeff"] is KeyStatus.DROPPED
+    unread = moe.replace("group_limited_greedy", "aux_loss")
+    (result,) = [o for o in imported(f"{TUNE} {unread}").key_results if "comm_aux" in o.entry.key]
+    assert result.status is KeyStatus.DEAD

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 from msrl.config.interpolate import Interpolation
 from msrl.config.messages import node_at
@@ -188,7 +189,7 @@ def _names(item: Node) -> list[tuple[str, str | None]]:
     words = group.split()
     if words[:1] == ["override"] or (words and words[-1].startswith("hydra/")):
         return []
-    names: list[object] = choices if isinstance(choices, list) else [choices]
+    names = cast("list[object]", choices) if isinstance(choices, list) else [choices]
     texts = [str(name) for name in names if name is not None]
     folder, _, package = (words[-1] if words else "").partition("@")
     if folder:

@@ -54,11 +54,8 @@ def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
 
 def _dtype(keys: Keys) -> None:
     if keys.value("fp16") is True:
-        keys.add_error(
-            "fp16",
-            "msrl does not train in float16. Use --bf16 (with float32 master weights), or neither "
-            "for float32.",
-        )
+        text = "msrl does not train in float16"
+        keys.translation.approximate(keys.get("fp16"), "model.dtype", "bfloat16", text)
 
 
 def _initial_weights(translation: Translation, keys: Keys, *, is_text: bool) -> None:
@@ -179,6 +176,11 @@ def _router(keys: Keys) -> None:
         )
         for key in (name, "seq_aux"):
             keys.assign(key, ["train.router.aux_loss_over"], over)
+    for key in ("moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff"):
+        entry = keys.get(key)
+        if entry is not None and entry.value and kind == "group_limited_greedy":
+            keys.translation.difference(entry, "msrl balances experts, not devices and messages")
+        keys.record(key, KeyStatus.DEAD, "read with group_limited_greedy only")
     bias = keys.get("moe_router_enable_expert_bias")
     if bias is not None and bias.value is True and keys.value("lora_target_modules"):
         text = "adapters do not change the expert biases, which the original updates"
