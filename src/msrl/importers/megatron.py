@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
@@ -222,12 +223,12 @@ class MegatronKeys:
             self._check_shape(entry, name, shape)
 
     def _check_shape(self, entry: SourceKey, name: str, shape: Shape | None) -> None:
-        expected = None if shape is None else getattr(shape, name)
+        expected = _property(shape, name)
         moe = None if shape is None else shape.moe
         if name == "ffn_hidden_size" and moe is not None and all(moe.layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
             self.translation.record(entry, KeyStatus.DEAD, reason)
-        elif expected is None:
+        elif expected is None or (name == "head_dim" and shape is not None and shape.mla):
             reason = "read from config.json of the model"
             self.translation.record(entry, KeyStatus.SAME, reason)
         elif entry.value == expected:
@@ -253,6 +254,14 @@ class MegatronKeys:
             value = self.keys.value(key)
             if isinstance(value, str):
                 yield from (Path(value), Path(value) / "hf")
+
+
+def _property(shape: Shape | None, name: str) -> object:
+    """Return a property of a model such as `moe.num_experts`; None if the model has none."""
+    value: Any = shape
+    for key in name.split("."):
+        value = None if value is None else getattr(value, key)
+    return value
 
 
 def data_parallel(keys: Keys, world: int | None) -> int | None:

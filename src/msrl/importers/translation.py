@@ -67,8 +67,8 @@ class Translation:
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
-    reads otherwise. With `ignores_unknown`, the original reads
-    files with any additional keys, with `ignored_sections` only at these places.
+    reads otherwise, `remarks` what msrl computes differently by design. With `ignores_unknown`,
+    the original reads files with any additional keys, with `ignored_sections` only at these places.
     """
 
     system: str
@@ -88,6 +88,7 @@ class Translation:
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    remarks: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
         default_factory=dict[tuple[str, str], object]
     )
@@ -329,6 +330,7 @@ class Translation:
         self.is_refused = self.is_refused or other.is_refused
         self.missing += other.missing
         self.notes += other.notes
+        self.remarks += other.remarks
         self.defaults |= other.defaults
 
     # --- results

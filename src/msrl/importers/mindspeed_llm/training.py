@@ -10,6 +10,7 @@ from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
 from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
+from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
@@ -37,6 +38,38 @@ def put_training(translation: Translation, keys: Keys) -> None:
     _memory(translation, keys)
     _trackers(translation, keys)
     _profile(keys)
+    _remarks(translation, keys, stage, is_text=is_text)
+
+
+def _remarks(
+    translation: Translation, keys: Keys, stage: SourceKey | None, *, is_text: bool
+) -> None:
+    """Report what msrl computes differently by design, also where a flag is not set."""
+    by_pairs = stage is not None and stage.value in STAGES
+    remarks: list[str] = []
+    if not is_text and not by_pairs and keys.value("calculate_per_token_loss") is not True:
+        remarks.append(
+            "without --calculate-per-token-loss, the original averages the losses of "
+            "micro-batches; msrl averages over all tokens of an update"
+        )
+    if translation.system == "MindSpeed-LLM":
+        remarks += [
+            f"without {flag}, the original trains with dropout 0.1; msrl trains without dropout"
+            for flag in ("--attention-dropout", "--hidden-dropout")
+            if keys.get(canonical(flag)) is None
+        ]
+        if keys.get("split") is None:
+            remarks.append(
+                "without --split, the original trains on 96.9% of the rows (969,30,1); msrl "
+                "trains on all rows of data.train"
+            )
+    packs = is_text or keys.value("pack") is True
+    if packs and keys.value("reset_attention_mask") is not True:
+        remarks.append(
+            "without --reset-attention-mask, tokens attend to earlier sequences of their row in "
+            "the original; in msrl, they attend to their own sequence"
+        )
+    translation.remarks += [f"{translation.name}: {text}" for text in remarks]
 
 
 def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
