@@ -336,7 +336,7 @@ def test_float16_and_losses_over_devices_are_approximated_only_on_request():
     ("flags", "words"),
     [
         ("--calculate-per-token-loss", ("micro-batches",)),
-        ("--hidden-dropout 0", ("hidden-dropout", 0.1)),
+        ("--hidden-dropout 0", ("hidden_dropout", 0.1)),
         ("--split 100,0,0", ("969,30,1",)),
     ],
 )

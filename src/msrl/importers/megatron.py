@@ -13,6 +13,7 @@ from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.placeholders import is_placeholder
+from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, same_path
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -74,6 +75,7 @@ class MegatronKeys:
         self._optimizer()
         self._parallel()
         self._dropout()
+        put_router(self.keys, has_experts=self._has_experts())
         if by_tokens:
             self.keys.record(
                 "micro_batch_size", KeyStatus.DEAD, "use_dynamic_bsz splits micro-batches by tokens"
@@ -198,12 +200,24 @@ class MegatronKeys:
     def _dropout(self) -> None:
         for key in ("attention_dropout", "hidden_dropout"):
             entry = self.keys.get(key)
-            if entry is not None and entry.value not in (0, 0.0):
+            if entry is None:
+                self.translation.remarks.append(
+                    f"{self.translation.name}: {key} is not set: the original trains with dropout "
+                    "0.1, msrl without dropout"
+                )
+            elif entry.value not in (0, 0.0):
                 self.translation.add_error(
                     entry,
                     "must be 0: msrl trains without dropout, because dropout changes the "
                     "log-probabilities of a text",
                 )
+
+    def _has_experts(self) -> bool:
+        """Return True if the file or config.json of the model names experts."""
+        if self.keys.value("num_experts"):
+            return True
+        shape = self._shape()
+        return shape is not None and shape.moe is not None
 
     def _lora(self) -> None:
         if self.keys.value("lora_target_modules") in (None, []):
