@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from msrl.config.messages import node_at, written
@@ -69,6 +69,7 @@ class Translation:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
     reads otherwise, `remarks` what msrl computes differently by design. With `ignores_unknown`,
     the original reads files with any additional keys, with `ignored_sections` only at these places.
+    It passes other keys of the sections in `forwarded` on, to what their values name.
     """
 
     system: str
@@ -85,6 +86,7 @@ class Translation:
     is_refused: bool = False
     ignores_unknown: bool = False
     ignored_sections: tuple[str, ...] = ()
+    forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -135,7 +137,10 @@ class Translation:
             canonical(key), self.table.keys(*sections)
         )
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
-        if is_ignored and not is_known:
+        forwarded = self.forwarded.get(sections[0])
+        if forwarded and not is_known:
+            self.record(entry, KeyStatus.DROPPED, forwarded)
+        elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:
             self.errors.append(f"{entry}: {self._unknown(key, *sections)}")

@@ -30,7 +30,13 @@ from msrl.importers.roll.environments import (
 from msrl.importers.roll.losses import Losses
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
-from msrl.importers.roll.training import put_dtype, put_lora, put_profile, put_warmup
+from msrl.importers.roll.training import (
+    put_dtype,
+    put_engine_dtype,
+    put_lora,
+    put_profile,
+    put_warmup,
+)
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
 from msrl.importers.sections import Keys, as_list
@@ -81,6 +87,8 @@ def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
     translation.ignores_unknown = True
+    text = "passed to the engine or to Megatron there; msrl does not pass it on"
+    translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
         return refused(translation, f"{file}: not supported: {feature}")
     tree = resolved(tree, file, translation.errors)
@@ -421,6 +429,7 @@ class _RollFile:
             args.assign(key, ["train.optimizer.betas"], betas)
         model = train.sections["model_args"]
         put_dtype(model)
+        put_engine_dtype(infer.sections["model_args"], model)
         put_lora(model)
         put_warmup(args)
         self._data(train.sections["data_args"])

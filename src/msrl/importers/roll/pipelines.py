@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,6 +18,9 @@ _TOP = {
     "diffusion_process": "training of diffusion models",
 }
 _MODALITIES = ("image", "images", "video", "audio")
+_IMAGES = "a vision-language or audio pipeline"
+# Templates such as qwen2-vl, and frozen modules such as vision_model.
+_IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])|^(vision|visual|audio)_")
 
 
 def unsupported_pipeline(tree: Node) -> str:
@@ -28,7 +32,9 @@ def unsupported_pipeline(tree: Node) -> str:
     for worker in ("actor_train", "validation"):
         keys = _keys(entries.get(worker), "data_args")
         if any(key.partition("_")[0] in _MODALITIES for key in keys):
-            return "a vision-language or audio pipeline"
+            return _IMAGES
+    if any(_IMAGE_TEMPLATE.search(text) for text in _texts(entries.get("actor_train"))):
+        return _IMAGES
     mock = entries.get("rollout_mock")
     if mock is not None and dict(plain(mock) or {}).get("enable") is True:
         return "recorded rollouts (rollout_mock)"
@@ -66,6 +72,15 @@ def _section(parent: Node | Mapping[str, Node], key: str) -> Mapping[str, Node]:
 def _tags(manager: Mapping[str, Node]) -> list[str]:
     tags = plain(manager["tags"]) if "tags" in manager else None
     return [str(tag) for tag in cast("list[Any]", tags)] if isinstance(tags, list) else []
+
+
+def _texts(worker: Node | None) -> Iterator[str]:
+    """Yield the template of the data and the prefixes of frozen modules."""
+    entries = worker.value if worker is not None and isinstance(worker.value, dict) else {}
+    for section, key in (("data_args", "template"), ("model_args", "freeze_module_prefix")):
+        node = entries.get(section)
+        if node is not None and isinstance(node.value, dict) and key in node.value:
+            yield from str(plain(node.value[key])).lower().replace(",", " ").split()
 
 
 def _keys(worker: Node | None, section: str) -> Iterator[str]:

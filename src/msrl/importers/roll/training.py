@@ -28,6 +28,15 @@ def put_dtype(model: Keys) -> None:
         model.assign("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
 
 
+def put_engine_dtype(engine: Keys, model: Keys) -> None:
+    """Report an engine whose dtype is not that of training."""
+    entry = engine.get("dtype")
+    if entry is not None and entry.value not in (model.value("dtype"), "auto", None):
+        text = "the engine has the dtype of training"
+        engine.translation.record(entry, KeyStatus.DROPPED, text)
+        engine.translation.remarks.append(f"{entry}: {text}")
+
+
 def put_warmup(args: Keys) -> None:
     """Record the ignored warmup key: a positive warmup_steps overrides warmup_ratio."""
     if args.get("warmup_steps") and args.value("warmup_steps"):
