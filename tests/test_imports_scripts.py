@@ -369,3 +369,15 @@ MIXTURE: dict[str, Any] = {
     "mlp_only_layers": [], "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "norm_topk_prob": True,
 }  # fmt: skip
+
+
+def test_a_conversion_without_a_dtype_keeps_that_of_the_weights_with_a_report():
+    line = "{}.py --load-model-type hf --save-model-type mg --load-dir a --save-dir b {}"
+    lines = {
+        (program, flags): imported(line.format(program, flags)).remarks
+        for program in ("convert_ckpt", "convert_ckpt_v2")
+        for flags in ("", "--params-dtype bf16")
+    }
+    (remark,) = lines.pop(("convert_ckpt", ""))
+    assert_mentions(remark, "params-dtype", "float16")
+    assert not any(lines.values())
