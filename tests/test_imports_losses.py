@@ -11,7 +11,7 @@ import torch
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
-from msrl.importers.translation import Translation
+from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
 from test_imports_commands import RLVR, changed
 
@@ -97,6 +97,27 @@ def test_the_two_modes_equal_the_averages_of_the_original() -> None:
 
 
 # --- ROLL
+
+
+def test_generation_ahead_of_training_is_refused_or_approximated(tmp_path: Path) -> None:
+    file = roll("async_generation_ratio: 1.5")
+    with pytest.raises(MsrlError, match=mentions("async_generation_ratio=1.5", "--approximate")):
+        imported("roll", file, tmp_path)
+    tree = native(imported("roll", file, tmp_path, approximate=True))
+    assert tree["rollout"]["async"]["max_staleness"] == 2
+    assert (
+        "async"
+        not in native(imported("roll", roll("async_generation_ratio: 0"), tmp_path))["rollout"]
+    )
+
+
+def test_float16_is_refused_or_approximated_by_bfloat16(tmp_path: Path) -> None:
+    file = changed(RLVR, ("  infer_batch_size: 4\n", "  model_args: {dtype: fp16}\n"))
+    with pytest.raises(MsrlError, match=mentions("dtype=fp16", "float16", "--approximate")):
+        imported("roll", file, tmp_path)
+    tree = native(imported("roll", file, tmp_path, approximate=True))
+    assert tree["model"]["dtype"] == "bfloat16"
+
 
 PG = "  infer_batch_size: 4\n  worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker\n"
 
@@ -346,3 +367,41 @@ def test_a_judge_of_roll_is_refused_with_the_reason(tmp_path: Path) -> None:
     judge = "  judge: {worker_cls: roll.rewards.LLMJudgeRewardWorker, tag_included: [open]}\n"
     with pytest.raises(MsrlError, match=mentions("rewards.judge", "language model", "url")):
         imported("roll", RLVR + judge, tmp_path)
+
+
+def roll_changed(*pairs: tuple[str, str], folder: Path) -> Translation:
+    return imported("roll", changed(RLVR, *pairs), folder, approximate=True)
+
+
+def statuses(translation: Translation) -> dict[str, KeyStatus]:
+    return {result.entry.path: result.status for result in translation.key_results}
+
+
+def test_options_of_the_engine_that_msrl_does_not_pass_on_are_dropped(tmp_path: Path) -> None:
+    key = "tensor_model_parallel_size: 2"
+    translation = roll_changed((key, f"{key}, use_new_kernel: true"), folder=tmp_path)
+    path = "actor_train.strategy_args.strategy_config.use_new_kernel"
+    assert statuses(translation)[path] is KeyStatus.DROPPED
+    translation = roll_changed(("max_steps: 10", "max_steps: 10\nown_label: x"), folder=tmp_path)
+    assert statuses(translation)["own_label"] is KeyStatus.DEAD
+
+
+def test_keys_of_a_domain_without_a_reward_source_are_dropped(tmp_path: Path) -> None:
+    worker = "roll.rewards.MathRuleRewardWorker, tag_included: [math]"
+    judge = "x.LLMJudgeRewardWorker, tag_included: [math], infer_batch_size: 4"
+    keys = statuses(roll_changed((worker, judge), folder=tmp_path))
+    assert keys["rewards.math_rule.tag_included"] is KeyStatus.DROPPED
+    assert keys["rewards.math_rule.infer_batch_size"] is KeyStatus.PLACEMENT
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("  infer_batch_size: 4\n", "  data_args: {template: qwen2-vl, file_name: a}\n"),
+        ("  infer_batch_size: 4\n", "  model_args: {freeze_module_prefix: vision_model}\n"),
+    ],
+)
+def test_pipelines_of_images_are_refused_in_one_line(pair: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("not supported", "vision-language")) as caught:
+        roll_changed(pair, folder=tmp_path)
+    assert "\n" not in str(caught.value)

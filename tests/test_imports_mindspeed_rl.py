@@ -522,11 +522,19 @@ FILTERED = {
     "megatron_training.global_batch_size": 32,
 }  # fmt: skip
 # For each key that has a native one: what to change besides, and another value than the example's.
+EXPERTS = {"megatron_training.num_experts": 8}
 OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "megatron.data_path": ({}, "dataset/data"), "megatron.tokenizer_name_or_path": ({}, "ckpt"),
     "megatron.prompt_type": ({}, "qwen_r1"),
     "megatron.no_shuffle": ({}, True), "megatron.global_batch_size": ({}, 64),
     "megatron.micro_batch_size": ({}, 2),
+    "megatron.moe_aux_loss_coeff": (EXPERTS, 0.1),
+    "megatron.moe_router_load_balancing_type": (EXPERTS, "seq_aux_loss"),
+    "megatron.seq_aux": (EXPERTS, True),
+    "megatron.moe_router_enable_expert_bias": (EXPERTS, True),
+    "megatron.moe_router_bias_update_rate": (
+        {**EXPERTS, "megatron_training.moe_router_enable_expert_bias": True}, 0.1
+    ),
     "megatron.train_iters": ({}, 7), "megatron.seed": ({}, 7), "megatron.load": ({}, "Qwen2.5-7B"),
     "megatron.save": ({}, "elsewhere"),
     "megatron.save_interval": ({}, 7),
@@ -741,3 +749,12 @@ def test_wandb_overrides_tensorboard(folder: Path):
         )
     else:
         assert resolved.config.log.trackers == ("wandb",)
+
+
+def test_the_auxiliary_loss_of_experts_has_the_default_of_the_original(folder: Path):
+    def router(changes: dict[str, Any]) -> Any:
+        return plain(translated(PRESENT, folder, changes).tree)["train"].get("router")
+
+    assert router({}) is None
+    assert router(EXPERTS) == {"aux_loss_coef": 0.001, "aux_loss_over": "micro_batch"}
+    assert router({**EXPERTS, "megatron_training.moe_router_load_balancing_type": "none"}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
+from msrl.importers.report import full
 from msrl.importers.translation import KeyStatus, Translation
-from support import assert_each_mentions, assert_mentions
+from support import assert_each_mentions, assert_mentions, mentions
 from test_cli import msrl
 
 TUNE = (
@@ -310,3 +312,72 @@ def test_hydra_overrides_are_refused_with_the_msrl_syntax(
         ("generate_config.sampling_config.top_k", "set rollout.sampling.top_k"),
         ("rl_config.foo", "file"),
     )
+
+
+def test_float16_and_losses_over_devices_are_approximated_only_on_request():
+    moe = "--moe-router-load-balancing-type group_limited_greedy --moe-comm-aux-loss-coeff 0.02"
+    lines = mistakes(f"{TUNE} --fp16 {moe}")
+    assert_each_mentions(
+        lines, ("fp16=true", "--approximate"), ("moe_comm_aux_loss_coeff", "--approximate")
+    )
+    translation = translate_arguments(
+        "mindspeed-llm", f"{TUNE} --fp16 {moe}".split(), approximate=True
+    )
+    tree = plain(parse(native_yaml(translation), "native.yaml"))
+    assert tree["model"]["dtype"] == "bfloat16"
+    status = {o.entry.key: o.status for o in translation.key_results}
+    assert status["moe_comm_aux_loss_coeff"] is KeyStatus.DROPPED
+    unread = moe.replace("group_limited_greedy", "aux_loss")
+    (result,) = [o for o in imported(f"{TUNE} {unread}").key_results if "comm_aux" in o.entry.key]
+    assert result.status is KeyStatus.DEAD
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--calculate-per-token-loss", ("micro-batches",)),
+        ("--hidden-dropout 0", ("hidden_dropout", 0.1)),
+        ("--split 100,0,0", ("969,30,1",)),
+    ],
+)
+def test_defaults_that_msrl_does_not_have_are_reported(flags: str, words: tuple[object, ...]):
+    for line, is_reported in ((TUNE, True), (f"{TUNE} {flags}", False)):
+        lines = full(imported(line))
+        assert any(re.search(mentions(*words), text) for text in lines) == is_reported
+
+
+def test_attention_across_packed_sequences_is_reported():
+    words = mentions("reset-attention-mask", "attend")
+    packs = {"": False, "--pack": True, "--pack --reset-attention-mask": False}
+    for flags, is_reported in packs.items():
+        lines = full(imported(f"{TUNE} {flags}"))
+        assert any(re.search(words, line) for line in lines) == is_reported
+
+
+def test_properties_of_experts_are_compared_with_the_config_of_the_model(tmp_path: Path):
+    model = make_model(tmp_path / "model", **MIXTURE)
+    line = f"{TUNE} --tokenizer-name-or-path {model} --num-experts"
+    (result,) = [o for o in imported(f"{line} 8").key_results if o.entry.key == "num_experts"]
+    assert_mentions(result.text, "equals", "config.json")
+    (error,) = mistakes(f"{line} 16")
+    assert_mentions(error, "num_experts=16", "config.json", 8)
+
+
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32,
+    "attention_bias": False, "sliding_window": None, "num_experts": 8, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_a_conversion_without_a_dtype_keeps_that_of_the_weights_with_a_report():
+    line = "{}.py --load-model-type hf --save-model-type mg --load-dir a --save-dir b {}"
+    lines = {
+        (program, flags): imported(line.format(program, flags)).remarks
+        for program in ("convert_ckpt", "convert_ckpt_v2")
+        for flags in ("", "--params-dtype bf16")
+    }
+    (remark,) = lines.pop(("convert_ckpt", ""))
+    assert_mentions(remark, "params-dtype", "float16")
+    assert not any(lines.values())

@@ -186,6 +186,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_command(tmp_path: Path) -> No
     assert native_tree(translation)["convert"]["load"] == "b"
 
 
+def test_a_variable_with_a_default_is_not_reported_as_empty(tmp_path: Path) -> None:
+    text = f"A_X=${{A_X:-a}}\nB_X=$B_X\n{CONVERT} --load-dir $A_X$B_X"
+    translation = imported("mindspeed-llm", text, tmp_path)
+    assert native_tree(translation)["convert"]["load"] == "a"
+    assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [
+        "B_X"
+    ]
+
+
 LAUNCH = """\
 export HCCL_IF_BASE_PORT=24703
 YAML=${1:-"grpo"}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.placeholders import is_placeholder
+from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, same_path
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -73,6 +75,7 @@ class MegatronKeys:
         self._optimizer()
         self._parallel()
         self._dropout()
+        put_router(self.keys, has_experts=self._has_experts())
         if by_tokens:
             self.keys.record(
                 "micro_batch_size", KeyStatus.DEAD, "use_dynamic_bsz splits micro-batches by tokens"
@@ -197,12 +200,24 @@ class MegatronKeys:
     def _dropout(self) -> None:
         for key in ("attention_dropout", "hidden_dropout"):
             entry = self.keys.get(key)
-            if entry is not None and entry.value not in (0, 0.0):
+            if entry is None:
+                self.translation.remarks.append(
+                    f"{self.translation.name}: {key} is not set: the original trains with dropout "
+                    "0.1, msrl without dropout"
+                )
+            elif entry.value not in (0, 0.0):
                 self.translation.add_error(
                     entry,
                     "must be 0: msrl trains without dropout, because dropout changes the "
                     "log-probabilities of a text",
                 )
+
+    def _has_experts(self) -> bool:
+        """Return True if the file or config.json of the model names experts."""
+        if self.keys.value("num_experts"):
+            return True
+        shape = self._shape()
+        return shape is not None and shape.moe is not None
 
     def _lora(self) -> None:
         if self.keys.value("lora_target_modules") in (None, []):
@@ -222,12 +237,12 @@ class MegatronKeys:
             self._check_shape(entry, name, shape)
 
     def _check_shape(self, entry: SourceKey, name: str, shape: Shape | None) -> None:
-        expected = None if shape is None else getattr(shape, name)
+        expected = _property(shape, name)
         moe = None if shape is None else shape.moe
         if name == "ffn_hidden_size" and moe is not None and all(moe.layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
             self.translation.record(entry, KeyStatus.DEAD, reason)
-        elif expected is None:
+        elif expected is None or (name == "head_dim" and shape is not None and shape.mla):
             reason = "read from config.json of the model"
             self.translation.record(entry, KeyStatus.SAME, reason)
         elif entry.value == expected:
@@ -253,6 +268,14 @@ class MegatronKeys:
             value = self.keys.value(key)
             if isinstance(value, str):
                 yield from (Path(value), Path(value) / "hf")
+
+
+def _property(shape: Shape | None, name: str) -> object:
+    """Return a property of a model such as `moe.num_experts`; None if the model has none."""
+    value: Any = shape
+    for key in name.split("."):
+        value = None if value is None else getattr(value, key)
+    return value
 
 
 def data_parallel(keys: Keys, world: int | None) -> int | None:

@@ -164,6 +164,12 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     keys.apply_remaining()
     if section == "convert" and _writes_legacy(words[start].text, keys):
         translation.set_default("convert.names", "legacy")
+    is_first_converter = words[start].text.endswith("convert_ckpt.py")
+    if section == "convert" and is_first_converter and keys.get("params_dtype") is None:
+        translation.remarks.append(
+            f"{translation.name}: without --params-dtype, the original casts weights to float16; "
+            "msrl keeps their dtype"
+        )
     translation.fill_defaults((section,), keys)
 
 

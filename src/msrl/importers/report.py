@@ -18,9 +18,9 @@ def full(translation: Translation) -> list[str]:
         if key_results:
             lines.append(f"{heading}:")
             lines += [_result_line(key_result) for key_result in sorted(key_results, key=_position)]
-    if translation.differences:
+    if translation.differences or translation.remarks:
         lines.append("results differ from the original:")
-        lines += [f"  {line}" for line in translation.differences]
+        lines += [f"  {line}" for line in (*translation.differences, *translation.remarks)]
     if translation.notes:
         lines.append("read otherwise than bash does:")
         lines += [f"  {line}" for line in translation.notes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from msrl.config.messages import node_at, written
@@ -68,8 +68,9 @@ class Translation:
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
-    reads otherwise. With `ignores_unknown`, the original reads
-    files with any additional keys, with `ignored_sections` only at these places.
+    reads otherwise, `remarks` what msrl computes differently by design. With `ignores_unknown`,
+    the original reads files with any additional keys, with `ignored_sections` only at these places.
+    It passes other keys of the sections in `forwarded` on, to what their values name.
     """
 
     system: str
@@ -86,9 +87,11 @@ class Translation:
     is_refused: bool = False
     ignores_unknown: bool = False
     ignored_sections: tuple[str, ...] = ()
+    forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    remarks: list[str] = field(default_factory=list[str])
     other_defaults: dict[tuple[str, str], object] = field(
         default_factory=dict[tuple[str, str], object]
     )
@@ -135,7 +138,10 @@ class Translation:
             canonical(key), self.table.keys(*sections)
         )
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
-        if is_ignored and not is_known:
+        forwarded = self.forwarded.get(sections[0])
+        if forwarded and not is_known:
+            self.record(entry, KeyStatus.DROPPED, forwarded)
+        elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:
             self.errors.append(f"{entry}: {self._unknown(key, *sections)}")
@@ -330,6 +336,7 @@ class Translation:
         self.is_refused = self.is_refused or other.is_refused
         self.missing += other.missing
         self.notes += other.notes
+        self.remarks += other.remarks
         self.defaults |= other.defaults
 
     # --- results

@@ -37,20 +37,34 @@ def translate_script(text: str, name: str) -> Translation:
     """
     script = parse_script(text, name)
     commands = [words for words in script.commands if _num_flags(words) > 1]
+    programs = [words for words in commands if any(word.text.endswith(".py") for word in words)]
+    commands = programs or commands  # a teacher's server is no training
     if len(commands) != 1:
         raise MsrlError(
             f"{name}: must contain one LightRFT command with flags, but has {len(commands)}"
         )
     translation = translate_words(commands[0], name)
-    if translation.errors and _has_images(commands[0]):
-        raise MsrlError(f"{name}: not supported: training on images or audio")
+    if translation.errors:
+        _refuse_feature(commands[0], name)
     put_exports(translation, script)
     return translation
 
 
-def _has_images(words: list[Word]) -> bool:
-    flags_of_images = ("--images_key", "--mixed_mm_data", "--audio_key", "--audios_key")
-    return any(word.text.partition("=")[0] in flags_of_images for word in words)
+_FEATURES = {
+    "--images_key": "training on images or audio",
+    "--mixed_mm_data": "training on images or audio",
+    "--audio_key": "training on images or audio",
+    "--audios_key": "training on images or audio",
+    "on_policy_distillation": "on-policy distillation. Use `msrl train-distill`",
+}
+
+
+def _refuse_feature(words: list[Word], name: str) -> None:
+    """Raise MsrlError if a script that msrl refuses needs a feature that msrl does not have."""
+    for word in words:
+        feature = _FEATURES.get(word.text.partition("=")[0])
+        if feature:
+            raise MsrlError(f"{name}: not supported: {feature}")
 
 
 def _num_flags(words: list[Word]) -> int:
@@ -86,9 +100,10 @@ def _unsupported_program(path: str) -> str:
     folder, _, program = path.rpartition("/")
     if "aqa" in folder or "audio" in folder:
         return "training on audio"
-    if not path.endswith(".py") or (program.startswith("train") and "rm_" not in f"{folder}_"):
+    is_reward_model = "rm_training" in folder
+    if not path.endswith(".py") or (program.startswith("train") and not is_reward_model):
         return ""
-    if "rm_" in f"{folder}_":
+    if is_reward_model:
         return "training of reward models on images, video and audio"
     return "only the trainings of LightRFT (train_colocate.py) are imported"
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
-from msrl.importers.mindspeed_llm.preference import STAGES, put_preference
+from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
+from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
-
-# Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
-# loss, noaux_tc only with seq_aux, softmax_topk none.
-_BALANCING = ("group_limited_greedy", "pai_megatron_aux_loss", "noaux_tc", "softmax_topk")
 
 
 def put_training(translation: Translation, keys: Keys) -> None:
@@ -32,11 +29,37 @@ def put_training(translation: Translation, keys: Keys) -> None:
     _decay(translation, keys)
     _split(translation, keys)
     MegatronKeys(translation, keys).apply_supervised()
-    _router(keys)
+    put_router(keys)
     _evaluation(translation, keys)
     _memory(translation, keys)
     _trackers(translation, keys)
     _profile(keys)
+    _remarks(translation, keys, stage, is_text=is_text)
+
+
+def _remarks(
+    translation: Translation, keys: Keys, stage: SourceKey | None, *, is_text: bool
+) -> None:
+    """Report what msrl computes differently by design, also where a flag is not set."""
+    by_pairs = stage is not None and stage.value in STAGES
+    remarks: list[str] = []
+    if not is_text and not by_pairs and keys.value("calculate_per_token_loss") is not True:
+        remarks.append(
+            "without --calculate-per-token-loss, the original averages the losses of "
+            "micro-batches; msrl averages over all tokens of an update"
+        )
+    if translation.system == "MindSpeed-LLM" and keys.get("split") is None:
+        remarks.append(
+            "without --split, the original trains on 96.9% of the rows (969,30,1); msrl trains on "
+            "all rows of data.train"
+        )
+    packs = is_text or keys.value("pack") is True
+    if packs and keys.value("reset_attention_mask") is not True:
+        remarks.append(
+            "without --reset-attention-mask, tokens attend to earlier sequences of their row in "
+            "the original; in msrl, they attend to their own sequence"
+        )
+    translation.remarks += [f"{translation.name}: {text}" for text in remarks]
 
 
 def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
@@ -54,11 +77,8 @@ def _refuse_stage(translation: Translation, stage: SourceKey) -> None:
 
 def _dtype(keys: Keys) -> None:
     if keys.value("fp16") is True:
-        keys.add_error(
-            "fp16",
-            "msrl does not train in float16. Use --bf16 (with float32 master weights), or neither "
-            "for float32.",
-        )
+        text = "msrl does not train in float16"
+        keys.translation.approximate(keys.get("fp16"), "model.dtype", "bfloat16", text)
 
 
 def _initial_weights(translation: Translation, keys: Keys, *, is_text: bool) -> None:
@@ -154,40 +174,3 @@ def _evaluation(translation: Translation, keys: Keys) -> None:
     batch = keys.number("global_batch_size") or 1
     rows = (keys.number("eval_iters") or 0) * batch
     keys.assign("eval_iters", ["eval.prompts"], rows, why="rows: eval_iters batches")
-
-
-def _router(keys: Keys) -> None:
-    """Translate the load balancing of experts.
-
-    The keys are the coefficient of the auxiliary loss, its kind, and the update rate of the expert
-    biases.
-    """
-    kind, name = keys.value("moe_router_load_balancing_type"), "moe_router_load_balancing_type"
-    known = ("aux_loss", "seq_aux_loss", "none", *_BALANCING)
-    if kind not in known:
-        keys.add_error(name, f"must be one of {', '.join(known)}")
-    by_sequence = kind == "seq_aux_loss" or keys.value("seq_aux") is True
-    is_off = kind in ("none", "softmax_topk") or (kind == "noaux_tc" and not by_sequence)
-    if is_off or not keys.value("moe_aux_loss_coeff"):
-        why = f"moe_router_load_balancing_type is {kind}" if is_off else "moe_aux_loss_coeff is 0"
-        for key in (name, "seq_aux", "moe_aux_loss_coeff"):
-            keys.record(key, KeyStatus.OFF, why)
-    else:
-        over = "sequence" if by_sequence else "micro_batch"
-        keys.assign(
-            "moe_aux_loss_coeff", ["train.router.aux_loss_coef"], keys.value("moe_aux_loss_coeff")
-        )
-        for key in (name, "seq_aux"):
-            keys.assign(key, ["train.router.aux_loss_over"], over)
-    bias = keys.get("moe_router_enable_expert_bias")
-    if bias is not None and bias.value is True and keys.value("lora_target_modules"):
-        text = "adapters do not change the expert biases, which the original updates"
-        keys.translation.difference(bias, text)
-        keys.record("moe_router_bias_update_rate", KeyStatus.DROPPED, text)
-    elif keys.value("moe_router_enable_expert_bias") is True:
-        for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
-            keys.assign(
-                key, ["train.router.bias_update_rate"], keys.value("moe_router_bias_update_rate")
-            )
-    for key in ("moe_router_enable_expert_bias", "moe_router_bias_update_rate"):
-        keys.record(key, KeyStatus.OFF, "read with moe_router_enable_expert_bias only")

@@ -107,6 +107,7 @@ class _RlFile:
             translation.other_defaults = {
                 ("rl_config", "entropy_coeff"): 0.001,
                 ("rl_config", "kl_penalty"): "kl",
+                ("megatron", "moe_aux_loss_coeff"): 0.0,
             }
         world = self._world()
         megatron = MegatronKeys(translation, self.megatron)

@@ -28,6 +28,7 @@ MARKS = ("actor_rollout_ref", "resource_pool")
 SECTIONS = ("megatron", "actor_rollout", "algorithm")
 _OTHER_DEFAULTS = {
     "bf16": False,
+    "moe_aux_loss_coeff": 0.0,
     "lora_r": 16,
     "lora_alpha": 32,
 }  # defaults that differ from those of MindSpeed-RL

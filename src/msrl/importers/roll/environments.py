@@ -198,6 +198,7 @@ _KINDS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "frozen_lake": _frozen_lake,
     "sokoban": _sokoban,
 }
+ENVIRONMENTS = tuple(_KINDS)
 
 
 def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:

@@ -8,6 +8,7 @@ roll/configs and roll/pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,22 @@ from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.environments import (
+    ENVIRONMENTS,
     GROUPINGS,
     norm_scopes,
     put_environments,
     reads_turns,
 )
 from msrl.importers.roll.losses import Losses
-from msrl.importers.roll.pipelines import refused, unsupported_pipeline
+from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
-from msrl.importers.roll.training import put_lora, put_profile, put_warmup
+from msrl.importers.roll.training import (
+    put_dtype,
+    put_engine_dtype,
+    put_lora,
+    put_profile,
+    put_warmup,
+)
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
 from msrl.importers.sections import Keys, as_list
@@ -79,10 +87,14 @@ def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
     translation.ignores_unknown = True
+    text = "passed to the engine or to Megatron there; msrl does not pass it on"
+    translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
-        return refused(translation, feature)
-    file_translation = _RollFile(translation, resolved(tree, file, translation.errors))
-    return file_translation.translate()
+        return refused(translation, f"{file}: not supported: {feature}")
+    tree = resolved(tree, file, translation.errors)
+    if error := unsupported_environment(tree, ENVIRONMENTS):
+        return refused(translation, error)
+    return _RollFile(translation, tree).translate()
 
 
 class _RollFile:
@@ -133,6 +145,7 @@ class _RollFile:
         put_rewards(self.translation, self.top)
         put_filter(self.translation, self.top)
         self._additional_prompts()
+        self._asynchronous()
         devices.put_reference(self.reference)
         if self.is_agentic:
             self.infer.sections["generating_args"].record(
@@ -374,6 +387,22 @@ class _RollFile:
             return self.translation.record(entry, KeyStatus.DROPPED, text)
         return self.translation.assign(entry, [f"log.options.{name}"], options, why=why)
 
+    def _asynchronous(self) -> None:
+        """Translate the number of steps that generation may be ahead of training."""
+        entry, ratio = (
+            self.top.get("async_generation_ratio"),
+            self.top.value("async_generation_ratio"),
+        )
+        if entry is None or isinstance(ratio, bool) or not isinstance(ratio, int | float):
+            return
+        if ratio <= 0:
+            return
+        text = "the original counts the steps since a group was created, msrl policy versions"
+        key = "rollout.async.max_staleness"
+        self.translation.approximate(entry, key, math.ceil(ratio), text)
+        self.translation.set("rollout.async.on_stale", wrap("drop", entry.origin))
+        self.translation.set("rollout.async.allow_uncorrected", wrap(True, entry.origin))
+
     def _additional_prompts(self) -> None:
         """Translate the replacement of filtered groups."""
         top = self.top
@@ -399,8 +428,8 @@ class _RollFile:
         for key in ("adam_beta1", "adam_beta2"):
             args.assign(key, ["train.optimizer.betas"], betas)
         model = train.sections["model_args"]
-        if model.get("dtype"):
-            model.assign("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
+        put_dtype(model)
+        put_engine_dtype(infer.sections["model_args"], model)
         put_lora(model)
         put_warmup(args)
         self._data(train.sections["data_args"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from msrl.config.sources import Node
+from msrl.config.sources import Node, plain
 from msrl.importers.translation import Translation
 
 _TOP = {
@@ -16,6 +18,9 @@ _TOP = {
     "diffusion_process": "training of diffusion models",
 }
 _MODALITIES = ("image", "images", "video", "audio")
+_IMAGES = "a vision-language or audio pipeline"
+# Templates such as qwen2-vl, and frozen modules such as vision_model.
+_IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])|^(vision|visual|audio)_")
 
 
 def unsupported_pipeline(tree: Node) -> str:
@@ -27,8 +32,55 @@ def unsupported_pipeline(tree: Node) -> str:
     for worker in ("actor_train", "validation"):
         keys = _keys(entries.get(worker), "data_args")
         if any(key.partition("_")[0] in _MODALITIES for key in keys):
-            return "a vision-language or audio pipeline"
+            return _IMAGES
+    if any(_IMAGE_TEMPLATE.search(text) for text in _texts(entries.get("actor_train"))):
+        return _IMAGES
+    mock = entries.get("rollout_mock")
+    if mock is not None and dict(plain(mock) or {}).get("enable") is True:
+        return "recorded rollouts (rollout_mock)"
     return ""
+
+
+def unsupported_environment(tree: Node, kinds: Sequence[str]) -> str:
+    """Return the error of an environment that msrl does not have; empty if it has all of them."""
+    environments = _section(tree, "custom_envs")
+    for tag in _tags(_section(tree, "train_env_manager")):
+        keys = _section(environments, tag)
+        kind, manager = keys.get("env_type"), keys.get("env_manager_cls")
+        name = str(plain(manager)).rpartition(".")[2] if manager is not None else ""
+        if kind is not None and plain(kind) not in kinds:
+            return (
+                f"{kind.origin}: custom_envs.{tag}.env_type={plain(kind)}: not supported: msrl has "
+                f"{', '.join(kinds)} of these. Use environment.path for an environment of your own."
+            )
+        if manager is not None and name not in _MANAGERS:
+            feature = "images" if name.startswith("VL") else "agents with their own prompts"
+            path = f"{manager.origin}: custom_envs.{tag}.env_manager_cls={name}"
+            return f"{path}: not supported: {feature}. Use environment.name=endpoint."
+    return ""
+
+
+_MANAGERS = ("TrajEnvManager", "StepEnvManager")
+
+
+def _section(parent: Node | Mapping[str, Node], key: str) -> Mapping[str, Node]:
+    entries = parent.value if isinstance(parent, Node) else parent
+    child = entries.get(key) if isinstance(entries, Mapping) else None
+    return child.value if child is not None and isinstance(child.value, dict) else {}
+
+
+def _tags(manager: Mapping[str, Node]) -> list[str]:
+    tags = plain(manager["tags"]) if "tags" in manager else None
+    return [str(tag) for tag in cast("list[Any]", tags)] if isinstance(tags, list) else []
+
+
+def _texts(worker: Node | None) -> Iterator[str]:
+    """Yield the template of the data and the prefixes of frozen modules."""
+    entries = worker.value if worker is not None and isinstance(worker.value, dict) else {}
+    for section, key in (("data_args", "template"), ("model_args", "freeze_module_prefix")):
+        node = entries.get(section)
+        if node is not None and isinstance(node.value, dict) and key in node.value:
+            yield from str(plain(node.value[key])).lower().replace(",", " ").split()
 
 
 def _keys(worker: Node | None, section: str) -> Iterator[str]:
@@ -38,8 +90,8 @@ def _keys(worker: Node | None, section: str) -> Iterator[str]:
         yield from node.value
 
 
-def refused(translation: Translation, feature: str) -> Translation:
-    """Return a translation whose only error is that its pipeline is not supported."""
-    translation.errors[:] = [f"{translation.name}: not supported: {feature}"]
+def refused(translation: Translation, error: str) -> Translation:
+    """Return a translation with this error only."""
+    translation.errors[:] = [error]
     translation.is_refused = True
     return translation

@@ -50,16 +50,30 @@ def put_rewards(translation: Translation, top: Keys) -> None:
             labels.append(label)
             sources.append(source)
         filters.append(keys.get("query_filter_config"))
-        for entry in keys:
-            if entry.key != "query_filter_config":
-                translation.record(
-                    entry, KeyStatus.SAME, "implementation detail of the reward in the original"
-                )
+        _record_remaining(translation, keys)
     _put_filters(translation, filters, top.number("num_return_sequences_in_group"))
     if section is not None:
         translation.record(section, KeyStatus.APPLIED, "domain by domain")
     if sources and section is not None:
         translation.set("reward.sources", wrap(sources, section.origin))
+
+
+def _record_remaining(translation: Translation, keys: Keys) -> None:
+    """Record the keys of a domain that no source uses."""
+    worker = keys.get("worker_cls")
+    name = "" if worker is None else str(worker.value).rpartition(".")[2]
+    for entry in keys:
+        status, reason = translation.row(entry).neutral
+        if entry.key == "query_filter_config":
+            continue
+        if reason:
+            translation.record(entry, status, reason)
+        elif name not in _VERIFIERS:
+            text = "the domain has no reward source"
+            translation.record(entry, KeyStatus.DROPPED, text)
+        else:
+            text = "implementation detail of the reward in the original"
+            translation.record(entry, KeyStatus.SAME, text)
 
 
 def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:

@@ -9,12 +9,32 @@ from pathlib import Path
 
 from msrl.config.sources import wrap
 from msrl.errors import MsrlError
+from msrl.importers.megatron import converted
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 from msrl.models.families import load_shape
 
 # The first step also compiles and allocates.
 _PROFILED_STEPS = (2, 3)
+
+
+def put_dtype(model: Keys) -> None:
+    """Translate the dtype of training; bfloat16 is the nearest of float16."""
+    entry = model.get("dtype")
+    if entry is not None and entry.value in ("fp16", "float16"):
+        text = "msrl does not train in float16"
+        model.translation.approximate(entry, "model.dtype", "bfloat16", text)
+    elif entry is not None:
+        model.assign("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
+
+
+def put_engine_dtype(engine: Keys, model: Keys) -> None:
+    """Report an engine whose dtype is not that of training."""
+    entry = engine.get("dtype")
+    if entry is not None and entry.value not in (model.value("dtype"), "auto", None):
+        text = "the engine has the dtype of training"
+        engine.translation.record(entry, KeyStatus.DROPPED, text)
+        engine.translation.remarks.append(f"{entry}: {text}")
 
 
 def put_warmup(args: Keys) -> None:

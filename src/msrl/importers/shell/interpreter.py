@@ -500,7 +500,7 @@ class _Interpreter:
         match = _ASSIGNMENT.fullmatch(raw)
         assert match is not None
         name, index, appends, value = match.groups()
-        refers_to_itself = re.search(rf"\$\{{?{name}\b", value) is not None
+        refers_to_itself = re.search(rf"\$(?:{name}\b|\{{{name}\}})", value) is not None
         if refers_to_itself and self.scope.look_up(name) is None:
             self.scope.empty.setdefault(name, line)
             self.scope.variables[name] = EMPTY
