@@ -153,7 +153,6 @@ def test_a_calculator_rewards_nothing_without_a_number_in_the_ground_truth():
         room.reset({"answer": "unknown"})
 
 
-
 def test_bm25_prefers_rare_words_and_short_texts():
     long = "dog sat " + "sat " * 9 + "cat"
     index = search.BM25(["cat sat", "dog sat", long, "bird"])
