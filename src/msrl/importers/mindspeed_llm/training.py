@@ -8,7 +8,7 @@ from __future__ import annotations
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
-from msrl.importers.mindspeed_llm.preference import STAGES, put_preference, put_random_weights
+from msrl.importers.mindspeed_llm.preference import STAGES, put_preference
 from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
