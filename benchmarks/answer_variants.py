@@ -25,7 +25,7 @@ _MIXED = re.compile(r"(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
 _DEGREES = re.compile(r"(-?\d+)\s*\^\s*\{?\\circ\}?")
 _PERCENT = re.compile(r"(-?[\d.]+)\s*\\?%")
 _MONEY = re.compile(r"\\\$\s*([\d.]+)")
-_UNIT = re.compile(r"(-?[\d.]+)\s*\\(?:text|mbox|mathrm)\s*\{[~\s]*([a-z]+)\}(?:\^\{?\d\}?)?")
+_UNIT = re.compile(r"(-?[\d.]+)\s*\\(?:text|mbox|mathrm)\s*\{[~\s]*([a-z]+)\}(\^\{?\d\}?)?")
 _UNIT_EXPONENT = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*\^\{?$")
 _BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
 _WORD = re.compile(r"\\text\{([A-Za-z]{2,})\}")
@@ -274,9 +274,10 @@ def quantities(truth: str) -> Iterator[str]:
         yield from (match.group(1), rf"\$ {match.group(1)}", rf"\${match.group(1)}")
         yield from (f"${match.group(1)}", rf"{match.group(1)} \text{{ dollars}}")
     if match := _UNIT.fullmatch(truth):
-        number, unit = match.groups()
-        yield from (number, rf"{number}\text{{ {unit}}}", f"{number} {unit}")
-        yield from (rf"{number} \mathrm{{~{unit}}}", rf"{number}\ \text{{{unit}}}")
+        number, unit, exponent = match.groups(default="")
+        yield from (number, rf"{number}\text{{ {unit}}}{exponent}", f"{number} {unit}{exponent}")
+        yield rf"{number} \mathrm{{~{unit}}}{exponent}"
+        yield rf"{number}\ \text{{{unit}}}{exponent}"
 
 
 def names_and_bases(truth: str) -> Iterator[str]:
