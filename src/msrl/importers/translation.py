@@ -86,6 +86,7 @@ class Translation:
     is_refused: bool = False
     ignores_unknown: bool = False
     ignored_sections: tuple[str, ...] = ()
+    reserved: frozenset[str] = frozenset()  # sections of other programs of the system
     forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
@@ -133,8 +134,10 @@ class Translation:
 
     def _add_unknown(self, entry: SourceKey, key: str, sections: tuple[str, ...]) -> None:
         """Add an error for a key without a row, or record one that the original ignores."""
-        is_known = self.table.is_original(key) or similar(
-            canonical(key), self.table.keys(*sections)
+        is_known = (
+            key in self.reserved
+            or self.table.is_original(key)
+            or similar(canonical(key), self.table.keys(*sections))
         )
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
         forwarded = self.forwarded.get(sections[0])
