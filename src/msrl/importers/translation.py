@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -141,7 +142,8 @@ class Translation:
         )
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
         forwarded = self.forwarded.get(sections[0])
-        if forwarded and not is_known:
+        names = self.table.keys(*sections)
+        if forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
             self.record(entry, KeyStatus.DROPPED, forwarded)
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
