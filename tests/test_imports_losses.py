@@ -408,3 +408,10 @@ def test_only_frozen_encoders_of_images_have_no_effect(tmp_path: Path) -> None:
     assert statuses(translation)["actor_train.model_args.freeze_module_prefix"] is KeyStatus.SAME
     with pytest.raises(MsrlError, match=mentions("freeze_module_prefix=lm_head", "train.freeze")):
         roll_changed((line, frozen.format("lm_head")), folder=tmp_path)
+
+
+def test_rollouts_without_training_are_refused_in_one_line(tmp_path: Path) -> None:
+    line = "  device_mapping: list(range(0,16))\n  infer_batch_size: 4\n"
+    with pytest.raises(MsrlError, match=mentions("not supported", "device_mapping")) as caught:
+        roll_changed((line, ""), folder=tmp_path)
+    assert "\n" not in str(caught.value)

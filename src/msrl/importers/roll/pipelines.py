@@ -36,6 +36,9 @@ def unsupported_pipeline(tree: Node) -> str:
     workers = _reward_workers(entries)
     if _IMAGE_TEMPLATE.search(_template(entries.get("actor_train"))) or workers & _IMAGE_WORKERS:
         return _IMAGES
+    train, infer = (_section(entries, name) for name in ("actor_train", "actor_infer"))
+    if infer.get("device_mapping") is not None and train.get("device_mapping") is None:
+        return "rollouts without training (actor_train has no device_mapping)"
     mock = entries.get("rollout_mock")
     if mock is not None and dict(plain(mock) or {}).get("enable") is True:
         return "recorded rollouts (rollout_mock)"
