@@ -25,7 +25,7 @@ def yaml_kind(file: Path) -> tuple[str | None, str]:
     """Return system and kind of a YAML file; without system, the file configures no command."""
     tree = read(file)
     keys = {canonical(key) for key in tree.value} if isinstance(tree.value, dict) else set[str]()
-    system = detect_system(tree)
+    system = detect_system(tree, file)
     if system is None:
         return None, "other YAML"
     if system == "roll":

@@ -53,6 +53,23 @@ def test_files_behind_self_override_the_file(folder: Path) -> None:
     assert native_tree(translated(text, folder))["train"]["optimizer"]["lr"] == 1e-6
 
 
+def test_a_file_with_keys_of_no_system_belongs_to_that_of_its_defaults(folder: Path) -> None:
+    tree = native_tree(translated("defaults: [base, _self_]\nref_config: {load: other}\n", folder))
+    assert tree["checkpoint"]["load"] == "ckpt"
+
+
+def test_a_supervised_file_may_share_sections_but_not_those_of_other_programs(
+    folder: Path,
+) -> None:
+    keys = "finetune: true, load: c, data_path: d, lr: 1e-6, global_batch_size: 8, train_iters: 2"
+    text = f"shared: &shared {{lr: 5e-6}}\nsft: {{<<: *shared, {keys.replace('lr: 1e-6, ', '')}}}\n"
+    tree = native_tree(translated(text, folder))
+    assert tree["train"]["optimizer"]["lr"] == 5e-6
+    with pytest.raises(MsrlError) as caught:
+        translated(f"sft: {{{keys}}}\nrl_config: {{}}\n", folder)
+    assert_mentions(str(caught.value), "rl_config", "unknown")
+
+
 @pytest.mark.parametrize(
     ("item", "text"),
     [
@@ -80,7 +97,7 @@ def test_a_missing_file_is_an_error_unless_it_is_optional(folder: Path) -> None:
 def test_references_to_keys_and_the_environment_are_resolved(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUN_SECRET", "hidden")
+    monkeypatch.setenv("RUN_SECRET", "s3cret")
     text = (
         "defaults: [base]\n"
         "megatron_training: {data_path: '${actor_config.load}/x', train_iters: '${oc.env:N_X,6}'}\n"
@@ -93,7 +110,7 @@ def test_references_to_keys_and_the_environment_are_resolved(
     assert tree["checkpoint"]["save"] == "ckpt_out"
     assert (tree["train"]["steps"], tree["train"]["optimizer"]["lr"]) == (6, 5e-6)
     assert tree["run"]["name"] == "${env:RUN_SECRET}"
-    assert "hidden" not in native_yaml(translation) + report(translation)
+    assert "s3cret" not in native_yaml(translation) + report(translation)
 
 
 def test_a_variable_that_is_not_set_is_an_error(folder: Path) -> None:

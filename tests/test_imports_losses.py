@@ -394,14 +394,24 @@ def test_keys_of_a_domain_without_a_reward_source_are_dropped(tmp_path: Path) ->
     assert keys["rewards.math_rule.infer_batch_size"] is KeyStatus.PLACEMENT
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ("  infer_batch_size: 4\n", "  data_args: {template: qwen2-vl, file_name: a}\n"),
-        ("  infer_batch_size: 4\n", "  model_args: {freeze_module_prefix: vision_model}\n"),
-    ],
-)
-def test_pipelines_of_images_are_refused_in_one_line(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_pipelines_of_images_are_refused_in_one_line(tmp_path: Path) -> None:
+    data = "  data_args: {template: qwen2-vl, file_name: a}\n"
     with pytest.raises(MsrlError, match=mentions("not supported", "vision-language")) as caught:
-        roll_changed(pair, folder=tmp_path)
+        roll_changed(("  infer_batch_size: 4\n", data), folder=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_frozen_encoders_of_images_have_no_effect(tmp_path: Path) -> None:
+    line = "  infer_batch_size: 4\n"
+    frozen = "  model_args: {{freeze_module_prefix: {}}}\n"
+    translation = roll_changed((line, frozen.format("vision_model")), folder=tmp_path)
+    assert statuses(translation)["actor_train.model_args.freeze_module_prefix"] is KeyStatus.SAME
+    with pytest.raises(MsrlError, match=mentions("freeze_module_prefix=lm_head", "train.freeze")):
+        roll_changed((line, frozen.format("lm_head")), folder=tmp_path)
+
+
+def test_rollouts_without_training_are_refused_in_one_line(tmp_path: Path) -> None:
+    line = "  device_mapping: list(range(0,16))\n  infer_batch_size: 4\n"
+    with pytest.raises(MsrlError, match=mentions("not supported", "device_mapping")) as caught:
+        roll_changed((line, ""), folder=tmp_path)
     assert "\n" not in str(caught.value)

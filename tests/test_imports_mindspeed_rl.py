@@ -564,7 +564,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
         "rl_config.clip_higher_enable": True}, 0.3),
     "rl_config.clip_ratio_high": ({"megatron_training.stage": "ray_dapo",
         "rl_config.clip_higher_enable": True}, 0.3),
-    "megatron.npu_deterministic": ({}, True),
+    "megatron.use_deter_comp": ({}, True), "megatron.npu_deterministic": ({}, True),
     "rl_config.token_level_loss": (
         {"megatron_training.stage": "ray_dapo", "actor_config.micro_batch_size": 4},
         False,

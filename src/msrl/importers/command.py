@@ -70,7 +70,7 @@ def _translate_file(system: str, file: Path) -> Translation:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
         return SHELL_SYSTEMS[system].translate_script(text, str(file))
     tree = read(file, is_old=True)
-    detected = detect_system(tree)
+    detected = detect_system(tree, file)
     if detected != system:
         advice = f". Use --from {detected}." if detected else ""
         raise MsrlError(f"{file}: contains no keys of {system}{advice}")

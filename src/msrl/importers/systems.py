@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from msrl.config.sources import Node, find, read
+import contextlib
+from pathlib import Path
+from typing import Any, cast
+
+from msrl.config.sources import Node, find, plain, read
 from msrl.errors import MsrlError
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
@@ -23,6 +27,7 @@ _MARKS = {
     ),
 }
 _IMPORTED_FIRST = "roll"  # its files are not read directly
+_MAX_DEPTH = 8  # of files that name other files in `defaults`
 # Section of the table mindspeed_rl for each section of its files.
 _SECTIONS = {
     "megatron_training": "megatron",
@@ -33,10 +38,28 @@ _SECTIONS = {
 }
 
 
-def detect_system(tree: Node) -> str | None:
-    """Return the system that the top-level keys of a file belong to; None for native files."""
-    keys = {canonical(key) for key in tree.value} if isinstance(tree.value, dict) else set[str]()
-    return next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
+def detect_system(tree: Node, file: Path | None = None, depth: int = 0) -> str | None:
+    """Return the system that the top-level keys of a file belong to; None for native files.
+
+    A file whose keys belong to no system belongs to that of the files in its `defaults`.
+    """
+    entries = tree.value if isinstance(tree.value, dict) else {}
+    keys = {canonical(key) for key in entries}
+    system = next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
+    if system is not None or file is None or depth >= _MAX_DEPTH:
+        return system
+    for path in _included(entries.get("defaults"), file):
+        with contextlib.suppress(MsrlError):
+            system = system or detect_system(read(path, is_old=True), path, depth + 1)
+    return system
+
+
+def _included(defaults: Node | None, file: Path) -> list[Path]:
+    """Return the files in a list of `defaults` that are beside the file."""
+    items = plain(defaults) if defaults is not None else None
+    names = [item for item in cast("list[Any]", items) if isinstance(item, str)] if items else []
+    paths = [file.parent / f"{name.partition('@')[0].removesuffix('.yaml')}.yaml" for name in names]
+    return [path for path in paths if path.is_file()]
 
 
 def foreign(path: str) -> Translation | None:
@@ -47,7 +70,7 @@ def foreign(path: str) -> Translation | None:
     """
     file = find(path)
     tree = read(file, is_old=True)
-    system = detect_system(tree)
+    system = detect_system(tree, file)
     if system == _IMPORTED_FIRST:
         raise MsrlError(
             f"{file}: is a ROLL file. "

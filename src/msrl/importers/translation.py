@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -87,6 +88,7 @@ class Translation:
     is_refused: bool = False
     ignores_unknown: bool = False
     ignored_sections: tuple[str, ...] = ()
+    reserved: frozenset[str] = frozenset()  # sections of other programs of the system
     forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
@@ -134,12 +136,15 @@ class Translation:
 
     def _add_unknown(self, entry: SourceKey, key: str, sections: tuple[str, ...]) -> None:
         """Add an error for a key without a row, or record one that the original ignores."""
-        is_known = self.table.is_original(key) or similar(
-            canonical(key), self.table.keys(*sections)
+        is_known = (
+            key in self.reserved
+            or self.table.is_original(key)
+            or similar(canonical(key), self.table.keys(*sections))
         )
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
         forwarded = self.forwarded.get(sections[0])
-        if forwarded and not is_known:
+        names = self.table.keys(*sections)
+        if forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
             self.record(entry, KeyStatus.DROPPED, forwarded)
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")

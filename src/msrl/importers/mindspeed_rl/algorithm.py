@@ -300,7 +300,8 @@ class Algorithm:
         if self.rl.value("filter_groups_train_batch_size") != self.prompts:
             return self.rl.add_error(
                 "filter_groups_train_batch_size",
-                f"must equal global_batch_size={self.prompts}",
+                f"not supported: msrl trains on as many prompts as it samples, which is "
+                f"global_batch_size={self.prompts}. Set both to one number.",
             )
         return self.rl.assign("filter_groups_train_batch_size", ["rollout.filter.refill"], True)
 

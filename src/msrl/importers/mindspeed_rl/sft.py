@@ -43,6 +43,8 @@ def _section(tree: Node) -> str | None:
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes its errors."""
     translation = Translation("MindSpeed-RL", load_table("mindspeed_llm"), str(file))
+    translation.ignored_sections = ("supervised",)
+    translation.reserved = frozenset(load_table("mindspeed_rl").keys("top"))
     translation.other_defaults = {
         ("train", "bf16"): True,
         ("train", "lora_r"): 8,

@@ -33,6 +33,7 @@ from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.training import (
     put_dtype,
     put_engine_dtype,
+    put_frozen,
     put_lora,
     put_profile,
     put_warmup,
@@ -429,6 +430,7 @@ class _RollFile:
             args.assign(key, ["train.optimizer.betas"], betas)
         model = train.sections["model_args"]
         put_dtype(model)
+        put_frozen(model)
         put_engine_dtype(infer.sections["model_args"], model)
         put_lora(model)
         put_warmup(args)

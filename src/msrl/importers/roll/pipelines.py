@@ -19,8 +19,8 @@ _TOP = {
 }
 _MODALITIES = ("image", "images", "video", "audio")
 _IMAGES = "a vision-language or audio pipeline"
-# Templates such as qwen2-vl, and frozen modules such as vision_model.
-_IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])|^(vision|visual|audio)_")
+_IMAGE_WORKERS = {"DetectionRewardWorker", "VideoR1RewardWorker"}
+_IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])", re.I)  # such as qwen2-vl
 
 
 def unsupported_pipeline(tree: Node) -> str:
@@ -33,8 +33,12 @@ def unsupported_pipeline(tree: Node) -> str:
         keys = _keys(entries.get(worker), "data_args")
         if any(key.partition("_")[0] in _MODALITIES for key in keys):
             return _IMAGES
-    if any(_IMAGE_TEMPLATE.search(text) for text in _texts(entries.get("actor_train"))):
+    workers = _reward_workers(entries)
+    if _IMAGE_TEMPLATE.search(_template(entries.get("actor_train"))) or workers & _IMAGE_WORKERS:
         return _IMAGES
+    train, infer = (_section(entries, name) for name in ("actor_train", "actor_infer"))
+    if infer.get("device_mapping") is not None and train.get("device_mapping") is None:
+        return "rollouts without training (actor_train has no device_mapping)"
     mock = entries.get("rollout_mock")
     if mock is not None and dict(plain(mock) or {}).get("enable") is True:
         return "recorded rollouts (rollout_mock)"
@@ -74,13 +78,17 @@ def _tags(manager: Mapping[str, Node]) -> list[str]:
     return [str(tag) for tag in cast("list[Any]", tags)] if isinstance(tags, list) else []
 
 
-def _texts(worker: Node | None) -> Iterator[str]:
-    """Yield the template of the data and the prefixes of frozen modules."""
+def _reward_workers(entries: Mapping[str, Node]) -> set[str]:
+    """Return the names of the classes that score the domains."""
+    domains = _section(entries, "rewards")
+    nodes = [_section(domains, name).get("worker_cls") for name in domains]
+    return {str(plain(node)).rpartition(".")[2] for node in nodes if node is not None}
+
+
+def _template(worker: Node | None) -> str:
     entries = worker.value if worker is not None and isinstance(worker.value, dict) else {}
-    for section, key in (("data_args", "template"), ("model_args", "freeze_module_prefix")):
-        node = entries.get(section)
-        if node is not None and isinstance(node.value, dict) and key in node.value:
-            yield from str(plain(node.value[key])).lower().replace(",", " ").split()
+    node = _section(entries, "data_args").get("template")
+    return "" if node is None else str(plain(node))
 
 
 def _keys(worker: Node | None, section: str) -> Iterator[str]:

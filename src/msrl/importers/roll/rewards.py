@@ -27,8 +27,6 @@ _REPETITION = {
 _REASONS = {
     "LLMJudgeRewardWorker": "a language model as judge; msrl scores with rules, reward servers "
     "(reward.sources.url) and reward models with a scalar head",
-    "VideoR1RewardWorker": "videos",
-    "DetectionRewardWorker": "images",
 }
 
 

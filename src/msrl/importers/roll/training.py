@@ -5,6 +5,7 @@ Source: ROLL 1d3b9ae2, roll/configs/model_args.py, and transformers' TrainingArg
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from msrl.config.sources import wrap
@@ -26,6 +27,23 @@ def put_dtype(model: Keys) -> None:
         model.translation.approximate(entry, "model.dtype", "bfloat16", text)
     elif entry is not None:
         model.assign("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
+
+
+_ENCODERS = re.compile(r"(^|\.)(vision|visual|audio|talker|code2wav)")
+
+
+def put_frozen(model: Keys) -> None:
+    """Record frozen encoders of images and audio, and refuse other frozen modules."""
+    entry = model.get("freeze_module_prefix")
+    if entry is None or not entry.value:
+        return
+    names = [part.strip() for item in as_list(entry.value) for part in str(item).split(",")]
+    if all(_ENCODERS.search(name) for name in names):
+        text = "msrl trains the language model only"
+        model.translation.record(entry, KeyStatus.SAME, text)
+    else:
+        text = "not supported: set train.freeze to patterns of parameter names"
+        model.translation.add_error(entry, text)
 
 
 def put_engine_dtype(engine: Keys, model: Keys) -> None:
