@@ -20,10 +20,14 @@ from support import mentions
 def service(answer: bytes) -> Iterator[str]:
     """Start a service that sends these bytes to every request; yield its address."""
 
-    class Handler(socketserver.BaseRequestHandler):
+    class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            self.request.recv(1 << 16)
-            self.request.sendall(answer)
+            length = 0
+            while (line := self.rfile.readline()).strip():
+                name, _, value = line.decode().lower().partition(":")
+                length = int(value) if name == "content-length" else length
+            self.rfile.read(length)
+            self.wfile.write(answer)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -45,7 +49,7 @@ def http(body: bytes, length: int | None = None) -> bytes:
         (http(b'{"reward": NaN}'), "finite"),
         (http(b'{"reward": true}'), "finite"),
         (http(b'{"reward": "1"}'), "finite"),
-        (http(b"{}", length=50), "2 bytes read"),
+        (http(b"{}", length=50), "early"),
         (http(b"[" * 100_000), "url"),
         (b"nonsense\r\n\r\n", "nonsense"),
         (b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n", "500"),

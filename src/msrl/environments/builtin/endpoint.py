@@ -176,6 +176,8 @@ class Endpoint(Environment):
                 data = reply.read(MAX_BODY_BYTES + 1)
             if len(data) > MAX_BODY_BYTES:
                 raise ValueError(f"the reply is longer than {MAX_BODY_BYTES} bytes")
+            if reply.length:  # bytes of Content-Length that did not arrive
+                raise ValueError(f"the reply ended {reply.length} bytes early")
             value = json.loads(data or b"{}")
             if isinstance(value, dict) and value.get("reward") is not None:
                 server.set_reward(value)

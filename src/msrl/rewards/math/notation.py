@@ -43,7 +43,6 @@ _REPLACED = (
     (r"\\\\\[[^\]]*\]", r"\\\\"),  # the height of a matrix row
     (r"\\colon(?![A-Za-z])", ":"),
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-    (r"^\s*([^=A-Za-z<>\\!]+?)\s*=\s*([A-Za-z])\s*$", r"\2=\1"),
     (r"\\log\s*_\s*(?:e|\{\s*e\s*\}|\{?\s*\\mathrm\s*\{\s*e\s*\}\s*\}?)", r"\\ln "),
     (r"\\color\s*\{[^{}]*\}", ""),  # of all that follows
     (r"\{([-:,])\}", r"\1"),
@@ -63,6 +62,7 @@ _BEFORE_ARGUMENT = re.compile(r"(?:[_}\]]|\\[A-Za-z]+\s*\w?)\s*$")
 _CONTEXT = 40  # characters before a command that are compared
 _GROUPS = re.compile(rf"({_EMPHASIS})|\\.|[{{}}]", re.DOTALL)
 
+_NO_VALUE = re.compile(r"[A-Za-z<>!\\]|^$")
 _OTHER_INTERVAL = re.compile(r"(\]|\[)([^\[\]()]+[,;][^\[\]()]+)(\]|\[)")
 _SEMICOLON = re.compile(r"([\[(])([^\[\](),;]+);([^\[\](),;]+)([\])])")
 _OR = re.compile(r"\\text\s*\{\s*,?\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])|\bor\b")
@@ -90,7 +90,15 @@ def unified(text: str) -> str:
     text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION))
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    return text
+    return _name_first(text)
+
+
+def _name_first(text: str) -> str:
+    """Return `x=5` for `5=x`; other texts are unchanged."""
+    left, sign, name = text.partition("=")
+    name, value = name.strip(), left.strip()
+    is_name = len(name) == 1 and name.isascii() and name.isalpha()
+    return f"{name}={value}" if sign and is_name and not _NO_VALUE.search(value) else text
 
 
 def intervals(text: str) -> str:

@@ -13,7 +13,9 @@ _BETWEEN = r"(?:\s?,\s?(?:and\s)?|\sand\s|\s?)"
 _AMOUNTS = re.compile(rf"{_PART}(?:{_BETWEEN}{_PART})+")
 _EACH = re.compile(r"(\d[\d./]*)\s?([A-Za-z]{2,})")
 _COMMANDS = re.compile(r"\\[a-z]+\s*\{|[{}~]|\\[ ,;:!]|\\quad")
-_TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_TIME = re.compile(
+    r"(\d{1,2})(?:\s?:\s?(\d{2}))?(?:\s?:\s?(\d{2}))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE
+)
 _WORD = re.compile(r"(?<![a-z\\])[a-z]{2,}")
 _HALF_DAY = re.compile(r"[apAP]\.?\s?[mM]")
 _HALF_DAY_H = 12
