@@ -96,8 +96,10 @@ def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder
     with Scorer(
         [Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1
     ) as scorer:
-        scores = scorer.score([group("x")])
-    assert (totals(scores), scores.failures) == ([[-1.0]], {"reward_model/timeout": 1})
+        scores = scorer.score([group(*["word " * 50] * 64)])
+    # On a busy machine, some replies may be there before the first look at the time.
+    num_late = scores.failures["reward_model/timeout"]
+    assert num_late == totals(scores)[0].count(-1.0) > 0
 
 
 def test_a_head_that_was_never_trained_is_refused(folder, tmp_path):
