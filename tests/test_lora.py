@@ -356,7 +356,8 @@ def test_a_score_head_with_a_missing_or_different_shard_is_refused(
     save_ranks(folder, tmp_path / "hf", layout, full_adapter(), base=False, head=HEAD)
     path = mcore.rank_file(folder, 7, layout, Coords(1, 0))
     content = mcore.read_rank_file(path)
-    model = {name: t for name, t in content["model"].items() if name != "rm_head.weight"}
+    # Copies: the tensors are mapped from the file that is replaced.
+    model = {n: t.clone() for n, t in content["model"].items() if n != "rm_head.weight"}
     if shard is not None:
         model["rm_head.weight"] = shard
     mcore.write_rank_file(path, model, content["args"], 7)

@@ -20,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm import VllmEngine, _arguments
 from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
@@ -143,6 +144,7 @@ def _engine(settings: EngineSettings, calls: list[tuple[str, Any]]) -> VllmEngin
     engine._llm, engine._settings = llm, settings
     engine._shape, engine.max_model_len = load_shape(settings.model_dir), 32
     engine._memory, engine._control = EngineMemory(llm, 1), {}
+    engine._routed = RoutedRequests(engine.call_workers)
     return engine
 
 

@@ -6,7 +6,6 @@ from msrl.memory.estimate import bytes_text
 from msrl.memory.states import element_bytes
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Moe, Shape
-from msrl.plan.derived import num_engines
 from msrl.plan.run_plan import RunPlan
 from msrl.rollout.engine import BLOCK_TOKENS
 
@@ -34,7 +33,7 @@ def engine_route_bytes(plan: RunPlan, shape: Shape, moe: Moe) -> int:
     if engine.kv_cache_bytes is not None:
         per_token = kv_bytes_per_token(shape, element_bytes(plan), engine.tp)
         blocks = engine.kv_cache_bytes // (per_token * size)
-    responses = -(-plan.samples_per_step // num_engines(plan.config))
+    responses = -(-plan.samples_per_step // plan.num_engines)
     return (blocks * size + responses * plan.max_model_len) * _bytes_per_token(moe)
 
 

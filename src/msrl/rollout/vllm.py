@@ -297,6 +297,7 @@ class VllmEngine:
         import vllm
 
         texts, token_ids = stop_conditions(sampling, self._control)
+        routes: dict[str, Any] = {"extra_args": {ROUTES_KEY: key}} if sampling.with_routes else {}
         return vllm.SamplingParams(
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.token_ids)),
             temperature=sampling.temperature,
@@ -309,7 +310,7 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             logprobs=0,
             detokenize=bool(texts),
-            extra_args={ROUTES_KEY: key} if sampling.with_routes else None,
+            **routes,
         )
 
     def _completion(self, output: Any, policy_version: int) -> Completion:
