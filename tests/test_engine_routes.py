@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from config_inputs import GENERATING, make_data, make_working_folder
+from config_inputs import GENERATING, make_configs, make_working_folder
 from families import QWEN2
 from mixture_families import QWEN3_MOE
 from msrl.algorithms.packing import has_all_routes, micro_batch, rl_sequences
@@ -382,11 +382,7 @@ def test_a_checkpoint_keeps_the_routes_of_finished_groups():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     make_working_folder(tmp_path, **GENERATING)
-    for name, config in (("mixture", QWEN3_MOE), ("dense", QWEN2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    make_data(tmp_path / "data")
-    return tmp_path
+    return make_configs(tmp_path, {"mixture": QWEN3_MOE, "dense": QWEN2})
 
 
 def _plan(*sets: str) -> RunPlan:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from config_inputs import GENERATING, TRAINING, make_data, make_working_folder
+from config_inputs import GENERATING, make_configs, make_working_folder
 from fake_workers import FakeWorkers
 from families import QWEN2
 from mixture_families import QWEN3_MOE
@@ -291,12 +290,7 @@ class RoutedRanks(Ranks):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     make_working_folder(tmp_path, **GENERATING)
-    for name, config in (("mixture", QWEN3_MOE), ("dense", QWEN2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    make_data(tmp_path / "data")
-    (tmp_path / "sft.yaml").write_text(TRAINING, encoding="utf-8")
-    return tmp_path
+    return make_configs(tmp_path, {"mixture": QWEN3_MOE, "dense": QWEN2})
 
 
 def test_every_update_of_a_step_gets_the_routes_of_its_sequences(folder: Path):
