@@ -63,10 +63,12 @@ class ChatServer:
             ValueError: The reward is not a finite number.
         """
         reward, success = values.get("reward"), values.get("success")
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise ValueError("reward: must be a finite number")
-        # The comparison also refuses NaN and integers that are too large for a float.
-        if not abs(reward) <= sys.float_info.max:
+        if (
+            isinstance(reward, bool)
+            or not isinstance(reward, int | float)
+            # The comparison also refuses NaN and integers that are too large for a float.
+            or not abs(reward) <= sys.float_info.max
+        ):
             raise ValueError("reward: must be a finite number")
         self.reward = float(reward)
         self.success = success if isinstance(success, bool) else None
