@@ -187,14 +187,14 @@ def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(
     keys = all_keys("\n".join(lines))
     numbers = Counter(number for _, number in keys)
     named = set(re.findall(r"\$\{(\w+)\}", "\n".join(lines)))
-    # Individually: sections, keys that share a line, and keys that others refer to.
+    # Keys that are not misspelt together: sections, keys that share a line, keys of references.
     apart = {
         (key, number)
         for key, number in keys
         if lines[number - 1].partition("#")[0].rstrip().endswith(":") or numbers[number] > 1
     }
     apart |= {(key, number) for key, number in keys if "${" in lines[number - 1] or key in named}
-    for group in (keys - apart, *({key} for key in apart)):
+    for group in (keys - apart, *({key} for key in keys)):
         wrong = {number: misspelt(lines[number - 1], key) for key, number in group}
         errors = collect_errors(
             name, "\n".join(wrong.get(number, line) for number, line in enumerate(lines, 1)), folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, cast
 
 from msrl.config.sources import Node, plain
@@ -36,8 +37,8 @@ def unsupported_pipeline(tree: Node) -> str:
     workers = _reward_workers(entries)
     if _IMAGE_TEMPLATE.search(_template(entries.get("actor_train"))) or workers & _IMAGE_WORKERS:
         return _IMAGES
-    train, infer = (_section(entries, name) for name in ("actor_train", "actor_infer"))
-    if infer.get("device_mapping") is not None and train.get("device_mapping") is None:
+    infer = _section(entries, "actor_infer")
+    if infer.get("device_mapping") is not None and not _trains(entries):
         return "rollouts without training (actor_train has no device_mapping)"
     mock = entries.get("rollout_mock")
     if mock is not None and dict(plain(mock) or {}).get("enable") is True:
@@ -65,6 +66,16 @@ def unsupported_environment(tree: Node, kinds: Sequence[str]) -> str:
 
 
 _MANAGERS = ("TrajEnvManager", "StepEnvManager")
+
+
+def _trains(entries: Mapping[str, Node]) -> bool:
+    """Return whether a file gives its trainer devices, also with misspelled keys.
+
+    Misspelled keys have errors of their own, which name them.
+    """
+    trainers = get_close_matches("actor_train", entries, n=1, cutoff=0.9)
+    keys = _section(entries, trainers[0]) if trainers else {}
+    return bool(get_close_matches("device_mapping", keys, n=1, cutoff=0.9))
 
 
 def _section(parent: Node | Mapping[str, Node], key: str) -> Mapping[str, Node]:
