@@ -74,7 +74,7 @@ def _trains(entries: Mapping[str, Node]) -> bool:
     Misspelled keys have errors of their own, which name them.
     """
     trainers = get_close_matches("actor_train", entries, n=1, cutoff=0.9)
-    keys = _section(entries, trainers[0]) if trainers else {}
+    keys = list(_section(entries, trainers[0])) if trainers else []
     return bool(get_close_matches("device_mapping", keys, n=1, cutoff=0.9))
 
 
