@@ -270,6 +270,34 @@ def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog):
     assert len(starts) == 5
 
 
+def test_a_node_whose_start_times_out_is_started_again(monkeypatch, tmp_path, caplog):
+    launch.down()
+    num_starts = tmp_path / "starts"
+    script = (
+        "import pathlib, sys, time\n"
+        f"starts = pathlib.Path({str(num_starts)!r})\n"
+        "starts.write_text((starts.read_text() if starts.exists() else '') + '.')\n"
+        "if len(starts.read_text()) <= LATE:\n"
+        "    sys.exit('Exception: The current node timed out during startup.')\n"
+        "print('Ray runtime started', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+
+    def start(num_late):
+        code = script.replace("LATE", str(num_late))
+        monkeypatch.setattr(launch, "_command", lambda *_: [sys.executable, "-c", code])
+        return launch.up(port=probe.free_port(), devices=1, platform_resource=RESOURCE)
+
+    record = start(1)
+    assert record.alive and len(num_starts.read_text()) == 2
+    assert launch.recorded_nodes() == (record,)
+    assert_mentions(caplog.text, "Ray", "again")
+    launch.down()
+    with pytest.raises(MsrlError, match=mentions("3 times", "overloaded")):
+        start(9)
+    assert launch.recorded_nodes() == () and len(num_starts.read_text()) == 5
+
+
 def make_probe_class():
     """Return an actor class that reports its environment and fails in several ways.
 

@@ -22,6 +22,7 @@ from msrl import temporary
 from msrl.cluster import probe, processes, state
 from msrl.cluster.ports import Ports
 from msrl.cluster.probe import Address
+from msrl.cluster.startup import retry_timeouts
 from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 
@@ -100,7 +101,7 @@ def up(
             ports,
             tls,
         )
-        return _start_node(start, timeout_s)
+        return retry_timeouts(lambda: _start_node(start, timeout_s))
 
 
 def check_up(
@@ -160,7 +161,7 @@ def join(
         )
         token = state.find_token()
         start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
-        return _start_node(start, timeout_s)
+        return retry_timeouts(lambda: _start_node(start, timeout_s))
 
 
 def check_join(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -14,39 +13,27 @@ from typing import Any
 import ray
 
 from msrl.cluster import processes, state
-from msrl.errors import MsrlError
+from msrl.cluster.startup import retry_timeouts
 from msrl.temporary import ProcessRecord
 
-_LOG = logging.getLogger("msrl.cluster")
-_STARTS = 3
 _DAEMONS = ("gcs_server", "raylet")
-# In the message of ray.init if the raylet is late. The timeout of 30 s cannot be changed.
-_TIMED_OUT = "timed out during startup"
 
 
 def start_ray(**arguments: Any) -> None:
-    """Call `ray.init`, and retry if Ray timed out during its startup, as it does on a busy machine.
+    """Call `ray.init`, and retry if Ray timed out during its startup.
 
     Raises:
         MsrlError: Ray timed out every time.
     """
-    for attempt in range(1, _STARTS + 1):
+
+    def start() -> None:
         try:
             ray.init(**arguments)
-        except Exception as error:
+        except Exception:
             ray.shutdown()
-            if _TIMED_OUT not in str(error):
-                raise
-            if attempt == _STARTS:
-                raise MsrlError(
-                    f"ray: startup timed out after 30 s, {_STARTS} times. Check if this "
-                    "machine is overloaded."
-                ) from error
-            _LOG.warning(
-                "Ray startup timed out after 30 s, which happens on a busy machine. Trying again."
-            )
-        else:
-            return
+            raise
+
+    retry_timeouts(start)
 
 
 @contextlib.contextmanager
