@@ -359,10 +359,22 @@ RAY_SECTIONS = {
 # --- MindSpeed-RL's roles and environment (see test_imports_mindspeed_rl.py for the other sections)
 
 PPO: Changes = {"megatron_training.stage": "ray_ppo", "rl_config.adv_estimator": "gae"}
+PROFILE: Changes = {
+    f"profiler_config.integrated.{key}": value
+    for key, value in {"profile": True, "profile_step_start": 2, "profile_step_end": 5}.items()
+}
 RL_CASES: dict[str, Case] = {
     "ref_config.load": ({}, "elsewhere"),
     "reward_config.load": ({"rl_config.rule_reward": False}, "rm"), "critic_config.lr": (PPO, 0.1),
     "critic_config.load": (PPO, "elsewhere"), "resource.num_npus": ({}, 8),
+    "profiler.profile": ({}, True), "profiler.profile_step_start": (PROFILE, 3),
+    "profiler.profile_step_end": (PROFILE, 9), "profiler.profile_ranks": (PROFILE, [1]),
+}  # fmt: skip
+RL_SECTIONS = {
+    "top": "", "megatron": "megatron_training.",
+    "sampling_config": "generate_config.sampling_config.",
+    "resource": "rl_config.actor_resource.", "runtime_env": "",
+    "profiler": "profiler_config.integrated.",
 }  # fmt: skip
 
 
@@ -458,9 +470,7 @@ def key_path(system: str, section: str, key: str) -> str:
     if system == "roll":
         return roll_key_path(section, key)
     if system == "mindspeed_rl":
-        return {"resource": "rl_config.actor_resource.", "runtime_env": ""}.get(
-            section, f"{section}."
-        ) + key
+        return RL_SECTIONS.get(section, f"{section}.") + key
     if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key

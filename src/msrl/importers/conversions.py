@@ -5,7 +5,7 @@ Each conversion raises ValueError with the allowed values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 from msrl.importers.placeholders import is_placeholder
@@ -84,12 +84,14 @@ def weights_by_prefix(value: Any) -> dict[str, float]:
     """
     if is_placeholder(value):
         return {str(value): 1.0}
+    problem = "must be one prefix, or pairs of a weight and a prefix"
+    if value is None or isinstance(value, (bool, dict)):
+        raise ValueError(problem)
     is_list = isinstance(value, (list, tuple))
     values = cast("list[Any]", value) if is_list else str(value).replace(",", " ").split()
     items = [str(item).strip(",") for item in values]
     if len(items) == 1:
         items = ["1", *items]
-    problem = "must be one prefix, or pairs of a weight and a prefix"
     if len(items) % 2:
         raise ValueError(problem)
     weights: dict[str, float] = {}
@@ -208,6 +210,8 @@ def inverse_recompute(value: Any) -> str:
 def routing_replay(value: Any) -> str:
     """Return the native name of a mode of routing replay, from a section with the key `mode`."""
     section = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    if unknown := set(section) - {"mode"}:
+        raise ValueError(f"must have the key mode only, not {', '.join(sorted(unknown))}")
     mode = section.get("mode", "disable")
     names = {"disable": "none", "R2": "trainer", "R3": "engine"}
     return _look_up(names, mode)
@@ -219,7 +223,7 @@ def some_right(value: Any) -> list[float] | None:
 
 
 def _look_up(names: Mapping[Any, str], value: Any) -> str:
-    if value not in names:
+    if not isinstance(value, Hashable) or value not in names:
         allowed = [str(name).lower() if isinstance(name, bool) else str(name) for name in names]
         raise ValueError(f"must be one of {', '.join(allowed)}")
     return names[value]

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import Node, Origin, plain, read
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, nearest, similar
+from msrl.importers.placeholders import is_placeholder
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
+
+_MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
 
 
 class Keys:
@@ -43,9 +46,14 @@ class Keys:
         return self.translation.default(self.section, keys[0])
 
     def number(self, *keys: str) -> int | None:
-        """Return the value if it is an integer; a check of the native key reports other values."""
+        """Return the value if it is an integer; None for a placeholder. Other values are errors."""
         value = self.value(*keys)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        entry = self.get(*keys)
+        if entry is not None and value is not None and not is_placeholder(value):
+            self.translation.add_error(entry, "must be an integer")
+        return None
 
     def assign(
         self, key: str, natives: Iterable[str], value: object, *, same: str = "", why: str = ""
@@ -157,14 +165,17 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
         keys.record("profile", KeyStatus.OFF, "")
         for key in options:
             keys.record(key, KeyStatus.DEAD, "read with profile only")
-        return
+        return None
     ranks = keys.value("profile_ranks")
     is_all = ranks in ("all", -1, [-1])
+    if last - first >= _MAX_PROFILED:
+        return keys.add_error("profile_step_end", f"must select at most {_MAX_PROFILED} steps")
     keys.assign("profile", ["log.profile.steps"], list(range(first, last + 1)))
     if keys.get("profile_ranks") is not None:
         keys.assign("profile_ranks", ["log.profile.ranks"], [] if is_all else as_list(ranks))
     for key in options:
         keys.record(key, KeyStatus.APPLIED, "log.profile.steps")
+    return None
 
 
 def put_repeated(translation: Translation, section: str, key: str, node: Node) -> None:
@@ -177,6 +188,19 @@ def put_repeated(translation: Translation, section: str, key: str, node: Node) -
 def as_list(value: object) -> list[Any]:
     """Return a list unchanged, and any other value as a list of length 1."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def refuse_misspelled(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
+    """Add an error for each key of a section that is similar to a key that the original reads.
+
+    The original ignores other keys, or passes them on.
+    """
+    names = list(known)
+    section = entry.node.value if isinstance(entry.node.value, dict) else {}
+    for key, node in section.items():
+        if key not in names and similar(key, names):
+            text = f"unknown key of {translation.system}; {nearest(key, names)}"
+            translation.errors.append(f"{node.origin}: {entry.path}.{key}: {text}")
 
 
 def same_path(first: object, second: object) -> bool:

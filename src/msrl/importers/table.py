@@ -14,11 +14,13 @@ A row describes one key, or several that are separated by commas, with these fie
   refuse  why msrl does not support the key
   only    algorithms in which the original reads the key
   is_text True if a quoted "true" or "false" is valid; for other keys it is an error
+  form    what the value must be: switch, number, text, texts or section; a key whose `default` or
+  `off` is true or false is a switch
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -26,9 +28,40 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, read
 from msrl.errors import nearest
+from msrl.importers.placeholders import is_placeholder
 from msrl.importers.status import KeyStatus
 
 TABLES = Path(__file__).parent / "tables"
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or _is_number(value)
+
+
+def _is_texts(value: object) -> bool:
+    return all(_is_text(item) for item in _as_list(value))
+
+
+def _is_section(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+# What a value must be, by the name of the form. YAML reads some texts as numbers.
+FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "switch": (_is_switch, "must be true or false"),
+    "number": (_is_number, "must be a number"),
+    "text": (_is_text, "must be a text"),
+    "texts": (_is_texts, "must be a text or a list of texts"),
+    "section": (_is_section, "must be a section of keys"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +88,16 @@ class Row:
     refuse: str = ""
     only: tuple[str, ...] = ()
     is_text: bool = False
+    form: str = ""
+
+    def problem(self, value: object) -> str:
+        """Return why the original cannot read a value; empty if it can, and for null."""
+        is_switch = any(isinstance(value, bool) for value in (*self.off, self.default))
+        form = self.form or ("switch" if is_switch and not self.refuse else "")
+        if not form or value is None or is_placeholder(value):
+            return ""
+        is_valid, problem = FORMS[form]
+        return "" if is_valid(value) else problem
 
     @property
     def neutral(self) -> tuple[KeyStatus, str]:
@@ -142,6 +185,7 @@ _FIELDS = {field.name for field in fields(Row)} - {"section", "key", "has_defaul
 def _row(section: str, key: str, entry: Mapping[str, Any]) -> Row:
     unknown = set(entry) - _FIELDS
     assert not unknown, f"{section}.{key}: {unknown}"
+    assert entry.get("form", "text") in FORMS, f"{section}.{key}: {entry['form']}"
     values: dict[str, Any] = {
         name: tuple(_as_list(value)) if name in ("to", "off", "only") else value
         for name, value in entry.items()

@@ -128,11 +128,18 @@ class Translation:
             elif entry.key in seen:
                 first = seen[entry.key]
                 self.errors.append(f"{entry}: duplicate of {first.path} in {first.origin}")
-            elif entry.is_quoted_switch() and not self.row(entry).is_text:
-                self.errors.append(f"{entry}: must be true or false, without quotes")
+            elif problem := self._problem(entry):
+                self.errors.append(f"{entry}: {problem}")
             else:
                 seen[entry.key] = entry
                 yield entry
+
+    def _problem(self, entry: SourceKey) -> str:
+        """Return why the original cannot read the value of a key; empty if it can."""
+        row = self.row(entry)
+        if entry.is_quoted_switch() and not row.is_text:
+            return "must be true or false, without quotes"
+        return row.problem(entry.value)
 
     def _add_unknown(self, entry: SourceKey, key: str, sections: tuple[str, ...]) -> None:
         """Add an error for a key without a row, or record one that the original ignores."""
@@ -188,11 +195,11 @@ class Translation:
         return id(entry) in self._recorded
 
     def add_error(self, entry: SourceKey, message: str) -> None:
-        """Add an error for a key, unless the complete input is refused."""
+        """Add an error for a key once, unless the complete input is refused."""
         self._recorded[id(entry)] = entry
-        if self.is_refused:
-            return
-        self.errors.append(f"{entry}: {message}")
+        line = f"{entry}: {message}"
+        if not self.is_refused and line not in self.errors:
+            self.errors.append(line)
 
     def refuse_as_one(self) -> None:
         """Keep only the last error, which explains why the complete input is refused."""

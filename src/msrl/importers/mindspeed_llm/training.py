@@ -5,6 +5,8 @@ Source: MindSpeed-LLM b626d239 and c77308a1, posttrain_gpt.py and pretrain_gpt.p
 
 from __future__ import annotations
 
+import re
+
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
 from msrl.importers.mindspeed_llm.data import put_text
@@ -112,8 +114,10 @@ def _split(translation: Translation, keys: Keys) -> None:
     entry = keys.get("split")
     if entry is None or translation.row(entry).is_off(entry.value):
         return
-    values = str(entry.value).replace(" ", "").split(",")
-    if set(values[1:]) <= {"0", "0.0"}:
+    values = str(entry.value).replace(" ", "").replace("/", ",").split(",")
+    if not all(re.fullmatch(r"\d+(\.\d*)?", value) for value in values):
+        translation.add_error(entry, "must be up to three numbers, such as 100,0,0")
+    elif set(values[1:]) <= {"0", "0.0"}:
         translation.record(entry, KeyStatus.OFF, "all rows are training rows")
     else:
         text = "msrl trains on all rows of data.train, and evaluates those of data.eval"
@@ -122,7 +126,10 @@ def _split(translation: Translation, keys: Keys) -> None:
 
 def _memory(translation: Translation, keys: Keys) -> None:
     """Translate chunks of logits and the timeout of collectives."""
-    chunks = keys.value("loss_compute_mode") == "chunk"
+    mode = keys.value("loss_compute_mode")
+    if mode not in (None, "default", "chunk"):
+        keys.add_error("loss_compute_mode", "must be default or chunk")
+    chunks = mode == "chunk"
     size = keys.get("loss_chunk_size")
     if chunks and size is not None:
         translation.assign(size, ["train.chunk"], size.value, why="memory only")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
@@ -23,7 +22,13 @@ from msrl.importers.mindspeed_rl import sft as mindspeed_sft
 from msrl.importers.mindspeed_rl.algorithm import Algorithm
 from msrl.importers.mindspeed_rl.tools import put_tools
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
-from msrl.importers.sections import Keys, as_list, hydra_layers, put_tracker_options, same_path
+from msrl.importers.sections import (
+    Keys,
+    hydra_layers,
+    put_profile,
+    put_tracker_options,
+    same_path,
+)
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -378,20 +383,18 @@ class _RlFile:
 
     def _profiler(self) -> None:
         """Translate the steps from profile_step_start up to, but not with, profile_step_end."""
-        entry = self.top.get("profiler_config")
-        section: Any = plain(entry.node) if entry is not None else None
-        inner: Any = cast("dict[str, Any]", section).get("integrated") if section else None
-        profiler = cast("dict[str, Any]", inner if isinstance(inner, dict) else {})
-        if entry is None or profiler.get("profile") is not True:
-            return None
-        first, end = profiler.get("profile_step_start", 0), profiler.get("profile_step_end", 0)
-        if not isinstance(first, int) or not isinstance(end, int) or not 1 <= first < end:
-            return self.translation.record(entry, KeyStatus.DROPPED, "its steps are not a range")
-        ranks = profiler.get("profile_ranks", "all")
-        is_all = ranks in ("all", -1, [-1])
-        selected = [] if is_all else as_list(ranks)
-        self.translation.set("log.profile.ranks", wrap(selected, entry.origin))
-        return self.translation.assign(entry, ["log.profile.steps"], list(range(first, end)))
+        self._keys("msprobe_config").apply_remaining()
+        sections = self._keys("profiler_config")
+        inner = sections.get("integrated")
+        path = "" if inner is None else inner.path
+        node = None if inner is None else inner.node
+        entries = self.translation.entries(node, "profiler", path)
+        keys = Keys(self.translation, "profiler", entries)
+        first, end = keys.number("profile_step_start"), keys.number("profile_step_end")
+        last = None if end is None else end - 1
+        put_profile(keys, is_on=keys.value("profile") is True, first=first, last=last)
+        sections.apply_remaining()
+        keys.apply_remaining()
 
     def _environment(self) -> None:
         """Translate the variables of runtime_env_path, by default envs/runtime_env.yaml.
@@ -411,6 +414,10 @@ class _RlFile:
         tree = read(path, is_old=True)
         entries = tree.value if isinstance(tree.value, dict) else {}
         put_environment(self.translation, entries.get("env_vars", Node({}, tree.origin)))
+        for name, node in entries.items():
+            if name != "env_vars":
+                text = "not supported: msrl reads env_vars only, where variables belong"
+                self.translation.errors.append(f"{node.origin}: {name}: {text}")
         if entry:
             self.translation.record(
                 entry, KeyStatus.APPLIED, "cluster.env: the variables of the file, listed below"
@@ -511,7 +518,9 @@ def put_environment(translation: Translation, variables: Node) -> None:
     values: Mapping[str, Node] = variables.value if isinstance(variables.value, dict) else {}
     for name, node in values.items():
         entry = SourceKey("runtime_env", name, f"env_vars.{name}", node)
-        if translation.table.row("runtime_env", name) is not None:
+        if isinstance(node.value, (dict, tuple)):
+            translation.add_error(entry, "must be a text")
+        elif translation.table.row("runtime_env", name) is not None:
             translation.apply(entry)
         else:
             value = plain(node)

@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import plain, read, wrap
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, nearest, similar
 from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
 _GRACE_S = 15.0  # from the time limit of a program to that of its call
 _TOOLS = {"ReTool": "python_tool", "SearchTool": "search"}
+_SERVICE = ("num_workers", "enable_global_rate_limit", "rate_limit", "type")
+_TOOL_KEYS = {  # of the section `config` of a tool
+    "ReTool": (
+        "sandbox_fusion_url", "default_timeout", "default_language", "memory_limit_mb", *_SERVICE,
+    ),
+    "SearchTool": ("retrieval_service_url", "timeout", "topk", *_SERVICE),
+}  # fmt: skip
 _MULTI_TURN = (
     "tool_config_path",
     "max_tool_calls",
@@ -91,7 +98,12 @@ def _tool(translation: Translation, entry: SourceKey, file: Path) -> tuple[str, 
             entry, f"not supported: the tool {kind}. Use environment.path for a tool of your own."
         )
         return "", {}
-    options = _tool_options(translation, entry, kind, _mapping(tool.get("config")))
+    config = _mapping(tool.get("config"))
+    for key in config:
+        if key not in _TOOL_KEYS[kind] and similar(key, _TOOL_KEYS[kind]):
+            text = f"unknown key of the tool {kind}; {nearest(key, _TOOL_KEYS[kind])}"
+            translation.errors.append(f"{path}: tools.0.config.{key}: {text}")
+    options = _tool_options(translation, entry, kind, config)
     return _TOOLS[kind], options
 
 
@@ -113,7 +125,11 @@ def _tool_options(
         text = "msrl searches a local corpus by BM25. Set environment.options.corpus"
         translation.report_difference(entry, text)
         return {"num_results": config.get("topk", 3)}
-    time_s = float(config.get("default_timeout", 30))
+    time_s = config.get("default_timeout", 30)
+    if isinstance(time_s, bool) or not isinstance(time_s, int | float):
+        translation.add_error(entry, f"config.default_timeout={time_s}: must be a number")
+        return {}
+    time_s = float(time_s)
     translation.set("environment.timeout_s", wrap(time_s + _GRACE_S, entry.origin))
     return {"time_s": time_s, "memory_mb": config.get("memory_limit_mb", 1024)}
 

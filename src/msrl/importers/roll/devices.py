@@ -15,6 +15,8 @@ from msrl.importers.translation import KeyStatus
 if TYPE_CHECKING:
     from msrl.importers.roll.files import Worker
 
+_NO_DEVICES = "must be a list of devices, such as list(range(0,16))"
+_MAX_DEVICES = 1 << 20  # of a mapping, which is a list of their numbers
 _TRAINERS = ("megatron_train", "deepspeed_train", "fsdp2_train")
 
 
@@ -37,9 +39,10 @@ def device_numbers(mapping: object) -> list[int] | None:
     [8, 9, 3]
     """
     try:
-        return _numbers(ast.parse(str(mapping), mode="eval").body)
-    except (SyntaxError, ValueError):
+        devices = _numbers(ast.parse(str(mapping), mode="eval").body)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
         return None
+    return devices if len(devices) <= _MAX_DEVICES else None
 
 
 def _numbers(node: ast.expr) -> list[int]:
@@ -51,7 +54,8 @@ def _numbers(node: ast.expr) -> list[int]:
         if node.func.id == "list" and len(node.args) == 1:
             return _numbers(node.args[0])
         if node.func.id == "range" and 1 <= len(node.args) <= 3:
-            return list(range(*(_number(argument) for argument in node.args)))
+            numbers = range(*(_number(argument) for argument in node.args))
+            return list(numbers[: _MAX_DEVICES + 1])
     raise ValueError
 
 
@@ -81,9 +85,7 @@ class Devices:
         entry = train.own.get("device_mapping")
         world = device_count(entry.value) if entry else None
         if entry is not None and world is None:
-            train.own.add_error(
-                "device_mapping", "must be a list of devices, such as list(range(0,16))"
-            )
+            train.own.add_error("device_mapping", _NO_DEVICES)
         config = train.sections["strategy_config"]
         keys = (
             "tensor_model_parallel_size",
@@ -171,7 +173,8 @@ class Devices:
             "msrl generates with vLLM",
         )
         args.record("strategy_config", KeyStatus.APPLIED, "key by key")
-        tp = own.number("num_gpus_per_worker") or config.number("tensor_parallel_size") or 1
+        tp = own.number("num_gpus_per_worker")
+        tp = (config.number("tensor_parallel_size") or 1) if tp is None else tp
         if own.get("num_gpus_per_worker"):
             text = "the engine has num_gpus_per_worker devices"
             config.record("tensor_parallel_size", KeyStatus.SAME, text)
@@ -190,15 +193,18 @@ class Devices:
         own = self.infer.own
         mapping = own.get("device_mapping")
         if mapping is None or self.world is None:
-            return
-        num_devices = device_count(mapping.value) or self.world
+            return None
+        num_devices = self.world if mapping.value is None else device_count(mapping.value)
+        if num_devices is None:
+            return own.add_error("device_mapping", _NO_DEVICES)
+        if tp < 1:
+            return own.add_error("num_gpus_per_worker", "must be 1 or more")
         if self.is_separate(self.infer):
             key, why = "cluster.roles.rollout.devices", "devices that training does not use"
-            own.assign("device_mapping", [key], num_devices, why=why)
-        else:
-            engines = max(1, min(num_devices, self.world) // tp)
-            why = "engines share the devices of training"
-            own.assign("device_mapping", ["rollout.engine.dp"], engines, why=why)
+            return own.assign("device_mapping", [key], num_devices, why=why)
+        engines = max(1, min(num_devices, self.world) // tp)
+        why = "engines share the devices of training"
+        return own.assign("device_mapping", ["rollout.engine.dp"], engines, why=why)
 
     def is_separate(self, worker: Worker) -> bool:
         """Return True if a worker has devices that no other worker of the run has."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from msrl.config.sources import plain, wrap
+from msrl.errors import did_you_mean, similar
 from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
@@ -76,8 +77,11 @@ def _list(value: object) -> list[Any]:
 def _has(top: Keys, nodes: Any, tag: str) -> bool:
     if isinstance(nodes, dict) and tag in nodes:
         return True
+    names = list(nodes) if isinstance(nodes, dict) else []
+    hint = f"; {did_you_mean(close)}" if (close := similar(tag, names)) else ""
     top.translation.errors.append(
-        f"{top.translation.name}: custom_envs.{tag}: missing. Define the environment of this tag."
+        f"{top.translation.name}: custom_envs.{tag}: missing. Define the environment of this "
+        f"tag{hint}"
     )
     return False
 
@@ -179,11 +183,11 @@ def _frozen_lake(config: Keys) -> dict[str, Any]:
 def _sokoban(config: Keys) -> dict[str, Any]:
     """Return the options of sokoban, with the defaults and rewards of the original."""
     room = config.value("dim_room")
-    sizes = set(_list(room)) or {10}
-    if len(sizes) != 1:
+    sizes: list[Any] = _list(room) or [10]
+    if any(size != sizes[0] for size in sizes):
         config.add_error("dim_room", "not supported: msrl's rooms are square")
     options = {
-        "size": sizes.pop(),
+        "size": sizes[0],
         "num_boxes": _number(config, "num_boxes", 4),
         "max_steps": _number(config, "max_steps", 20),
         "invalid_reward": float(_number(config, "format_penalty", 0.0)),
@@ -207,8 +211,9 @@ def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:
 
 
 def _number(config: Keys, key: str, default: float) -> Any:
-    """Return the value of a key; its type is checked with the options of the environment."""
-    return default if config.get(key) is None else config.value(key)
+    """Return the number of a key; its range is checked with the options of the environment."""
+    value = config.value(key)
+    return default if value is None else value
 
 
 def _put_choice(

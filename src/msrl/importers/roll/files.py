@@ -40,7 +40,7 @@ from msrl.importers.roll.training import (
 )
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys, as_list, refuse_misspelled
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -57,6 +57,7 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
+_UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
 _ESTIMATORS = {"grpo": "group_norm", "reinforce": "reinforce", "gae": "gae"}
 
 
@@ -346,14 +347,23 @@ class _RollFile:
         if config is not None:
             is_section = isinstance(config.node.value, dict)
             settings: dict[str, Any] = plain(config.node) if is_section else {}
+            refuse_misspelled(self.translation, config, _UPLOAD_KEYS)
             if settings.get("output_dir"):
                 self.translation.assign(config, ["checkpoint.save"], settings["output_dir"])
             self.translation.record(config, KeyStatus.SAME, "msrl does not upload checkpoints")
-        variables = top.get("system_envs")
-        if variables is not None:
-            values = dict(plain(variables.node) or {})
-            texts = {str(key): str(value) for key, value in values.items()}
-            self.translation.assign(variables, ["cluster.env"], texts)
+        self._variables()
+
+    def _variables(self) -> None:
+        """Translate environment variables, which the original converts to text."""
+        entry = self.top.get("system_envs")
+        if entry is None:
+            return
+        values: dict[str, Any] = plain(entry.node) or {}
+        for name, value in values.items():
+            if isinstance(value, (dict, list)):
+                self.translation.add_error(entry, f"{name} must be a text")
+        texts = {str(key): str(value) for key, value in values.items()}
+        self.translation.assign(entry, ["cluster.env"], texts)
 
     def _trackers(self) -> None:
         """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""

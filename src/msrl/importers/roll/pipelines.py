@@ -41,7 +41,7 @@ def unsupported_pipeline(tree: Node) -> str:
     if infer.get("device_mapping") is not None and not _trains(entries):
         return "rollouts without training (actor_train has no device_mapping)"
     mock = entries.get("rollout_mock")
-    if mock is not None and dict(plain(mock) or {}).get("enable") is True:
+    if mock is not None and isinstance(mock.value, dict) and _is_on(mock.value.get("enable")):
         return "recorded rollouts (rollout_mock)"
     return ""
 
@@ -66,6 +66,10 @@ def unsupported_environment(tree: Node, kinds: Sequence[str]) -> str:
 
 
 _MANAGERS = ("TrajEnvManager", "StepEnvManager")
+
+
+def _is_on(switch: Node | None) -> bool:
+    return switch is not None and switch.value is True
 
 
 def _trains(entries: Mapping[str, Node]) -> bool:

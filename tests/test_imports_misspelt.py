@@ -1,0 +1,255 @@
+"""Wrong keys and values of other systems' files: each is an error that names the key.
+
+Every key of every table, alone in a small file of its system; the keys of the files that the
+systems ship, from the checkouts of roll_oracle.py and mindspeed_oracle.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mindspeed_oracle
+import roll_oracle
+from import_changes import AGENTIC, CASES, COMMANDS, ROOM, Changes, key_path, translation
+from msrl.config.sources import Node, plain, read
+from msrl.errors import MsrlError
+from msrl.importers.command import native_yaml, report, translate_arguments
+from msrl.importers.table import Row, load_table
+from msrl.importers.translation import KeyStatus, Translation
+from msrl.workflows.import_config import validate
+from test_imports_changes import natives
+
+SYSTEMS = ("roll", "lightrft", "mindspeed_llm", "mindspeed_rl")
+# Sections of names that the user chooses, and of files that the base files do not name.
+NAMES = ("runtime_env", "resource", "torchrun", "ray_start", "preprocess", "supervised")
+WRONG: dict[bool, tuple[Any, ...]] = {  # of flags, and of YAML
+    True: ("abc", "1.5.5", "[1]"),
+    False: ([[1]], {"a": {"b": 1}}, "abc"),
+}
+ORIGINAL = (KeyStatus.DROPPED, KeyStatus.DEAD)  # of keys that the original passes on or ignores
+
+
+def rows(system: str) -> Iterator[Row]:
+    """Yield the rows of the keys that the base file of a system can have."""
+    for row in load_table(system).rows.values():
+        if row.section not in NAMES and (system, row.section) != ("mindspeed_llm", "ray"):
+            yield row
+
+
+def other_keys(system: str, row: Row) -> Changes:
+    """Return the keys that a file must have besides the key of a row."""
+    if row.key in ("dim_room", "num_boxes"):
+        return ROOM
+    if row.section in ("custom_env", "env_config", "env_manager", "reward_normalization"):
+        return AGENTIC
+    return CASES[system].get(f"{row.section}.{row.key}", ({}, None))[0]
+
+
+def takes_flags(system: str, row: Row) -> bool:
+    return system == "lightrft" or row.section in COMMANDS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_misspelt_key_is_named(system: str, tmp_path: Path) -> None:
+    silent: list[str] = []
+    for row in rows(system):
+        besides = other_keys(system, row)
+        where = key_path(system, row.section, row.key)
+        wrong = where + where[-1]
+        try:
+            translated = translation(system, row.section, {**besides, wrong: 1}, tmp_path)
+        except MsrlError as error:
+            silent += [] if row.key in str(error) else [f"{wrong}: {error}"]
+            continue
+        results = [result for result in translated.key_results if result.entry.path == wrong]
+        is_named = any(row.key + where[-1] in error for error in translated.errors)
+        if not is_named and not any(result.status in ORIGINAL for result in results):
+            silent.append(f"{wrong}: {translated.errors}")
+    assert not silent
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_value_of_a_wrong_form_is_refused_or_takes_effect(system: str, tmp_path: Path) -> None:
+    silent: list[str] = []
+    for row in rows(system):
+        if "section" in (row.by, row.form) or row.key == "defaults":
+            continue
+        besides = other_keys(system, row)
+        where = key_path(system, row.section, row.key)
+        for value in WRONG[takes_flags(system, row)]:
+            try:
+                after = translation(system, row.section, {**besides, where: value}, tmp_path)
+            except MsrlError:
+                continue
+            if has_effect(row, value, after):
+                before = translation(system, row.section, besides, tmp_path)
+                if natives(before, row) == natives(after, row) and not validate(after).errors:
+                    silent.append(f"{row.section}.{row.key}={value}")
+    assert not silent
+
+
+def has_effect(row: Row, value: Any, after: Translation) -> bool:
+    """Return True if a translation without errors reports that the key of a row took effect."""
+    if after.errors or after.differences or row.is_off(value):
+        return False
+    native_yaml(after), report(after)
+    statuses = [
+        result.status
+        for result in after.key_results
+        if (result.entry.section, result.entry.key) == (row.section, row.key)
+    ]
+    return bool(statuses) and statuses[0] in (KeyStatus.APPLIED, KeyStatus.OFF)
+
+
+FILTER = {"type": "mean_filter", "filter_argss": {"threshold_down": 0.1}}
+PROFILER = "profiler_config.integrated"
+INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message names
+    ("roll", {"query_filter_config": FILTER}, "filter_argss"),
+    ("roll", {"actor_train.router_replay": {"modee": "R3"}}, "modee"),
+    ("roll", {"checkpoint_config": {"output_dirr": "there"}}, "output_dirr"),
+    ("roll", {"actor_infer.device_mapping": "list(range(0,8)"}, "device_mapping"),
+    ("roll", {"actor_infer.device_mapping": "list(range(0,10**9))"}, "device_mapping"),
+    ("roll", {"actor_train.device_mapping": "list(range(0,9999999999999))"}, "device_mapping"),
+    ("roll", {"actor_infer.num_gpus_per_worker": 0}, "num_gpus_per_worker"),
+    ("roll", {"actor_infer.num_gpus_per_worker": [1, 2]}, "num_gpus_per_worker"),
+    ("roll", {"system_envs": ["NCCL_DEBUG=INFO"]}, "system_envs"),
+    ("roll", {"system_envs": {"NCCL_DEBUG": ["INFO"]}}, "NCCL_DEBUG"),
+    ("roll", {"rollout_mock": "on"}, "rollout_mock"),
+    ("roll", {"difficulty_mask": 1}, "difficulty_mask"),
+    ("roll", {**AGENTIC, "custom_envs": {"Lakes": AGENTIC["custom_envs"]["Lake"]}}, "'Lakes'"),
+    ("mindspeed_rl", {f"{PROFILER}.profilee": True}, "profilee"),
+    ("mindspeed_rl", {"profiler_config.integratedd": {"profile": True}}, "integratedd"),
+    ("mindspeed_rl", {"profiler_config": 3}, "profiler_config"),
+    ("mindspeed_rl", {f"{PROFILER}.profile": True, f"{PROFILER}.profile_step_end": 10**12}, "end"),
+    ("mindspeed_rl", {"msprobe_config.dump_pathh": "there"}, "dump_pathh"),
+    ("mindspeed_rl", {"generate_config.max_model_len": "4k"}, "max_model_len"),
+    ("mindspeed_rl", {"rl_config.use_dynamic_bsz": 4096}, "use_dynamic_bsz"),
+    ("mindspeed_rl", {"megatron_training.bf16": [True]}, "bf16"),
+    ("mindspeed_rl", {"megatron_training.data_path": None}, "data_path"),
+]
+
+
+@pytest.mark.parametrize(("system", "changes", "name"), INNER)
+def test_a_wrong_key_or_value_in_a_section_is_named(
+    system: str, changes: Changes, name: str, tmp_path: Path
+) -> None:
+    errors = translation(system, "", changes, tmp_path).errors
+    assert any(name in error for error in errors), errors
+
+
+def test_the_profiler_of_mindspeed_rl_has_the_steps_of_the_original_by_default(tmp_path: Path):
+    translated = translation("mindspeed_rl", "", {f"{PROFILER}.profile": True}, tmp_path)
+    assert not translated.errors
+    assert plain(translated.tree)["log"]["profile"] == {"steps": [1]}
+
+
+TOOL = """tools:
+  - class_name: mindspeed_rl.tools.retool.ReTool
+    config: {memory_limit_mb: 512, CONFIG}
+"""
+
+
+@pytest.mark.parametrize("config", ["default_timeoutt: 5", "default_timeout: [5]"])
+def test_a_wrong_key_or_value_of_a_tool_is_named(config: str, tmp_path: Path) -> None:
+    (tmp_path / "tool.yaml").write_text(TOOL.replace("CONFIG", config), encoding="utf-8")
+    keys = {"multi_turn_enable": True, "tool_config_path": "tool.yaml"}
+    changes = {f"rl_config.{key}": value for key, value in keys.items()}
+    errors = translation("mindspeed_rl", "", changes, tmp_path).errors
+    assert any(config.partition(":")[0] in error for error in errors), errors
+
+
+@pytest.mark.parametrize("text", ["env_varss: {NCCL_DEBUG: INFO}", "env_vars: {NCCL_DEBUG: [1]}"])
+def test_a_wrong_key_or_value_of_the_runtime_environment_is_named(text: str, tmp_path: Path):
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "runtime_env.yaml").write_text(text, encoding="utf-8")
+    errors = translation("mindspeed_rl", "", {}, tmp_path).errors
+    assert any("runtime_env.yaml:1: env_vars" in error for error in errors), errors
+
+
+# --- files of the systems
+
+
+def nodes(node: Node, path: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yield (path of the section, key, line) for every key of a tree."""
+    for key, child in (node.value if isinstance(node.value, dict) else {}).items():
+        yield path, key, child.origin.line or 0
+        yield from nodes(child, f"{path}.{key}" if path else key)
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """Copy the scripts and YAML files of a folder; return the copy."""
+    for file in folder.rglob("*"):
+        if file.suffix in (".sh", ".yaml") and file.is_file():
+            copy = target / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return target
+
+
+def shipped(root: Path, pattern: str, system: str) -> Iterator[Path]:
+    """Yield the files of a checkout that are imported as they are."""
+    for file in sorted(root.glob(pattern)):
+        try:
+            translate_arguments(system, [str(file)], approximate=True)
+        except MsrlError:
+            continue
+        yield file
+
+
+# Sections whose keys users choose, or that the original passes on; msrl does not read them.
+FREE = re.compile(
+    r"system_envs|tracker_kwargs|hydra|checkpoint_config|val_env_manager|custom_envs"
+    r"|domain_interleave_probs|sequence_packing_args|wrap_policy|additional_configs|strategy_config"
+    r"|rewards(\.\w+\.\w+.*)?$"
+)
+
+
+@pytest.mark.full
+def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
+    root = copy_of(roll_oracle.checkout() / "examples", tmp_path)
+    seen: set[tuple[str, str]] = set()
+    for file in shipped(root, "*/*.yaml", "roll"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for section, key, number in nodes(read(file, is_old=True)):
+            if (section, key) in seen or FREE.search(section):
+                continue
+            seen.add((section, key))
+            line = lines[number - 1].replace(f"{key}:", f"{key}{key[-1]}:", 1)
+            text = "\n".join([*lines[: number - 1], line, *lines[number:]])
+            assert_named("roll", file, text, key + key[-1])
+    assert len(seen) > 100
+
+
+@pytest.mark.full
+def test_a_misspelt_flag_of_a_script_of_mindspeed_llm_is_named(tmp_path: Path) -> None:
+    root = copy_of(mindspeed_oracle.checkout() / "examples" / "mcore", tmp_path)
+    seen: set[str] = set()
+    for file in shipped(root, "qwen*/*.sh", "mindspeed-llm"):
+        text = file.read_text(encoding="utf-8")
+        commands = re.sub(r"(?m)(^|\s)#.*$", "", text)
+        for flag in dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", commands)):
+            if flag not in seen:
+                seen.add(flag)
+                wrong = re.sub(rf"(?<![\w-]){flag}(?![\w-])", flag + flag[-1], text)
+                assert_named("mindspeed-llm", file, wrong, flag + flag[-1])
+    assert len(seen) > 100
+
+
+def assert_named(system: str, file: Path, text: str, key: str) -> None:
+    """Assert that the import of a text in place of a file fails with a message that names a key."""
+    other = file.with_stem(f"{file.stem}_misspelt")
+    other.write_text(text + "\n", encoding="utf-8")
+    try:
+        with pytest.raises(MsrlError) as error:
+            translate_arguments(system, [str(other)], approximate=True)
+    finally:
+        other.unlink()
+    name = key.lstrip("-")
+    assert name in str(error.value) or name.replace("-", "_") in str(error.value), (file, key)
