@@ -288,6 +288,7 @@ STEPS: Changes = {
 PRM: Changes = {"stage": "prm", "reward_tokens": "+ -"}
 PROFILED: Changes = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
 LLM_CASES: dict[str, Case] = {
+    "train.distributed_timeout_minutes": ({}, 30),
     "train.dpo_loss_type": (DPO, "ipo"), "train.dpo_beta": (DPO, 0.37),
     "train.dpo_label_smoothing": (DPO, 0.1), "train.pref_ftx": (DPO, 0.37),
     "train.ref_model": (DPO, "reference"), "train.simpo_loss_type": (SIMPO, "hinge"),

@@ -645,6 +645,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "generate_config.offload_train_param": ({}, False),
 }  # fmt: skip
 ELSEWHERE = {
+    "profiler",
     "runtime_env",
     "resource",
     "ref_config",
