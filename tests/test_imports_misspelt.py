@@ -99,7 +99,7 @@ def has_effect(row: Row, value: Any, after: Translation) -> bool:
     """Return True if a translation without errors reports that the key of a row took effect."""
     if after.errors or after.differences or row.is_off(value):
         return False
-    native_yaml(after), report(after)
+    assert native_yaml(after) and report(after)
     results = [
         result
         for result in after.key_results

@@ -77,7 +77,7 @@ def _list(value: object) -> list[Any]:
 def _has(top: Keys, nodes: Any, tag: str) -> bool:
     if isinstance(nodes, dict) and tag in nodes:
         return True
-    names = list(nodes) if isinstance(nodes, dict) else []
+    names = list(cast("dict[str, Any]", nodes)) if isinstance(nodes, dict) else []
     hint = f"; {did_you_mean(close)}" if (close := similar(tag, names)) else ""
     top.translation.errors.append(
         f"{top.translation.name}: custom_envs.{tag}: missing. Define the environment of this "
