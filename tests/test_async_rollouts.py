@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from msrl.rewards.score import Scores
 from msrl.rollout.engine import NewTokens, sample_seeds
 from msrl.rollout.runtime.engine_loop import EngineLoop
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
-from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.run import _count_empty
@@ -106,6 +106,12 @@ class LocalEngines(FakeWorkers):
 
         self.loops[n].update(version, apply)
 
+    def pause_loop(self, n: int) -> None:
+        self.loops[n].pause()
+
+    def resume_loop(self, n: int) -> None:
+        self.loops[n].resume()
+
     def stop_loop(self, n: int) -> None:
         self.loops[n].close()
 
@@ -140,10 +146,14 @@ def make_job(
     order = RowOrder(ROWS, BATCH, seed=0, shuffle=True)
     config = SimpleNamespace(
         rollout=SimpleNamespace(
-            prompts_per_step=BATCH, asynchronous=options, filter=groups or FilterConfig()
+            prompts_per_step=BATCH,
+            samples_per_prompt=SAMPLING.num_samples,
+            asynchronous=options,
+            filter=groups or FilterConfig(),
         ),
         algo=SimpleNamespace(advantage=SimpleNamespace(estimator=estimator)),
         cluster=SimpleNamespace(rpc_timeout_s=timeout_s),
+        train=SimpleNamespace(updates=SimpleNamespace(samples_per_update=None, epochs=2)),
     )
     return SimpleNamespace(
         config=config,
@@ -246,6 +256,50 @@ def test_a_resumed_run_trains_each_prompt_once_and_keeps_finished_groups() -> No
     if finished[0]["number"] == 2 * BATCH:
         assert group.rollout.completions[0].policy_version == finished[0]["oldest_version"]
         assert group.rewards[0].total == finished[0]["rewards"][0][0]
+
+
+def saved_state(options: AsyncConfig, **changes: Any) -> tuple[list[Any], Any]:
+    """Return the batches of two steps, and a state with groups of many versions."""
+    with make_rollouts(options, **changes) as rollouts:
+        batches = train(rollouts, range(2))
+        wait_until(lambda: rollouts._buffer.count("finished") == 4 * BATCH)
+        return batches, json.loads(json.dumps(rollouts.state()))
+
+
+def test_a_resumed_run_with_a_smaller_bound_samples_outdated_groups_again() -> None:
+    first, state = saved_state(AsyncConfig(max_staleness=4))
+    options = AsyncConfig(max_staleness=1)
+    with make_rollouts(options, state=state, start_step=2) as rollouts:
+        batch = rollouts.take(2, Clock())
+        assert any("do not fit rollout.async" in note for note in batch.scores.notes)
+        second = [batch.train_groups]
+        rollouts.publish(3)
+        second += train(rollouts, range(3, STEPS))
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, groups in enumerate(second, 2):
+        for group in groups:
+            assert step - 1 <= min(c.policy_version for c in group.rollout.completions)
+
+
+@pytest.mark.parametrize("change", ["samples", "estimator"])
+def test_a_resumed_run_samples_groups_of_other_completions_again(change: str) -> None:
+    options = AsyncConfig(max_staleness=4)
+    first, state = saved_state(options)
+    changes: dict[str, Any] = {"estimator": "remax"} if change == "estimator" else {}
+    if change == "samples":
+        for item in state["rollouts"]["finished"]:
+            for name in ("completions", "rewards"):
+                item[name] *= 2
+    with make_rollouts(options, state=state, start_step=2, **changes) as rollouts:
+        batch = rollouts.take(2, Clock())
+        assert any("checkpoint" in note for note in batch.scores.notes)
+        second = [batch.train_groups]
+        rollouts.publish(3)
+        second += train(rollouts, range(3, STEPS))
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    for group in (group for groups in second for group in groups):
+        assert len(group.rewards) == SAMPLING.num_samples
+        assert (group.greedy is not None) == (change == "estimator")
 
 
 def test_a_checkpoint_of_an_asynchronous_run_is_refused_by_a_synchronous_one() -> None:
@@ -368,6 +422,126 @@ def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_aft
                 versions = np.repeat(*np.transpose(completion.version_runs))
                 assert versions.tolist() == completion.token_ids.tolist()
                 assert step - 1 <= versions.min() <= versions.max() <= step
+
+
+class FailingEngines(LosingEngines):
+    """Engines of which one is lost in the second call of a method of the trainer's thread.
+
+    If the process has ended, exchanges fail too until the engine is restarted.
+    """
+
+    def __init__(self, method: str, *, has_ended: bool) -> None:
+        super().__init__(loss_after=0)
+        self.method, self.has_ended, self.is_lost = method, has_ended, False
+        self.num_calls = 0
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        self.num_calls += method == self.method
+        self.is_lost = self.is_lost or (method == self.method and self.num_calls == 2)
+        if self.is_lost and (method == self.method or (method == "exchange" and self.has_ended)):
+            raise WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+        return super().begin_each(method, arguments)
+
+    def restart_lost(self, error: WorkerError) -> list[int]:
+        self.is_lost = False
+        return super().restart_lost(error)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+@pytest.mark.parametrize("method", ["update_weights", "pause_loop", "resume_loop"])
+def test_an_engine_that_is_lost_in_a_call_of_the_trainer_is_restarted_and_called_again(
+    method: str, has_ended: bool
+) -> None:
+    workers = FailingEngines(method, has_ended=has_ended)
+    options = AsyncConfig(max_staleness=2, partial=True)
+    batches, sums = list[tuple[ScoredGroup, ...]](), Counter[str]()
+    with make_rollouts(options, workers) as rollouts:
+        for step in range(STEPS):
+            batch = rollouts.take(step, Clock())
+            batches.append(batch.train_groups)
+            assert min(batch.metrics.values()) >= 0, "counters of a lost engine must not be lost"
+            sums.update(batch.metrics)
+            rollouts.pause()
+            rollouts.publish(step + 1)
+            rollouts.resume()
+    assert workers.num_restarts == 1
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, batch_groups in enumerate(batches):
+        for group in batch_groups:
+            versions = [run for c in group.rollout.completions for run, _ in c.version_runs]
+            assert step - 2 <= min(versions) <= max(versions) <= step
+    assert sums["rollout/dropped_groups"] == 0
+
+
+def test_the_prompts_of_a_lost_engine_run_elsewhere_before_it_has_weights_again() -> None:
+    workers = LosingEngines(loss_after=0)
+    workers.engines[1].hangs = True  # so that it has prompts when it is lost
+    with make_rollouts(AsyncConfig(max_staleness=2), workers) as rollouts:
+        wait_until(lambda: rollouts._buffer.count("running") == 3 * BATCH // 2)
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        # The trainer, which would send weights, is busy.
+        wait_until(lambda: rollouts._buffer.count("finished") == 3 * BATCH)
+        assert rollouts._dispatcher.statuses[1].version == NO_WEIGHTS
+        batches = train(rollouts, range(STEPS))
+        assert rollouts._dispatcher.statuses[1].version > NO_WEIGHTS
+    assert row_numbers(batches) == rows_in_order(make_job(AsyncConfig()), STEPS * BATCH)
+
+
+def test_a_lost_rank_is_raised_by_the_call_of_the_trainer() -> None:
+    class LostRank(FailingEngines):
+        def restart_lost(self, error: WorkerError) -> list[int]:
+            raise error  # as EngineGroup does for workers of other roles
+
+    workers = LostRank("update_weights", has_ended=False)
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), workers)
+    with pytest.raises(WorkerError, match="engine 1"), rollouts:
+        train(rollouts, range(STEPS))
+
+
+def test_an_engine_that_is_lost_at_the_end_is_neither_restarted_nor_an_error() -> None:
+    workers = FailingEngines("stop_loop", has_ended=True)
+    workers.num_calls = 1
+    with make_rollouts(AsyncConfig(max_staleness=1), workers) as rollouts:
+        train(rollouts, range(1))
+        rollouts._is_closing = True
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+    assert workers.is_lost
+    assert workers.num_restarts == 0
+
+
+def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
+    workers = LosingEngines(loss_after=0)
+    slow: Any = workers.engines[1]
+    step, slow.random = slow.step, SimpleNamespace(randint=lambda _, high: high, choice=max)
+
+    def step_slowly() -> list[NewTokens]:
+        time.sleep(0.15)
+        return step()
+
+    slow.step = step_slowly
+    options, sums = AsyncConfig(max_staleness=1, on_stale="drop"), Counter[str]()
+    with make_rollouts(options, workers) as rollouts:
+        for number in range(3):
+            sums.update(rollouts.take(number, Clock()).metrics)
+            rollouts.publish(number + 1)
+        dropped, reissued = (sums[f"rollout/{name}_groups"] for name in ("dropped", "reissued"))
+        assert dropped == reissued > 0
+        assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
+        before = rollouts._repeated
+        workers.engines[0].hangs = True
+        wait_until(lambda: any(rollouts._dispatcher.num_tokens(key) for key in rollouts._tickets))
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        after = rollouts._repeated
+    assert after.dropped_groups == before.dropped_groups
+    assert after.reissued_groups > before.reissued_groups
+    assert after.reissued_tokens > before.reissued_tokens
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class RowScoring(Scoring):
