@@ -265,7 +265,7 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         gamma = top.value("step_reward_gamma")
         options["step_gamma"] = 0.95 if gamma is None else gamma
         top.record("step_reward_gamma", KeyStatus.APPLIED, "algo.advantage.options.step_gamma")
-    center, scale = norm_scopes(_settings(top.get("reward_normalization")))
+    center, scale = reward_scopes(top)
     if estimator == "step_reinforce" and center != "none":
         options["center"] = center
     if estimator == "step_reinforce" and scale != "none":
@@ -334,3 +334,8 @@ _OPTIONS_KEY = "algo.options"
 def reads_turns(top: Keys) -> bool:
     """Return True if the estimator normalizes rewards of turns itself."""
     return str(top.value("adv_estimator")) in _TURN_ESTIMATORS
+
+
+def reward_scopes(top: Keys) -> tuple[str, str]:
+    """Return the scopes of the mean and the deviation by which an agentic run normalizes."""
+    return norm_scopes(_settings(top.get("reward_normalization")))

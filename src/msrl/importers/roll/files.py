@@ -26,8 +26,9 @@ from msrl.importers.roll.environments import (
     norm_scopes,
     put_environments,
     reads_turns,
+    reward_scopes,
 )
-from msrl.importers.roll.losses import Losses
+from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.training import (
@@ -57,7 +58,7 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
-_ESTIMATORS = {"grpo": "group_norm", "reinforce": "reinforce", "gae": "gae"}
+_ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
 class Worker:
@@ -105,8 +106,9 @@ class _RollFile:
         self.train, self.infer, self.reference = (
             self._worker(name) for name in ("actor_train", "actor_infer", "reference")
         )
-        self.losses = Losses(self.top, self.train.own, self._num_domains())
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
+        is_normalized = reward_scopes(self.top) != ("none", "none") if self.is_agentic else None
+        self.losses = Losses(self.top, self.train.own, self._num_domains(), is_normalized)
         translation.algorithm = str(self.top.value("adv_estimator"))
         translation.mode = "agentic" if self.is_agentic else "rlvr"
         if self.is_agentic and self.infer.own.get("generating_args") is None:
@@ -244,17 +246,25 @@ class _RollFile:
 
     def _algorithm(self) -> None:
         top, name = self.top, str(self.top.value("adv_estimator"))
-        top.assign(
-            "adv_estimator",
-            ["algo.advantage.estimator"],
-            _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator"),
-        )
+        estimator = _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator")
+        if name == "grpo":
+            scopes = reward_scopes(top) if self.is_agentic else ("group", "group")
+            estimator = grpo_estimator(top, scopes)
+            if estimator == "reinforce" and not self.is_agentic:
+                for native in ("reward.norm.center", "reward.norm.scale"):
+                    self.translation.set(native, wrap("group", top.origin("adv_estimator")))
+        if self.is_agentic and estimator in ("reinforce", "gae"):
+            self.translation.set("environment.reward_at", wrap("end", top.origin("adv_estimator")))
+        why = "the return of the normalized reward" if estimator == "reinforce" else ""
+        top.assign("adv_estimator", ["algo.advantage.estimator"], estimator, why=why)
         self.losses.apply()
         self._clip()
         self.losses.put_reward_clip()
         self._difficulty_mask()
         for key, native in (("norm_mean_type", "center"), ("norm_std_type", "scale")):
-            if name == "grpo":
+            if self.is_agentic:
+                top.record(key, KeyStatus.DEAD, "agentic runs read reward_normalization")
+            elif name == "grpo":
                 top.record(key, KeyStatus.DEAD, "grpo always normalizes by group")
             elif top.value(key):
                 top.assign(key, [f"reward.norm.{native}"], top.value(key))
