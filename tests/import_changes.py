@@ -90,6 +90,7 @@ ROLL_CASES: dict[str, Case] = {
     "top.resume_from_checkpoint": ({}, True),
     "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
     "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}),
+    "top.train_infer_correction": ({}, {"is_weight": {"enabled": True}}),
     "top.render_save_dir": (AGENTIC, "there"),
     "top.is_use_additional_prompts": (FILTER, True),
     "top.max_additional_running_prompts": ({**FILTER, "is_use_additional_prompts": True}, 7),

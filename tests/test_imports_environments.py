@@ -25,6 +25,7 @@ AGENTIC = (
         (REWARDS, ""),
         ("prompt_length: 1024\nresponse_length: 2048\n", "sequence_length: 1024\n"),
         ('"${response_length}"', "100"),
+        ("gradient_accumulation_steps: 16", "gradient_accumulation_steps: 4"),
     )
     + """\
 max_actions_per_traj: 5

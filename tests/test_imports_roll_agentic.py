@@ -15,6 +15,9 @@ import roll_oracle as oracle
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import episode_turns
 from msrl.config.schema import Config
+from msrl.config.sources import plain
+from msrl.errors import MsrlError
+from msrl.importers.translation import KeyStatus
 from msrl.rewards.process import RewardSteps
 from msrl.types import (
     Completion,
@@ -27,6 +30,7 @@ from msrl.types import (
     TokenSequence,
 )
 from msrl.workflows.rl.update import estimate_advantages, placed_rewards
+from support import assert_mentions, mentions
 from test_imports_commands import changed
 from test_imports_environments import AGENTIC, imported, tree
 from test_imports_roll import GROUP, LENGTHS, flat, pipeline, roll_batch
@@ -118,3 +122,122 @@ def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(
     theirs = oracle.episode_advantages(pipeline(lines), batch, scores.double(), labels, values)
     actual, expected = our_advantages(config, batch), flat(batch, theirs).numpy()
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+WORKER = "actor_train:\n"
+
+
+def with_worker(*lines: str) -> str:
+    """Return an agentic file with these keys of actor_train."""
+    return changed(AGENTIC, (WORKER, WORKER + "".join(f"  {line}\n" for line in lines)))
+
+
+def test_the_policy_loss_of_agentic_files_is_that_of_their_worker(tmp_path: Path) -> None:
+    module = "roll.pipeline.agentic.agentic_actor_pg_worker"
+    text = with_worker(f"worker_cls: {module}.ActorWorker", "pg_variant: topr")
+    assert tree(imported(text, tmp_path))["algo"]["policy_loss"] == "topr"
+    usual = with_worker(f"worker_cls: {module[:-10]}worker.ActorWorker", "pg_variant: topr")
+    assert "policy_loss" not in tree(imported(usual, tmp_path))["algo"]
+
+
+@pytest.mark.parametrize(
+    ("line", "native"),
+    [
+        ("rl_loss_coef: 0.5", "algo.rl_coef"),
+        ("importance_sampling: seq", "algo.ratio"),
+        ("max_len_mask: true", "algo.mask"),
+        ("difficulty_mask: true", "algo.mask"),
+        ("length_loss_weight: true", "algo.sample_weight"),
+        ("query_filter_config: {type: mean_filter}", "rollout.filter"),
+    ],
+)
+def test_keys_that_only_rlvr_reads_have_no_effect_in_agentic_files(
+    line: str, native: str, tmp_path: Path
+) -> None:
+    translation = imported(f"{AGENTIC}{line}\n", tmp_path)
+    key = line.partition(":")[0]
+    (result,) = [row for row in translation.key_results if row.entry.key == key]
+    assert result.status is KeyStatus.DEAD
+    assert tree(translation) == tree(imported(AGENTIC, tmp_path)), native
+
+
+def test_an_update_has_at_most_the_episodes_of_a_step(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 16"))
+    translation = imported(text, tmp_path)
+    assert tree(translation)["train"]["updates"]["samples_per_update"] == 64
+    (line,) = [line for line in translation.differences if "env_type" not in line]
+    assert_mentions(line, "gradient_accumulation_steps", "repeats", "--approximate")
+
+
+def test_the_native_sokoban_renders_the_whole_conversation(tmp_path: Path) -> None:
+    text = changed(
+        AGENTIC,
+        ("tags: [Lake]", "tags: [Room]"),
+        ("env_type: sokoban", "env_type: sokoban_native_env"),
+        (
+            "    max_steps: 7\n",
+            "    max_steps: 7\n    env_manager_cls: roll.x.AgentNativeStepEnvManager\n",
+        ),
+        ("{dim_room: [6, 6], num_boxes: 1, max_steps: 7}", "{max_steps: 7}"),
+    )
+    translation = imported(text, tmp_path)
+    environment = tree(translation)["environment"]
+    assert (environment["name"], environment["history"]) == ("sokoban", "template")
+    options = {"size": 6, "num_boxes": 1, "max_steps": 7, "invalid_reward": -0.1}
+    assert environment["options"].items() >= options.items()
+    assert any("AgentNativeStepEnvManager" in line for line in translation.differences)
+
+
+def test_recording_rollouts_changes_nothing_and_recorded_ones_are_refused(tmp_path: Path) -> None:
+    mock = "rollout_mock: {{enable: true, mode: {}}}\n"
+    assert tree(imported(AGENTIC + mock.format("dump"), tmp_path)) == tree(
+        imported(AGENTIC, tmp_path)
+    )
+    with pytest.raises(MsrlError, match=mentions("rollout_mock", "recorded")):
+        imported(AGENTIC + mock.format("mock"), tmp_path)
+
+
+CORRECTION = "train_infer_correction: {{{}}}\n"
+
+
+def test_the_weight_of_a_correction_is_imported_exactly(tmp_path: Path) -> None:
+    text = AGENTIC + CORRECTION.format("is_weight: {enabled: true, weight_type: sequence}")
+    translation = imported(text, tmp_path)
+    assert tree(translation)["algo"]["mismatch"] == {"weight": "sequence", "upper": 1.2}
+    assert not [line for line in translation.differences if "correction" in line]
+    off = AGENTIC + CORRECTION.format("is_weight: {enabled: false}, filters: [{agg_type: token}]")
+    assert "mismatch" not in tree(imported(off, tmp_path))["algo"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [("token", "token"), ("geometric", "sequence"), ("sequence", "sequence-product")],
+)
+def test_a_filter_of_ratios_is_imported_with_other_averages(
+    kind: str, native: str, tmp_path: Path
+) -> None:
+    keys = f"filters: [{{enabled: true, agg_type: {kind}, ratio_low: 0.7}}]"
+    translation = imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+    expected = {"filter": native, "low": 0.7, "high": 1.2}
+    assert plain(translation.complete_tree())["algo"]["mismatch"] == expected
+    (line,) = [line for line in translation.differences if "correction" in line]
+    assert_mentions(line, "averages", "--approximate")
+
+
+@pytest.mark.parametrize(
+    ("keys", "keywords"),
+    [
+        ("is_weight: {enabled: true, weight_type: segment}", ("weight_type=segment", "sequence")),
+        ("is_weight: {enabled: true, upper_bound: null}", ("upper_bound=null", "bound")),
+        ("is_weight: {enable: true}", ("enable", "unknown")),
+        ("is_wieght: {enabled: true}", ("is_wieght", "unknown")),
+        ("filters: [{enabled: true, agg_type: segment}]", ("agg_type=segment", "geometric")),
+        ("filters: [{enabled: true, diff_enabled: true}]", ("diff_enabled", "ratios")),
+        ("filters: [{enabled: true}, {enabled: true}]", ("several",)),
+    ],
+)
+def test_corrections_that_msrl_does_not_have_are_refused_by_name(
+    keys: str, keywords: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions("train_infer_correction", *keywords)):
+        imported(AGENTIC + CORRECTION.format(keys), tmp_path)

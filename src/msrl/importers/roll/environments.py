@@ -109,12 +109,13 @@ class _CustomEnv:
             )
             return {}
         self._translation.report_difference(entry, _OTHER_MAPS)
-        self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {kind}")
+        name, make_options = _KINDS[kind]
+        self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {name}")
         self.keys.record("env_config", KeyStatus.APPLIED, "environment.options, key by key")
         self._put_manager()
-        options = _KINDS[kind](self._config)
+        options = make_options(self._config)
         self._record_config(options)
-        return {"name": kind, "options": options}
+        return {"name": name, "options": options}
 
     def _put_manager(self) -> None:
         """Check the class that builds prompts."""
@@ -126,6 +127,9 @@ class _CustomEnv:
             self._translation.difference(
                 entry, "every turn is a sequence with the last history_length turns only"
             )
+        elif name == "AgentNativeStepEnvManager":
+            self._translation.set("environment.history", wrap("template", entry.origin))
+            self._translation.difference(entry, "every turn is a sequence of all messages so far")
         else:
             self._translation.add_error(entry, f"not supported: {name}")
         for key in ("agent_system_template", "agent_template"):
@@ -176,17 +180,19 @@ def _frozen_lake(config: Keys) -> dict[str, Any]:
     return _with_instructions(options, config)
 
 
-def _sokoban(config: Keys) -> dict[str, Any]:
+def _sokoban(
+    config: Keys, size: int = 10, num_boxes: int = 4, max_steps: int = 20, penalty: float = 0.0
+) -> dict[str, Any]:
     """Return the options of sokoban, with the defaults and rewards of the original."""
     room = config.value("dim_room")
-    sizes = set(_list(room)) or {10}
+    sizes = set(_list(room)) or {size}
     if len(sizes) != 1:
         config.add_error("dim_room", "not supported: msrl's rooms are square")
     options = {
         "size": sizes.pop(),
-        "num_boxes": _number(config, "num_boxes", 4),
-        "max_steps": _number(config, "max_steps", 20),
-        "invalid_reward": float(_number(config, "format_penalty", 0.0)),
+        "num_boxes": _number(config, "num_boxes", num_boxes),
+        "max_steps": _number(config, "max_steps", max_steps),
+        "invalid_reward": float(_number(config, "format_penalty", penalty)),
         "step_reward": -0.1,
         "box_reward": 1.0,
         "success_reward": 10.0,
@@ -194,9 +200,15 @@ def _sokoban(config: Keys) -> dict[str, Any]:
     return _with_instructions(options, config)
 
 
-_KINDS: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "frozen_lake": _frozen_lake,
-    "sokoban": _sokoban,
+def _native_sokoban(config: Keys) -> dict[str, Any]:
+    """Return the options of sokoban_native_env, which has other defaults."""
+    return _sokoban(config, size=6, num_boxes=1, max_steps=10, penalty=-0.1)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Keys], dict[str, Any]]]] = {
+    "frozen_lake": ("frozen_lake", _frozen_lake),
+    "sokoban": ("sokoban", _sokoban),
+    "sokoban_native_env": ("sokoban", _native_sokoban),
 }
 ENVIRONMENTS = tuple(_KINDS)
 

@@ -19,6 +19,7 @@ from msrl.config.templates import template_names
 from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
+from msrl.importers.roll.corrections import put_correction
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.environments import (
     ENVIRONMENTS,
@@ -58,6 +59,21 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
+_RLVR_KEYS = (  # that agentic runs never read
+    "importance_sampling",
+    "rl_loss_coef",
+    "difficulty_loss_weight",
+    "length_loss_weight",
+    "difficulty_mask",
+    "difficulty_low_threshold",
+    "difficulty_high_threshold",
+    "max_len_mask",
+    "error_max_len_clip",
+    "error_max_len_threshold",
+    "query_filter_config",
+    "is_use_additional_prompts",
+    "max_additional_running_prompts",
+)
 _ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
@@ -107,6 +123,8 @@ class _RollFile:
             self._worker(name) for name in ("actor_train", "actor_infer", "reference")
         )
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
+        if self.is_agentic:
+            self.top.discard(_RLVR_KEYS, "read by rlvr only")
         is_normalized = reward_scopes(self.top) != ("none", "none") if self.is_agentic else None
         self.losses = Losses(self.top, self.train.own, self._num_domains(), is_normalized)
         translation.algorithm = str(self.top.value("adv_estimator"))
@@ -178,12 +196,7 @@ class _RollFile:
         if micro is not None and steps is not None and devices.data_parallel is not None:
             why = f"{micro} * {steps} * data parallel {devices.data_parallel}"
             samples = micro * steps * devices.data_parallel
-            args.assign(
-                "gradient_accumulation_steps",
-                ["train.updates.samples_per_update"],
-                samples,
-                why=why,
-            )
+            self._put_update(args, samples, why)
         batch = self.top.number("rollout_batch_size")
         if not self.is_agentic:
             return self.top.assign("rollout_batch_size", ["rollout.prompts_per_step"], batch)
@@ -196,6 +209,18 @@ class _RollFile:
         return self.top.add_error(
             "rollout_batch_size", f"must be a multiple of train_env_manager.group_size={group}"
         )
+
+    def _put_update(self, args: Keys, samples: int, why: str) -> None:
+        """Set the number of samples of an update: at most those of a step.
+
+        Agentic runs of the original repeat trajectories of the step until an update is complete.
+        """
+        key, batch = "gradient_accumulation_steps", self.top.number("rollout_batch_size")
+        native, entry = "train.updates.samples_per_update", args.get(key)
+        if self.is_agentic and entry is not None and batch is not None and samples > batch:
+            text = f"the original repeats {samples - batch} random trajectories to have {samples}"
+            return self.translation.approximate(entry, native, batch, text)
+        return args.assign(key, [native], samples, why=why)
 
     def _group_size(self) -> int:
         manager = self.top.get("train_env_manager")
@@ -260,6 +285,7 @@ class _RollFile:
         self.losses.apply()
         self._clip()
         self.losses.put_reward_clip()
+        put_correction(top)
         self._difficulty_mask()
         for key, native in (("norm_mean_type", "center"), ("norm_std_type", "scale")):
             if self.is_agentic:

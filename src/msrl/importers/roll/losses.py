@@ -15,6 +15,7 @@ from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, Translation
 
 _PG_WORKER = "ActorPGWorker"
+_PG_MODULE = "agentic_actor_pg_worker"  # its class has the name of the usual worker
 _CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
 _BINARY_WORKERS = ("MathRuleRewardWorker", "CodeSandboxRewardWorker")  # with scores 0 and 1
 _TOPR_DIFFERENCE = (
@@ -58,7 +59,8 @@ class Losses:
     def _variant(self) -> str:
         """Return pg_variant; empty for the usual worker, which does not read it."""
         worker = str(self.own.value("worker_cls") or "") if self.own.get("worker_cls") else ""
-        if worker.rpartition(".")[2] != _PG_WORKER:
+        module, _, name = worker.rpartition(".")
+        if name != _PG_WORKER and module.rpartition(".")[2] != _PG_MODULE:
             return ""
         entry = self.own.get("pg_variant")
         return str(entry.value) if entry is not None else "vanilla"
