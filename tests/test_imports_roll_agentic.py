@@ -241,3 +241,94 @@ def test_corrections_that_msrl_does_not_have_are_refused_by_name(
 ) -> None:
     with pytest.raises(MsrlError, match=mentions("train_infer_correction", *keywords)):
         imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+
+
+QUESTIONS = """\
+own_text: "Think first. {observation}"
+questions:
+  Math:
+    env_type: roll_math
+    agent_template: ${own_text}
+    env_config: {dataset_name: a/b, question_key: prompt, answer_key: solution, max_steps: 9}
+WRAPPER
+custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}", Math: "${questions.Math}"}
+"""
+WRAPPER = """\
+    tool_wrapper:
+      wrapper_args: {tool_reward: 0, tool_success_reward: REWARD, max_tool_uses: 2}
+      tool_configs: [{tool_id: TOOL, tool_args: {timeout: 7, server_url: "http://127.0.0.1:9"}}]
+"""
+
+
+def questions(tool: str = "", reward: str = "0") -> str:
+    """Return an agentic file with questions, and with a tool if it is not empty."""
+    wrapper = WRAPPER.replace("TOOL", tool).replace("REWARD", reward) if tool else ""
+    lakes = 'custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}"}\n'
+    text = changed(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
+    return changed(text, ("tags: [Lake]", "tags: [Math]"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "options"),
+    [
+        ("", "single_turn", {}),
+        ("python_code", "python_tool", {"max_calls": 1, "time_s": 7.0}),
+        ("search", "search", {"max_calls": 1, "num_results": 3}),
+        ("mcp", "mcp", {"url": "http://127.0.0.1:9"}),
+    ],
+)
+def test_questions_of_roll_become_environments_with_a_verifier(
+    tool: str, name: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    translation = imported(questions(tool), tmp_path)
+    native = tree(translation)
+    assert native["environment"]["name"] == name and native["environment"]["options"] == options
+    assert native["environment"]["max_turns"] == (3 if tool else 5)
+    assert native["reward"]["sources"] == [{"verifier": "math_verify_reward"}]
+    assert any("env_type=roll_math" in line for line in translation.differences)
+    corpus = [line for line in translation.differences if "environment.options.corpus" in line]
+    assert len(corpus) == (tool == "search")
+
+
+def test_answers_of_roll_qa_are_compared_as_text(tmp_path: Path) -> None:
+    text = changed(questions(), ("env_type: roll_math", "env_type: roll_qa"))
+    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    assert source == {"verifier": "exact_match", "options": {"part": "answer", "ignore_case": True}}
+    text = changed(text, ("max_steps: 9}", "extract_boxed: true}"))
+    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    assert source["options"]["part"] == "boxed"
+
+
+@pytest.mark.parametrize(
+    ("text", "keywords"),
+    [
+        (questions("browser"), ("tool_wrapper", "python_code", "environment.path")),
+        (
+            changed(
+                questions(),
+                ("tags: [Math], num_groups_partition: [8]", "tags: [Math, Lake]"),
+            ),
+            ("env_type=roll_math", "several tags"),
+        ),
+    ],
+)
+def test_questions_that_msrl_cannot_ask_are_refused(
+    text: str, keywords: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*keywords)):
+        imported(text, tmp_path)
+
+
+def test_rewards_of_calls_are_reported(tmp_path: Path) -> None:
+    translation = imported(questions("python_code", reward="0.1"), tmp_path)
+    (line,) = [line for line in translation.differences if "tool_wrapper" in line]
+    assert_mentions(line, "tool_success_reward=0.1", "--approximate")
+
+
+def test_variables_of_a_file_are_no_unknown_keys(tmp_path: Path) -> None:
+    translation = imported(questions(), tmp_path)
+    statuses = {row.entry.path: row.status for row in translation.key_results}
+    assert statuses["own_text"] is statuses["questions"] is KeyStatus.APPLIED
+    unused = changed(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
+    with pytest.raises(MsrlError, match=mentions("agent_templates", "unknown")):
+        imported(unused, tmp_path)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from msrl.config.sources import plain, wrap
+from msrl.importers.roll.questions import QUESTIONS, tool_turns, translate_questions
 from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
@@ -26,6 +27,10 @@ def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
     custom = top.get("custom_envs")
     nodes = custom.node.value if custom is not None else {}
     envs = [_CustomEnv(translation, tag, nodes) for tag in tags if _has(top, nodes, tag)]
+    for env in envs if len(envs) > 1 else []:
+        if env.keys.value("env_type") in QUESTIONS:
+            text = "not supported with several tags: the verifier of questions scores all rows"
+            env.keys.add_error("env_type", text)
     translated = [env.translate() for env in envs]
     if translated and custom is not None:
         _put_choice(translation, custom, dict(zip(tags, translated, strict=False)), weights)
@@ -101,13 +106,18 @@ class _CustomEnv:
         """Return the environment as a part of the section `environment`."""
         kind = str(self.keys.value("env_type"))
         entry = self.keys.get("env_type")
-        if entry is None or kind not in _KINDS:
+        if entry is None or kind not in ENVIRONMENTS:
             self.keys.add_error(
                 "env_type",
-                f"not supported: msrl has {', '.join(_KINDS)} of these. Use environment.path for "
-                "an environment of your own.",
+                f"not supported: msrl has {', '.join(ENVIRONMENTS)} of these. Use "
+                "environment.path for an environment of your own.",
             )
             return {}
+        if kind in QUESTIONS:
+            self.keys.record("env_config", KeyStatus.APPLIED, "key by key")
+            environment = translate_questions(self.keys, self._config, entry)
+            self._put_manager()
+            return environment
         self._translation.report_difference(entry, _OTHER_MAPS)
         name, make_options = _KINDS[kind]
         self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {name}")
@@ -210,7 +220,7 @@ _KINDS: dict[str, tuple[str, Callable[[Keys], dict[str, Any]]]] = {
     "sokoban": ("sokoban", _sokoban),
     "sokoban_native_env": ("sokoban", _native_sokoban),
 }
-ENVIRONMENTS = tuple(_KINDS)
+ENVIRONMENTS = (*_KINDS, *QUESTIONS)
 
 
 def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:
@@ -251,8 +261,10 @@ def _put_limits(
     """Set the largest numbers of turns and of tokens per turn."""
     turns = [env.keys.number("max_steps") for env in envs]
     turns = [count for count in [*turns, top.number("max_actions_per_traj")] if count]
-    if turns:
-        translation.set("environment.max_turns", wrap(max(turns), custom.origin))
+    calls = [count for env in envs if (count := tool_turns(env.keys)) is not None]
+    if turns or calls:
+        largest = min([*calls, *([max(turns)] if turns else [])])
+        translation.set("environment.max_turns", wrap(largest, custom.origin))
     tokens = [count for env in envs if (count := env.keys.number("max_tokens_per_step"))]
     limit = _answer_tokens(manager, infer)
     if tokens or limit:

@@ -109,7 +109,7 @@ def translate(tree: Node, file: Path) -> Translation:
     translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
         return refused(translation, f"{file}: not supported: {feature}")
-    tree = resolved(tree, file, translation.errors)
+    tree, translation.variables = resolved(tree, file, translation.errors)
     if error := unsupported_environment(tree, ENVIRONMENTS):
         return refused(translation, error)
     return _RollFile(translation, tree).translate()
