@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 import numpy as np
 import pytest
@@ -239,6 +239,7 @@ def _agentic() -> Any:
         **vars(module),
         "np": np,
         "Any": Any,
+        "Optional": Optional,
         "Dict": dict,
         "DataProto": Trajectories,
         "AgenticConfig": object,
@@ -251,6 +252,7 @@ def _agentic() -> Any:
         "agentic_config.py": ("_resolve_reward_norm_defaults", "RewardNormalizationConfig"),
         "utils.py": (
             "agentic_reward_norm",
+            "compute_agentic_reinforce_return",
             "compute_response_level_rewards",
             "agentic_compute_advantage",
         ),

@@ -95,8 +95,9 @@ def errors(*sets: str) -> list[str]:
                 "environment.name=frozen_lake",
                 "environment.reward_at=end",
                 "algo.advantage.estimator=step_reinforce",
+                "algo.advantage.whiten_rewards=true",
             ),
-            [("environment.reward_at=end", "step_reinforce")],
+            [("algo.advantage.whiten_rewards=true", "step_reinforce")],
         ),
         (
             (
@@ -138,6 +139,8 @@ def test_valid_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     norm = ("environment.name=frozen_lake", "reward.norm.center=group")
     assert not errors(*norm, "environment.reward_at=end")
     assert not errors(*norm, "algo.advantage.estimator=reinforce")
+    by_turn = "algo.advantage.estimator=agentic_reinforce"
+    assert not errors(*norm, "environment.reward_at=end", by_turn)
     assert not errors("environment.name=frozen_lake", "algo.advantage.estimator=gigpo")
     assert not errors(
         "environment.mixture={lake: {name: frozen_lake, options: {size: 3}}, "

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import roll_oracle as oracle
+from msrl.algorithms.samples import length_matrix
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import episode_turns
 from msrl.config.schema import Config
@@ -33,7 +34,7 @@ from msrl.workflows.rl.update import estimate_advantages, placed_rewards
 from support import assert_mentions, mentions
 from test_imports_commands import changed
 from test_imports_environments import AGENTIC, imported, tree
-from test_imports_roll import GROUP, LENGTHS, flat, pipeline, roll_batch
+from test_imports_roll import GROUP, LENGTHS, PROMPT, flat, pipeline, roll_batch
 
 NORM = "{grouping: traj_group_id, method: mean}"
 NORMS: dict[str, dict[str, str]] = {
@@ -49,7 +50,6 @@ NORMS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 KEYS: dict[str, list[str]] = {
     "grpo": [],
-    "grpo, discounted": ["gamma: 0.9"],
     "grpo, whitened": ["whiten_advantages: true"],
     "grpo, clipped": ["reward_clip: 0.6"],
     "grpo, a penalty of kl": [
@@ -59,12 +59,17 @@ KEYS: dict[str, list[str]] = {
     "reinforce, whitened and clipped": [
         "adv_estimator: reinforce", "whiten_advantages: true", "advantage_clip: 0.7",
     ],
+    "agentic_reinforce": ["adv_estimator: agentic_reinforce"],
+    "agentic_reinforce, discounted": [
+        "adv_estimator: agentic_reinforce", "gamma: 0.9",
+    ],
 }  # fmt: skip
 TURN_REWARDS = np.arange(len(LENGTHS)) % 3 / 4 - 0.25
+MIN_TOKENS = 3  # of an episode of two turns: the second token belongs to the environment
 
 
 def groups() -> list[ScoredGroup]:
-    """Return episodes whose first turn is one token with a reward; the tags are a, b and a."""
+    """Return episodes, of one turn or of two turns with rewards; the tags are a and b."""
     scores = np.arange(len(LENGTHS)) * 5 % 7 / 3
     result: list[ScoredGroup] = []
     for number in range(len(LENGTHS) // GROUP):
@@ -77,13 +82,25 @@ def groups() -> list[ScoredGroup]:
 
 
 def _episode(length: int, reward: float) -> Completion:
-    """Return an episode of one or two turns."""
-    tokens, mask = np.arange(1 + length), np.arange(1 + length) > 0
-    first, last = EpisodeTurn(1, "s", "stop", reward), EpisodeTurn(length - 1, "t", "stop", 0.5)
-    turns = (first, last) if length > 1 else (first,)
+    """Return an episode of `length` tokens of the policy and of the environment."""
+    tokens, turns = np.arange(1 + length), (EpisodeTurn(length, "s", "stop", reward),)
+    mask = tokens > 0
+    if length >= MIN_TOKENS:
+        mask[2] = False
+        first = EpisodeTurn(1, "s", "stop", reward)
+        turns = (first, EpisodeTurn(length - 2, "t", "stop", 0.5))
     record = Episode((TokenSequence(tokens, mask),), turns, (), None)
-    logprobs = np.zeros(length, np.float32)
-    return Completion(tokens[1:], logprobs, "stop", 0, "", (), record)
+    sampled = tokens[mask]
+    logprobs = np.zeros(len(sampled), np.float32)
+    return Completion(sampled, logprobs, "stop", 0, "", (), record)
+
+
+def agentic_batch() -> oracle.Batch:
+    """Return the padded tensors of these episodes."""
+    batch = roll_batch(0)
+    has_reply = torch.tensor(LENGTHS) >= MIN_TOKENS
+    batch["response_mask"][has_reply, PROMPT + 1] = 0
+    return batch
 
 
 def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
@@ -95,7 +112,7 @@ def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
         divergence = flat(batch, batch["old_log_probs"]) - flat(batch, batch["ref_log_probs"])
         extra = -algo.kl.reward.coef * divergence.numpy()
     turns = episode_turns(scored)
-    rewards = TokenRewards(scores, np.array(LENGTHS).reshape(-1, GROUP), extra)
+    rewards = TokenRewards(scores, length_matrix(scored), extra)
     rewards = placed_rewards(config, rewards, scored, turns)
     advantages = estimate_advantages(algo, rewards, turns=turns)
     if algo.advantage.whiten:
@@ -115,7 +132,7 @@ def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(
     section = ", ".join(f"{key}: {value}" for key, value in values.items())
     text = changed("\n".join([*unchanged, *lines, ""]), (NORM, f"{{{section}}}"))
     config = Config.model_validate(tree(imported(text, tmp_path)))
-    batch = roll_batch(0)
+    batch = agentic_batch()
     rows = np.arange(len(LENGTHS)) // GROUP
     labels = {"traj_group_id": rows.astype(str), "tags": np.array(["a", "b"])[rows % 2]}
     scores = torch.tensor([reward.total for group in groups() for reward in group.rewards])
@@ -159,6 +176,19 @@ def test_keys_that_only_rlvr_reads_have_no_effect_in_agentic_files(
     (result,) = [row for row in translation.key_results if row.entry.key == key]
     assert result.status is KeyStatus.DEAD
     assert tree(translation) == tree(imported(AGENTIC, tmp_path)), native
+
+
+def test_a_discount_over_the_tokens_of_environments_is_reported(tmp_path: Path) -> None:
+    line, _ = imported(f"{AGENTIC}gamma: 0.9\n", tmp_path).differences
+    assert_mentions(line, "gamma=0.9", "--approximate")
+
+
+def test_gigpo_of_roll_without_means_is_reported(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
+    (line,) = imported(text, tmp_path).differences
+    assert_mentions(line, "env_type")
+    _, line = imported(changed(text, ("method: mean}", "method: identity}")), tmp_path).differences
+    assert_mentions(line, "reward_normalization", "identity", "--approximate")
 
 
 def test_an_update_has_at_most_the_episodes_of_a_step(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
     if not plugin.constant("NEEDS_TURNS"):
         yield from _conflicting_place(resolved, keys)
         return
+    keys = [] if section.reward_at == "end" else keys
     if config.algo.advantage.whiten_rewards:
         keys.append("algo.advantage.whiten_rewards")
     for key in keys:
@@ -106,12 +107,6 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
             key,
             f"changes the total of an episode, but algo.advantage.estimator={estimator} reads "
             "rewards of turns. Remove it.",
-        )
-    if section.reward_at == "end":
-        yield resolved.mistake(
-            "environment.reward_at",
-            f"conflicts with algo.advantage.estimator={estimator}, which reads rewards of turns. "
-            "Remove it.",
         )
 
 

@@ -16,7 +16,7 @@ from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
-_TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+_TURN_ESTIMATORS = ("gigpo", "step_reinforce")
 _OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
 
 
@@ -296,6 +296,11 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         options["scale"] = scale
     if estimator == "gigpo" and center in ("batch", "tag"):
         options["grouping"] = center
+    if estimator == "gigpo" and (center, scale) == ("none", "none"):
+        entry = top.get("reward_normalization") or top.get("adv_estimator")
+        assert entry is not None
+        text = "the original subtracts no means with method=identity, gigpo of msrl does"
+        translation.report_difference(entry, text)
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
         options["normalise"] = _method(top) in _SCALED

@@ -278,8 +278,11 @@ class _RollFile:
             if estimator == "reinforce" and not self.is_agentic:
                 for native in ("reward.norm.center", "reward.norm.scale"):
                     self.translation.set(native, wrap("group", top.origin("adv_estimator")))
-        if self.is_agentic and estimator in ("reinforce", "gae"):
+        if self.is_agentic and estimator in ("reinforce", "gae", "agentic_reinforce"):
             self.translation.set("environment.reward_at", wrap("end", top.origin("adv_estimator")))
+        discount = top.get("gamma")
+        if self.is_agentic and estimator in ("reinforce", "gae") and discount is not None:
+            self._report_discount(discount)
         why = "the return of the normalized reward" if estimator == "reinforce" else ""
         top.assign("adv_estimator", ["algo.advantage.estimator"], estimator, why=why)
         self.losses.apply()
@@ -295,6 +298,11 @@ class _RollFile:
             elif top.value(key):
                 top.assign(key, [f"reward.norm.{native}"], top.value(key))
             top.record(key, KeyStatus.OFF, "")
+
+    def _report_discount(self, discount: SourceKey) -> None:
+        if discount.value not in (None, 1):
+            text = "the original also discounts over the tokens of environments"
+            self.translation.report_difference(discount, text)
 
     def _clip(self) -> None:
         if not self.losses.has_clip():
@@ -604,9 +612,7 @@ class _RollFile:
         """Record keys that `put_environments` has translated to options of the estimator."""
         name = self.translation.algorithm
         has_types = keys.get("norm_mean_type", "norm_std_type") is not None
-        if name == "agentic_reinforce":
-            self.translation.difference(entry, f"{name} of msrl has no baseline")
-        elif name == "gigpo" and has_types:
+        if name == "gigpo" and has_types:
             self.translation.difference(entry, "gigpo of msrl reads grouping and method only")
         for key in names:
             keys.record(key, KeyStatus.APPLIED, "algo.options")

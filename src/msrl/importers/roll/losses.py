@@ -22,7 +22,7 @@ _TOPR_DIFFERENCE = (
     "the original tapers responses with a score of 0 or less, msrl tokens with a negative advantage"
 )
 _TURN_ESTIMATORS = ("gigpo", "step_reinforce")  # the result is the reward of all tokens of a turn
-_REWARD_ESTIMATORS = ("grpo", "reinforce", *_TURN_ESTIMATORS)
+_REWARD_ESTIMATORS = ("grpo", "reinforce", "agentic_reinforce", *_TURN_ESTIMATORS)
 _REMOVED = "versions from v0.2.0 on ignore it"
 
 

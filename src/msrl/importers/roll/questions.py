@@ -25,8 +25,9 @@ def translate_questions(keys: Keys, config: Keys, entry: SourceKey) -> dict[str,
     translation.report_difference(entry, _DIFFERENCE)
     verifier: dict[str, Any] = {"verifier": "math_verify_reward"}
     if kind == "roll_qa":
-        part = "boxed" if config.value("extract_boxed") is True else "answer"
-        verifier = {"verifier": "exact_match", "options": {"part": part, "ignore_case": True}}
+        is_boxed = config.value("extract_boxed") is True
+        options = {"part": "boxed" if is_boxed else "answer", "ignore_case": True}
+        verifier = {"verifier": "exact_match", "options": options}
     translation.set("reward.sources", wrap([verifier], entry.origin))
     tool = keys.get("tool_wrapper")
     name, options = _tool(keys, tool) if tool is not None else ("single_turn", {})
