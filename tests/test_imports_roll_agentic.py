@@ -334,6 +334,10 @@ def test_answers_of_roll_qa_are_compared_as_text(tmp_path: Path) -> None:
     [
         (questions("browser"), ("tool_wrapper", "python_code", "environment.path")),
         (
+            changed(AGENTIC, ("use_thread_lock: true", "tool_wrapper: {tool_configs: []}")),
+            ("tool_wrapper", "game", "environment.path"),
+        ),
+        (
             changed(
                 questions(),
                 ("tags: [Math], num_groups_partition: [8]", "tags: [Math, Lake]"),

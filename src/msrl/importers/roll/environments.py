@@ -118,6 +118,9 @@ class _CustomEnv:
             environment = translate_questions(self.keys, self._config, entry)
             self._put_manager()
             return environment
+        if self.keys.get("tool_wrapper") is not None:
+            text = "not supported: tools around a game. Use environment.path"
+            self.keys.add_error("tool_wrapper", text)
         self._translation.report_difference(entry, _OTHER_MAPS)
         name, make_options = _KINDS[kind]
         self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {name}")
