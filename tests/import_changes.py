@@ -52,6 +52,10 @@ AGENTIC: Changes = {
         "Room": {"env_type": "sokoban", "env_config": {}},
     },
 }  # fmt: skip
+MATH: Changes = {
+    **AGENTIC,
+    "custom_envs": {"Lake": {"env_type": "roll_math", "env_config": {}}},
+}
 ROOM: Changes = {**AGENTIC, "train_env_manager.tags": ["Room"]}
 TAGS: Changes = {
     **AGENTIC,
@@ -90,6 +94,7 @@ ROLL_CASES: dict[str, Case] = {
     "top.resume_from_checkpoint": ({}, True),
     "top.checkpoint_config": ({}, {"output_dir": "elsewhere"}),
     "top.sequence_length": ({}, 4096), "top.query_filter_config": ({}, {"type": "std_filter"}),
+    "top.train_infer_correction": ({}, {"is_weight": {"enabled": True}}),
     "top.render_save_dir": (AGENTIC, "there"),
     "top.is_use_additional_prompts": (FILTER, True),
     "top.max_additional_running_prompts": ({**FILTER, "is_use_additional_prompts": True}, 7),
@@ -163,6 +168,7 @@ ROLL_CASES: dict[str, Case] = {
     "env_manager.generating_args": (AGENTIC, {"max_new_tokens": 20}),
     "custom_env.env_type": (AGENTIC, "sokoban"), "custom_env.max_steps": (AGENTIC, 9),
     "custom_env.max_tokens_per_step": (AGENTIC, 20),
+    "custom_env.tool_wrapper": (MATH, {"tool_configs": [{"tool_id": "python_code"}]}),
     "custom_env.env_config": (AGENTIC, {"size": 6}), "env_config.size": (AGENTIC, 6),
     "env_config.p": (AGENTIC, 0.5), "env_config.is_slippery": (AGENTIC, False),
     "env_config.max_steps": (AGENTIC, 9), "env_config.format_penalty": (AGENTIC, -0.5),

@@ -12,15 +12,19 @@ import logging
 import os
 import sys
 import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Optional
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 _FUNCTIONS = Path("roll", "utils", "functionals.py")
+_AGENTIC = Path("roll", "pipeline", "agentic")
 _CONFIGS = ("roll/configs/base_config.py", "roll/pipeline/rlvr/rlvr_config.py")
 _PACKAGES = ("roll", "roll.utils", "roll.pipeline", "roll.pipeline.rlvr")
 # Modules of clusters and files that the functions below never call.
@@ -99,9 +103,11 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, Any]]:
 class Batch(dict[str, Tensor]):
     """Tensors by name with the interface of a TensorDict that the functions read."""
 
+    device = torch.device("cpu")
+
     @property
     def batch_size(self) -> tuple[int]:
-        return (len(self["response_mask"]),)
+        return (len(next(iter(self.values()))),)
 
 
 def pipeline_config(num_samples: int, **changes: Any) -> Any:
@@ -170,6 +176,108 @@ def advantages(config: Any, batch: Batch) -> Tensor:  # [B, S - 1]
     data, _ = module.reward_postprocess(data, config, {})
     data, _ = module.compute_token_reward(data, config, controller)
     data = module.compute_advantage(
+        data=data,
+        gamma=config.gamma,
+        lambd=config.lambd,
+        adv_estimator=config.adv_estimator,
+        advantage_clip=config.advantage_clip,
+        whiten_advantages=config.whiten_advantages,
+        whiten_rewards=config.whiten_rewards,
+        pipeline_config=config,
+    )
+    return data.batch["advantages"]
+
+
+class Trajectories:
+    """Tensors of trajectories and their labels, with the interface of a DataProto."""
+
+    def __init__(self, batch: dict[str, Tensor], labels: dict[str, np.ndarray]) -> None:
+        self.batch, self.non_tensor_batch = Batch(batch), labels
+        self.meta_info: dict[str, Any] = {}
+
+    @staticmethod
+    def from_dict(tensors: dict[str, Tensor]) -> Trajectories:
+        return Trajectories(tensors, {})
+
+    @staticmethod
+    def concat(batches: Sequence[Trajectories]) -> Trajectories:
+        names, labels = batches[0].batch, batches[0].non_tensor_batch
+        return Trajectories(
+            {name: torch.cat([item.batch[name] for item in batches]) for name in names},
+            {
+                key: np.concatenate([item.non_tensor_batch[key] for item in batches])
+                for key in labels
+            },
+        )
+
+    def group_by(self, keys: str) -> dict[str, Trajectories]:
+        labels = self.non_tensor_batch[keys]
+        return {name: self._rows(np.flatnonzero(labels == name)) for name in np.unique(labels)}
+
+    def reorder(self, indices: Tensor) -> None:
+        rows = self._rows(indices.numpy())
+        self.batch, self.non_tensor_batch = rows.batch, rows.non_tensor_batch
+
+    def pop(self, name: str) -> None:
+        del self.batch[name]
+
+    def rename(self, *, old_keys: str, new_keys: str) -> None:
+        self.batch[new_keys] = self.batch.pop(old_keys)
+
+    def _rows(self, rows: np.ndarray) -> Trajectories:
+        return Trajectories(
+            {name: values[rows] for name, values in self.batch.items()},
+            {name: values[rows] for name, values in self.non_tensor_batch.items()},
+        )
+
+
+@cache
+def _agentic() -> Any:
+    """Return the functions of agentic rewards; the modules around them need a cluster."""
+    module = functions()
+    names: dict[str, Any] = {
+        **vars(module),
+        "np": np,
+        "Any": Any,
+        "Optional": Optional,
+        "Dict": dict,
+        "DataProto": Trajectories,
+        "AgenticConfig": object,
+        "Literal": Literal,
+        "dataclass": dataclass,
+        "field": field,
+        "logger": logging.getLogger("roll.agentic"),
+    }
+    definitions = {
+        "agentic_config.py": ("_resolve_reward_norm_defaults", "RewardNormalizationConfig"),
+        "utils.py": (
+            "agentic_reward_norm",
+            "compute_agentic_reinforce_return",
+            "compute_response_level_rewards",
+            "agentic_compute_advantage",
+        ),
+    }
+    for file, members in definitions.items():
+        path = checkout() / _AGENTIC / file
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if getattr(node, "name", "") in members]
+        exec(compile(tree, str(path), "exec"), names)
+    return types.SimpleNamespace(**names)
+
+
+def episode_advantages(
+    config: Any, batch: Batch, scores: Tensor, labels: dict[str, np.ndarray], norm: dict[str, str]
+) -> Tensor:  # [B, S - 1]
+    """Return the advantages of trajectories from their scores [B] and `reward_normalization`."""
+    module = _agentic()
+    logging.getLogger("roll.agentic").setLevel(logging.ERROR)
+    config.reward_normalization = module.RewardNormalizationConfig(**norm)
+    data = Trajectories({**batch, "scores": scores[:, None]}, labels)
+    data, _ = module.compute_response_level_rewards(data, config)
+    running = importlib.import_module("roll.utils.kl_controller")
+    controller = running.FixedKLController(config.init_kl_coef)
+    data, _ = module.compute_token_reward(data, config, controller)
+    data = module.agentic_compute_advantage(
         data=data,
         gamma=config.gamma,
         lambd=config.lambd,

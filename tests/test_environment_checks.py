@@ -92,6 +92,24 @@ def errors(*sets: str) -> list[str]:
         ),
         (
             (
+                "environment.name=frozen_lake",
+                "environment.reward_at=end",
+                "algo.advantage.estimator=step_reinforce",
+                "algo.advantage.whiten_rewards=true",
+            ),
+            [("algo.advantage.whiten_rewards=true", "step_reinforce")],
+        ),
+        (
+            (
+                "environment.name=frozen_lake",
+                "environment.reward_at=turn",
+                "algo.advantage.estimator=reinforce",
+                "reward.clip=1.0",
+            ),
+            [("environment.reward_at=turn", "reward.clip", "end")],
+        ),
+        (
+            (
                 "environment.mixture={lake: {name: frozen_lake}, walk: {weight: 0}}",
                 "environment.timeout_s=3",
             ),
@@ -118,6 +136,11 @@ def test_valid_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not errors()
     assert not errors("environment.path=walk.py:Walk", "environment.max_turns=3")
     assert not errors("environment.name=single_turn", "reward.format_penalty=0.5")
+    norm = ("environment.name=frozen_lake", "reward.norm.center=group")
+    assert not errors(*norm, "environment.reward_at=end")
+    assert not errors(*norm, "algo.advantage.estimator=reinforce")
+    by_turn = "algo.advantage.estimator=agentic_reinforce"
+    assert not errors(*norm, "environment.reward_at=end", by_turn)
     assert not errors("environment.name=frozen_lake", "algo.advantage.estimator=gigpo")
     assert not errors(
         "environment.mixture={lake: {name: frozen_lake, options: {size: 3}}, "

@@ -143,6 +143,29 @@ def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: st
         )
 
 
+def tool(description: str) -> dict[str, object]:
+    parameters = {"type": "object", "properties": {"item": {"type": "string"}}}
+    entry = {"name": "price", "description": description, "parameters": parameters}
+    return {"type": "function", "function": entry}
+
+
+@pytest.mark.parametrize(
+    "name", ["granite-3.1-1b-a400m", "qwen2.5-0.5b-instruct", "qwen3-4b"]
+)  # the others fit no template with tools
+def test_tools_are_shown_and_their_descriptions_add_no_control_token(name: str) -> None:
+    tokenizer, opening = load_cached_tokenizer(name), [Message("user", "go")]
+    with_tools = [case for case in cases(name) if "tool" in case.roles]
+    for case in with_tools:
+        controls = set(map(tokenizer.token_id, case.template.controls))
+        plain = case.template.conversation(opening, [tool("Return a price.")])
+        hostile = case.template.conversation(opening, [tool(" ".join(WORDS))])
+        assert "price" in decoded(tokenizer, plain), case.name
+        assert [i for i in hostile.tolist() if i in controls] == [
+            i for i in plain.tolist() if i in controls
+        ], case.name
+    assert with_tools
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_reason(
     name: str,

@@ -21,6 +21,7 @@ from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.samples import fault_matrix, sequence_counts, training_samples
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import early_rewards, episode_turns, with_turn_rewards
+from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.data.tokenizer import open_tokenizer
 from msrl.environments.base import EpisodeFault, Opening, StepResult
@@ -53,6 +54,7 @@ from msrl.types import (
 from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.rl.update import placed_rewards
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 
@@ -545,6 +547,27 @@ def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
     assert moved.per_token().tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 0.5]
     assert moved.totals().tolist() == [[3.0, 0.5]]
     assert turns.returns(moved, 0.5).tolist() == [2.0, 2.0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ((), [0.0, 1.0, 2.0]),
+        (("environment.reward_at=turn",), [0.0, 1.0, 2.0]),
+        (("environment.reward_at=end",), [0.0, 0.0, 3.0]),
+        (("reward.clip=4.0",), [0.0, 0.0, 3.0]),
+        (("reward.norm.center=group",), [0.0, 0.0, 3.0]),
+    ],
+)
+def test_the_last_token_of_a_turn_or_of_the_episode_earns_rewards_of_turns(
+    sets: tuple[str, ...], expected: list[float]
+) -> None:
+    group = scored(FIRST, SECOND)
+    on = ("environment.name=frozen_lake", "environment.reward_weight=2.0")
+    config = load(sets=(*on, *sets)).config
+    plain = TokenRewards(np.array([[3.0, 0.5]]), np.array([[3, 3]]))
+    placed = placed_rewards(config, plain, [group], episode_turns([group]))
+    assert placed.per_token().tolist() == [*expected, 0.0, 0.0, 0.5]
 
 
 def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> None:

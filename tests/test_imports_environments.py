@@ -25,6 +25,7 @@ AGENTIC = (
         (REWARDS, ""),
         ("prompt_length: 1024\nresponse_length: 2048\n", "sequence_length: 1024\n"),
         ('"${response_length}"', "100"),
+        ("gradient_accumulation_steps: 16", "gradient_accumulation_steps: 4"),
     )
     + """\
 max_actions_per_traj: 5
@@ -72,7 +73,9 @@ def tree(translation: Translation) -> Any:
 def test_an_environment_of_roll_becomes_that_of_msrl(tmp_path: Path):
     translation = imported(AGENTIC, tmp_path)
     native = tree(translation)
-    assert native["environment"] == {**LAKE, "max_turns": 5, "max_turn_tokens": 64}
+    limits = {"max_turns": 5, "max_turn_tokens": 64}
+    assert native["environment"] == {**LAKE, **limits, "reward_at": "end"}
+    assert native["algo"]["advantage"]["estimator"] == "reinforce"
     rollout = native["rollout"]
     assert (rollout["prompts_per_step"], rollout["samples_per_prompt"]) == (64 // 8, 8)
     assert (rollout["max_prompt_tokens"], rollout["max_response_tokens"]) == (512, 512)

@@ -296,7 +296,8 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "is a width for token ratios, but sequence ratios stay close to 1. "
             "GSPO uses 3e-4 and 4e-4.",
         )
-    if algo.advantage.estimator == "reinforce" and not algo.advantage.whiten:
+    has_baseline = algo.advantage.whiten or config.reward.norm.center != "none"
+    if algo.advantage.estimator == "reinforce" and not has_baseline:
         yield resolved.mistake(
             "algo.advantage.estimator",
             "has no baseline, so its gradient is noisy. Consider rloo or reinforce_pp.",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msrl import registry
 from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
 from msrl.config.sections.environment import EnvironmentConfig, SingleEnvironment
+from msrl.plan.derived import keys_that_change_totals
 from msrl.registry.declarations import declaration
 from msrl.rewards.failures import ENVIRONMENT
 from msrl.rewards.sources import Source
@@ -94,19 +95,25 @@ def _rewards(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
             )
     estimator = config.algo.advantage.estimator
     plugin = declaration(registry.ADVANTAGES, estimator, key="algo.advantage.estimator")
+    keys = keys_that_change_totals(config)
     if not plugin.constant("NEEDS_TURNS"):
+        yield from _conflicting_place(resolved, keys)
         return
-    norm = config.reward.norm
-    keys = {
-        "reward.norm.center": norm.center != "none",
-        "reward.norm.scale": norm.scale != "none",
-        "reward.clip": config.reward.clip is not None,
-    }
-    keys["algo.advantage.whiten_rewards"] = config.algo.advantage.whiten_rewards
-    for key, is_set in keys.items():
-        if is_set:
-            yield resolved.mistake(
-                key,
-                f"changes the total of an episode, but algo.advantage.estimator={estimator} reads "
-                "rewards of turns. Remove it.",
-            )
+    keys = [] if section.reward_at == "end" else keys
+    if config.algo.advantage.whiten_rewards:
+        keys.append("algo.advantage.whiten_rewards")
+    for key in keys:
+        yield resolved.mistake(
+            key,
+            f"changes the total of an episode, but algo.advantage.estimator={estimator} reads "
+            "rewards of turns. Remove it.",
+        )
+
+
+def _conflicting_place(resolved: Resolved, keys: Sequence[str]) -> Iterator[str]:
+    """Refuse rewards at the end of their turns if `keys` change the total of an episode."""
+    if keys and resolved.config.environment.reward_at == "turn":
+        yield resolved.mistake(
+            "environment.reward_at",
+            f"conflicts with {keys[0]}, which changes the total of an episode. Set it to end.",
+        )

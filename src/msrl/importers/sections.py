@@ -72,6 +72,12 @@ class Keys:
         if entry is not None:
             self.translation.record(entry, status, text)
 
+    def discard(self, keys: Iterable[str], reason: str) -> None:
+        """Record keys that the original does not read here; they have their defaults then."""
+        for key in keys:
+            self.record(key, KeyStatus.DEAD, reason)
+            self._entries.pop(key, None)
+
     def add_error(self, key: str, message: str) -> None:
         """Add an error for the value of `key`, or for its default."""
         entry = self.get(key)

@@ -71,7 +71,8 @@ class Translation:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
     reads otherwise, `remarks` what msrl computes differently by design. With `ignores_unknown`,
     the original reads files with any additional keys, with `ignored_sections` only at these places.
-    It passes other keys of the sections in `forwarded` on, to what their values name.
+    It passes other keys of the sections in `forwarded` on, to what their values name. `variables`
+    are top-level keys that other keys refer to.
     """
 
     system: str
@@ -87,6 +88,7 @@ class Translation:
     accepts_differences: bool = False
     is_refused: bool = False
     ignores_unknown: bool = False
+    variables: frozenset[str] = frozenset()
     ignored_sections: tuple[str, ...] = ()
     reserved: frozenset[str] = frozenset()  # sections of other programs of the system
     forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -151,7 +153,9 @@ class Translation:
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
         forwarded = self.forwarded.get(sections[0])
         names = self.table.keys(*sections)
-        if forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
+        if sections[0] == "top" and key in self.variables:
+            self.record(entry, KeyStatus.APPLIED, "a variable that other keys refer to")
+        elif forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
             self.record(entry, KeyStatus.DROPPED, forwarded)
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")

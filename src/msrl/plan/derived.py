@@ -70,6 +70,23 @@ def num_engines(config: Config) -> int:
     return engine.dp or max(num_engine_devices(config) // engine.tp, 1)
 
 
+def keys_that_change_totals(config: Config) -> list[str]:
+    """Return the keys after whose change the reward of an episode is no sum of its turns."""
+    norm = config.reward.norm
+    keys = {
+        "reward.norm.center": norm.center != "none",
+        "reward.norm.scale": norm.scale != "none",
+        "reward.clip": config.reward.clip is not None,
+    }
+    return [key for key, is_set in keys.items() if is_set]
+
+
+def rewards_turns(config: Config) -> bool:
+    """Return True if tokens earn the rewards of turns, and not that of the whole episode."""
+    reward_at = config.environment.reward_at
+    return not keys_that_change_totals(config) if reward_at is None else reward_at == "turn"
+
+
 def samples_per_step(config: Config) -> int:
     """Return the number of responses of one train-grpo step."""
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt

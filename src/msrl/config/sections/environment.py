@@ -98,6 +98,12 @@ class EnvironmentConfig(SingleEnvironment):
     reward_weight: Float = Field(
         default=1.0, description="Weight of the environment's rewards in the reward."
     )
+    reward_at: Literal["turn", "end"] | None = Field(
+        default=None,
+        description="Token that earns a reward of a turn, for estimators that give each token or "
+        "turn the rewards that follow it: the last one of the turn (turn) or of the episode (end). "
+        "Default: turn, or end if reward.norm or reward.clip changes the total of an episode.",
+    )
 
     @property
     def is_on(self) -> bool:

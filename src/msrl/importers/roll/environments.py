@@ -12,11 +12,12 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, wrap
 from msrl.errors import did_you_mean, similar
+from msrl.importers.roll.questions import QUESTIONS, tool_turns, translate_questions
 from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
-_TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+_TURN_ESTIMATORS = ("gigpo", "step_reinforce")
 _OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
 
 
@@ -27,6 +28,10 @@ def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
     custom = top.get("custom_envs")
     nodes = custom.node.value if custom is not None else {}
     envs = [_CustomEnv(translation, tag, nodes) for tag in tags if _has(top, nodes, tag)]
+    for env in envs if len(envs) > 1 else []:
+        if env.keys.value("env_type") in QUESTIONS:
+            text = "not supported with several tags: the verifier of questions scores all rows"
+            env.keys.add_error("env_type", text)
     translated = [env.translate() for env in envs]
     if translated and custom is not None:
         _put_choice(translation, custom, dict(zip(tags, translated, strict=False)), weights)
@@ -105,20 +110,29 @@ class _CustomEnv:
         """Return the environment as a part of the section `environment`."""
         kind = str(self.keys.value("env_type"))
         entry = self.keys.get("env_type")
-        if entry is None or kind not in _KINDS:
+        if entry is None or kind not in ENVIRONMENTS:
             self.keys.add_error(
                 "env_type",
-                f"not supported: msrl has {', '.join(_KINDS)} of these. Use environment.path for "
-                "an environment of your own.",
+                f"not supported: msrl has {', '.join(ENVIRONMENTS)} of these. Use "
+                "environment.path for an environment of your own.",
             )
             return {}
+        if kind in QUESTIONS:
+            self.keys.record("env_config", KeyStatus.APPLIED, "key by key")
+            environment = translate_questions(self.keys, self._config, entry)
+            self._put_manager()
+            return environment
+        if self.keys.get("tool_wrapper") is not None:
+            text = "not supported: tools around a game. Use environment.path"
+            self.keys.add_error("tool_wrapper", text)
         self._translation.report_difference(entry, _OTHER_MAPS)
-        self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {kind}")
+        name, make_options = _KINDS[kind]
+        self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {name}")
         self.keys.record("env_config", KeyStatus.APPLIED, "environment.options, key by key")
         self._put_manager()
-        options = _KINDS[kind](self._config)
+        options = make_options(self._config)
         self._record_config(options)
-        return {"name": kind, "options": options}
+        return {"name": name, "options": options}
 
     def _put_manager(self) -> None:
         """Check the class that builds prompts."""
@@ -130,6 +144,9 @@ class _CustomEnv:
             self._translation.difference(
                 entry, "every turn is a sequence with the last history_length turns only"
             )
+        elif name == "AgentNativeStepEnvManager":
+            self._translation.set("environment.history", wrap("template", entry.origin))
+            self._translation.difference(entry, "every turn is a sequence of all messages so far")
         else:
             self._translation.add_error(entry, f"not supported: {name}")
         for key in ("agent_system_template", "agent_template"):
@@ -180,17 +197,19 @@ def _frozen_lake(config: Keys) -> dict[str, Any]:
     return _with_instructions(options, config)
 
 
-def _sokoban(config: Keys) -> dict[str, Any]:
+def _sokoban(
+    config: Keys, size: int = 10, num_boxes: int = 4, max_steps: int = 20, penalty: float = 0.0
+) -> dict[str, Any]:
     """Return the options of sokoban, with the defaults and rewards of the original."""
     room = config.value("dim_room")
-    sizes: list[Any] = _list(room) or [10]
-    if any(size != sizes[0] for size in sizes):
+    sizes: list[Any] = _list(room) or [size]
+    if any(side != sizes[0] for side in sizes):
         config.add_error("dim_room", "not supported: msrl's rooms are square")
     options = {
         "size": sizes[0],
-        "num_boxes": _number(config, "num_boxes", 4),
-        "max_steps": _number(config, "max_steps", 20),
-        "invalid_reward": float(_number(config, "format_penalty", 0.0)),
+        "num_boxes": _number(config, "num_boxes", num_boxes),
+        "max_steps": _number(config, "max_steps", max_steps),
+        "invalid_reward": float(_number(config, "format_penalty", penalty)),
         "step_reward": -0.1,
         "box_reward": 1.0,
         "success_reward": 10.0,
@@ -198,11 +217,17 @@ def _sokoban(config: Keys) -> dict[str, Any]:
     return _with_instructions(options, config)
 
 
-_KINDS: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "frozen_lake": _frozen_lake,
-    "sokoban": _sokoban,
+def _native_sokoban(config: Keys) -> dict[str, Any]:
+    """Return the options of sokoban_native_env, which has other defaults."""
+    return _sokoban(config, size=6, num_boxes=1, max_steps=10, penalty=-0.1)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Keys], dict[str, Any]]]] = {
+    "frozen_lake": ("frozen_lake", _frozen_lake),
+    "sokoban": ("sokoban", _sokoban),
+    "sokoban_native_env": ("sokoban", _native_sokoban),
 }
-ENVIRONMENTS = tuple(_KINDS)
+ENVIRONMENTS = (*_KINDS, *QUESTIONS)
 
 
 def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:
@@ -244,8 +269,10 @@ def _put_limits(
     """Set the largest numbers of turns and of tokens per turn."""
     turns = [env.keys.number("max_steps") for env in envs]
     turns = [count for count in [*turns, top.number("max_actions_per_traj")] if count]
-    if turns:
-        translation.set("environment.max_turns", wrap(max(turns), custom.origin))
+    calls = [count for env in envs if (count := tool_turns(env.keys)) is not None]
+    if turns or calls:
+        largest = min([*calls, *([max(turns)] if turns else [])])
+        translation.set("environment.max_turns", wrap(largest, custom.origin))
     tokens = [count for env in envs if (count := env.keys.number("max_tokens_per_step"))]
     limit = _answer_tokens(manager, infer)
     if tokens or limit:
@@ -270,13 +297,18 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         gamma = top.value("step_reward_gamma")
         options["step_gamma"] = 0.95 if gamma is None else gamma
         top.record("step_reward_gamma", KeyStatus.APPLIED, "algo.advantage.options.step_gamma")
-    center, scale = norm_scopes(_settings(top.get("reward_normalization")))
+    center, scale = reward_scopes(top)
     if estimator == "step_reinforce" and center != "none":
         options["center"] = center
     if estimator == "step_reinforce" and scale != "none":
         options["scale"] = scale
     if estimator == "gigpo" and center in ("batch", "tag"):
         options["grouping"] = center
+    if estimator == "gigpo" and (center, scale) == ("none", "none"):
+        entry = top.get("reward_normalization") or top.get("adv_estimator")
+        assert entry is not None
+        text = "the original subtracts no means with method=identity, gigpo of msrl does"
+        translation.report_difference(entry, text)
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
         options["normalise"] = _method(top) in _SCALED
@@ -339,3 +371,8 @@ _OPTIONS_KEY = "algo.options"
 def reads_turns(top: Keys) -> bool:
     """Return True if the estimator normalizes rewards of turns itself."""
     return str(top.value("adv_estimator")) in _TURN_ESTIMATORS
+
+
+def reward_scopes(top: Keys) -> tuple[str, str]:
+    """Return the scopes of the mean and the deviation by which an agentic run normalizes."""
+    return norm_scopes(_settings(top.get("reward_normalization")))

@@ -19,6 +19,7 @@ from msrl.config.templates import template_names
 from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
 from msrl.importers.native_keys import refusal
+from msrl.importers.roll.corrections import put_correction
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.environments import (
     ENVIRONMENTS,
@@ -26,8 +27,9 @@ from msrl.importers.roll.environments import (
     norm_scopes,
     put_environments,
     reads_turns,
+    reward_scopes,
 )
-from msrl.importers.roll.losses import Losses
+from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.training import (
@@ -58,7 +60,22 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
 _UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
-_ESTIMATORS = {"grpo": "group_norm", "reinforce": "reinforce", "gae": "gae"}
+_RLVR_KEYS = (  # that agentic runs never read
+    "importance_sampling",
+    "rl_loss_coef",
+    "difficulty_loss_weight",
+    "length_loss_weight",
+    "difficulty_mask",
+    "difficulty_low_threshold",
+    "difficulty_high_threshold",
+    "max_len_mask",
+    "error_max_len_clip",
+    "error_max_len_threshold",
+    "query_filter_config",
+    "is_use_additional_prompts",
+    "max_additional_running_prompts",
+)
+_ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
 class Worker:
@@ -93,7 +110,7 @@ def translate(tree: Node, file: Path) -> Translation:
     translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
         return refused(translation, f"{file}: not supported: {feature}")
-    tree = resolved(tree, file, translation.errors)
+    tree, translation.variables = resolved(tree, file, translation.errors)
     if error := unsupported_environment(tree, ENVIRONMENTS):
         return refused(translation, error)
     return _RollFile(translation, tree).translate()
@@ -106,8 +123,11 @@ class _RollFile:
         self.train, self.infer, self.reference = (
             self._worker(name) for name in ("actor_train", "actor_infer", "reference")
         )
-        self.losses = Losses(self.top, self.train.own, self._num_domains())
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
+        if self.is_agentic:
+            self.top.discard(_RLVR_KEYS, "read by rlvr only")
+        is_normalized = reward_scopes(self.top) != ("none", "none") if self.is_agentic else None
+        self.losses = Losses(self.top, self.train.own, self._num_domains(), is_normalized)
         translation.algorithm = str(self.top.value("adv_estimator"))
         translation.mode = "agentic" if self.is_agentic else "rlvr"
         if self.is_agentic and self.infer.own.get("generating_args") is None:
@@ -177,12 +197,7 @@ class _RollFile:
         if micro is not None and steps is not None and devices.data_parallel is not None:
             why = f"{micro} * {steps} * data parallel {devices.data_parallel}"
             samples = micro * steps * devices.data_parallel
-            args.assign(
-                "gradient_accumulation_steps",
-                ["train.updates.samples_per_update"],
-                samples,
-                why=why,
-            )
+            self._put_update(args, samples, why)
         batch = self.top.number("rollout_batch_size")
         if not self.is_agentic:
             return self.top.assign("rollout_batch_size", ["rollout.prompts_per_step"], batch)
@@ -195,6 +210,18 @@ class _RollFile:
         return self.top.add_error(
             "rollout_batch_size", f"must be a multiple of train_env_manager.group_size={group}"
         )
+
+    def _put_update(self, args: Keys, samples: int, why: str) -> None:
+        """Set the number of samples of an update: at most those of a step.
+
+        Agentic runs of the original repeat trajectories of the step until an update is complete.
+        """
+        key, batch = "gradient_accumulation_steps", self.top.number("rollout_batch_size")
+        native, entry = "train.updates.samples_per_update", args.get(key)
+        if self.is_agentic and entry is not None and batch is not None and samples > batch:
+            text = f"the original repeats {samples - batch} random trajectories to have {samples}"
+            return self.translation.approximate(entry, native, batch, text)
+        return args.assign(key, [native], samples, why=why)
 
     def _group_size(self) -> int:
         manager = self.top.get("train_env_manager")
@@ -245,21 +272,38 @@ class _RollFile:
 
     def _algorithm(self) -> None:
         top, name = self.top, str(self.top.value("adv_estimator"))
-        top.assign(
-            "adv_estimator",
-            ["algo.advantage.estimator"],
-            _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator"),
-        )
+        estimator = _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator")
+        if name == "grpo":
+            scopes = reward_scopes(top) if self.is_agentic else ("group", "group")
+            estimator = grpo_estimator(top, scopes)
+            if estimator == "reinforce" and not self.is_agentic:
+                for native in ("reward.norm.center", "reward.norm.scale"):
+                    self.translation.set(native, wrap("group", top.origin("adv_estimator")))
+        if self.is_agentic and estimator in ("reinforce", "gae", "agentic_reinforce"):
+            self.translation.set("environment.reward_at", wrap("end", top.origin("adv_estimator")))
+        discount = top.get("gamma")
+        if self.is_agentic and estimator in ("reinforce", "gae") and discount is not None:
+            self._report_discount(discount)
+        why = "the return of the normalized reward" if estimator == "reinforce" else ""
+        top.assign("adv_estimator", ["algo.advantage.estimator"], estimator, why=why)
         self.losses.apply()
         self._clip()
         self.losses.put_reward_clip()
+        put_correction(top)
         self._difficulty_mask()
         for key, native in (("norm_mean_type", "center"), ("norm_std_type", "scale")):
-            if name == "grpo":
+            if self.is_agentic:
+                top.record(key, KeyStatus.DEAD, "agentic runs read reward_normalization")
+            elif name == "grpo":
                 top.record(key, KeyStatus.DEAD, "grpo always normalizes by group")
             elif top.value(key):
                 top.assign(key, [f"reward.norm.{native}"], top.value(key))
             top.record(key, KeyStatus.OFF, "")
+
+    def _report_discount(self, discount: SourceKey) -> None:
+        if discount.value not in (None, 1):
+            text = "the original also discounts over the tokens of environments"
+            self.translation.report_difference(discount, text)
 
     def _clip(self) -> None:
         if not self.losses.has_clip():
@@ -578,9 +622,7 @@ class _RollFile:
         """Record keys that `put_environments` has translated to options of the estimator."""
         name = self.translation.algorithm
         has_types = keys.get("norm_mean_type", "norm_std_type") is not None
-        if name == "agentic_reinforce":
-            self.translation.difference(entry, f"{name} of msrl has no baseline")
-        elif name == "gigpo" and has_types:
+        if name == "gigpo" and has_types:
             self.translation.difference(entry, "gigpo of msrl reads grouping and method only")
         for key in names:
             keys.record(key, KeyStatus.APPLIED, "algo.options")

@@ -15,21 +15,32 @@ from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, Translation
 
 _PG_WORKER = "ActorPGWorker"
+_PG_MODULE = "agentic_actor_pg_worker"  # its class has the name of the usual worker
 _CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
 _BINARY_WORKERS = ("MathRuleRewardWorker", "CodeSandboxRewardWorker")  # with scores 0 and 1
 _TOPR_DIFFERENCE = (
     "the original tapers responses with a score of 0 or less, msrl tokens with a negative advantage"
 )
+_TURN_ESTIMATORS = ("gigpo", "step_reinforce")  # the result is the reward of all tokens of a turn
+_REWARD_ESTIMATORS = ("grpo", "reinforce", "agentic_reinforce", *_TURN_ESTIMATORS)
 _REMOVED = "versions from v0.2.0 on ignore it"
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Rules for the loss of actor_train. `num_domains` is the number of reward domains."""
+    """Rules for the loss of actor_train.
+
+    Attributes:
+        top: Keys of the pipeline.
+        own: Keys of the worker.
+        num_domains: Number of reward domains.
+        is_normalized: True if an agentic file normalizes rewards; None for other files.
+    """
 
     top: Keys
     own: Keys
     num_domains: int
+    is_normalized: bool | None = None
 
     @property
     def translation(self) -> Translation:
@@ -48,7 +59,8 @@ class Losses:
     def _variant(self) -> str:
         """Return pg_variant; empty for the usual worker, which does not read it."""
         worker = str(self.own.value("worker_cls") or "") if self.own.get("worker_cls") else ""
-        if worker.rpartition(".")[2] != _PG_WORKER:
+        module, _, name = worker.rpartition(".")
+        if name != _PG_WORKER and module.rpartition(".")[2] != _PG_MODULE:
             return ""
         entry = self.own.get("pg_variant")
         return str(entry.value) if entry is not None else "vanilla"
@@ -111,20 +123,24 @@ class Losses:
         top, entry = self.top, self.top.get("reward_clip")
         if entry is None or entry.value is None:
             return
-        is_normalized = self.translation.algorithm == "grpo" or any(
-            top.value(key) for key in ("norm_mean_type", "norm_std_type", "reward_norm")
-        )
-        if not is_normalized:
+        if not self._normalizes():
             self.translation.assign(entry, ["reward.clip"], entry.value)
             return
         is_plain = top.value("add_token_level_kl") is not True and top.value("gamma") in (None, 1)
         is_last = top.value("whiten_advantages") is not True and not top.value("advantage_clip")
-        if is_plain and is_last and self.translation.algorithm in ("grpo", "reinforce"):
+        if is_plain and is_last and self.translation.algorithm in _REWARD_ESTIMATORS:
             why = "the normalized reward is the advantage of each token"
             self.translation.assign(entry, ["algo.advantage.clip"], entry.value, why=why)
         else:
             text = "the original clips rewards after normalizing them, msrl before"
             self.translation.approximate(entry, "reward.clip", entry.value, text)
+
+    def _normalizes(self) -> bool:
+        """Return True if the original normalizes rewards before it clips them."""
+        if self.is_normalized is not None:
+            return self.is_normalized or self.translation.algorithm in _TURN_ESTIMATORS
+        keys = ("norm_mean_type", "norm_std_type", "reward_norm")
+        return self.translation.algorithm == "grpo" or any(self.top.value(key) for key in keys)
 
     def _whitening(self) -> None:
         if self.num_domains < 2:
@@ -166,6 +182,18 @@ class Losses:
         self.translation.assign(entry, natives, entry.value, why=_REMOVED)
         for key in ("reward_shift", "reward_scale"):
             top.record(key, KeyStatus.APPLIED, f"{' and '.join(natives)}: {entry.value}")
+
+
+def grpo_estimator(top: Keys, scopes: tuple[str, str]) -> str:
+    """Return the estimator of grpo with rewards that are normalized by these scopes.
+
+    grpo of the original is the return of the normalized reward. This is group_norm unless rewards
+    of single tokens, a discount or whitening come between normalization and return.
+    """
+    is_plain = top.value("gamma") in (None, 1) and not any(
+        top.value(key) is True for key in ("add_token_level_kl", "whiten_rewards")
+    )
+    return "group_norm" if is_plain and scopes == ("group", "group") else "reinforce"
 
 
 def _has_binary_scores(domain: Any) -> bool:

@@ -39,10 +39,10 @@ def unsupported_pipeline(tree: Node) -> str:
         return _IMAGES
     infer = _section(entries, "actor_infer")
     if infer.get("device_mapping") is not None and not _trains(entries):
-        return "rollouts without training (actor_train has no device_mapping)"
-    mock = entries.get("rollout_mock")
-    if mock is not None and isinstance(mock.value, dict) and _is_on(mock.value.get("enable")):
-        return "recorded rollouts (rollout_mock)"
+        return "rollouts without training (actor_train has no device_mapping). Use `msrl eval`."
+    mock = _section(entries, "rollout_mock")
+    if _is(mock.get("enable"), True) and _is(mock.get("mode"), "mock"):
+        return "recorded rollouts (rollout_mock.mode=mock)"
     return ""
 
 
@@ -59,17 +59,19 @@ def unsupported_environment(tree: Node, kinds: Sequence[str]) -> str:
                 f"{', '.join(kinds)} of these. Use environment.path for an environment of your own."
             )
         if manager is not None and name not in _MANAGERS:
-            feature = "images" if name.startswith("VL") else "agents with their own prompts"
+            feature = "agents with their own prompts. Use environment.name=endpoint."
+            if name.startswith("VL"):
+                feature = "images"
             path = f"{manager.origin}: custom_envs.{tag}.env_manager_cls={name}"
-            return f"{path}: not supported: {feature}. Use environment.name=endpoint."
+            return f"{path}: not supported: {feature}"
     return ""
 
 
-_MANAGERS = ("TrajEnvManager", "StepEnvManager")
+_MANAGERS = ("TrajEnvManager", "StepEnvManager", "AgentNativeStepEnvManager")
 
 
-def _is_on(switch: Node | None) -> bool:
-    return switch is not None and switch.value is True
+def _is(node: Node | None, value: object) -> bool:
+    return node is not None and node.value == value
 
 
 def _trains(entries: Mapping[str, Node]) -> bool:

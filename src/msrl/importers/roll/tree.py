@@ -6,19 +6,41 @@ Files with DeepSpeed settings may be missing: msrl trains with Megatron.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msrl.config.sources import Node
 from msrl.importers.hydra import composed
 
+_VARIABLE = re.compile(r"\$\{(\w+)")
 _DEEPSPEED = re.compile(r"\$\{deepspeed_\w+\}")
 
 
-def resolved(tree: Node, file: Path, errors: list[str]) -> Node:
-    """Return the tree merged over the files of its `defaults`, with every `${...}` resolved."""
-    return composed(
-        tree, file, errors, skip=lambda name: "deepspeed" in name, prepare=_without_deepspeed
-    )
+def resolved(tree: Node, file: Path, errors: list[str]) -> tuple[Node, frozenset[str]]:
+    """Return the tree merged over the files of its `defaults`, with every `${...}` resolved.
+
+    Returns also the top-level keys that other keys refer to.
+    """
+    variables: set[str] = set()
+
+    def prepare(node: Node) -> Node:
+        variables.update(_referenced(node))
+        return _without_deepspeed(node)
+
+    tree = composed(tree, file, errors, skip=lambda name: "deepspeed" in name, prepare=prepare)
+    return tree, frozenset(variables)
+
+
+def _referenced(node: Node) -> Iterator[str]:
+    """Yield the first names of all references `${NAME.KEY}`."""
+    if isinstance(node.value, dict):
+        children: Iterable[Node] = node.value.values()
+    else:
+        children = node.value if isinstance(node.value, tuple) else ()
+    for child in children:
+        yield from _referenced(child)
+    if isinstance(node.value, str):
+        yield from _VARIABLE.findall(node.value)
 
 
 def _without_deepspeed(node: Node) -> Node:

@@ -38,6 +38,7 @@ from msrl.plan.derived import (
     needs_distribution,
     needs_greedy,
     needs_old_logprobs,
+    rewards_turns,
 )
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import (
@@ -175,8 +176,7 @@ class Updater:
         rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
         turns = episode_turns(groups) if self._config.environment.is_on else None
         if turns is not None:
-            early = early_rewards(groups, turns, self._config.environment.reward_weight)
-            rewards = with_turn_rewards(rewards, turns, early)
+            rewards = placed_rewards(self._config, rewards, groups, turns)
         distribution = _distribution(plain, logprobs)
         greedy_rewards = None
         if needs_greedy(self._config):
@@ -440,6 +440,19 @@ def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  #
     )
     unmasked = unmasked & ~fault_matrix(groups)
     return unmasked & select_informative(config.rollout.filter, groups)[:, None]
+
+
+def placed_rewards(
+    config: Config, rewards: TokenRewards, groups: Sequence[ScoredGroup], turns: Turns
+) -> TokenRewards:
+    """Give the reward of a turn to its last token.
+
+    With `environment.reward_at` "end", the last token of an episode has all rewards.
+    """
+    if not rewards_turns(config):
+        return rewards
+    early = early_rewards(groups, turns, config.environment.reward_weight)
+    return with_turn_rewards(rewards, turns, early)
 
 
 def estimate_advantages(

@@ -1,0 +1,368 @@
+"""Imported agentic files of ROLL have the advantages of ROLL's own functions.
+
+P prompts with G episodes of several turns; N tokens of all answers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import roll_oracle as oracle
+from msrl.algorithms.samples import length_matrix
+from msrl.algorithms.token_rewards import TokenRewards
+from msrl.algorithms.turns import episode_turns
+from msrl.config.schema import Config
+from msrl.config.sources import plain
+from msrl.errors import MsrlError
+from msrl.importers.translation import KeyStatus
+from msrl.rewards.process import RewardSteps
+from msrl.types import (
+    Completion,
+    Episode,
+    EpisodeTurn,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    ScoredGroup,
+    TokenSequence,
+)
+from msrl.workflows.rl.update import estimate_advantages, placed_rewards
+from support import assert_mentions, mentions
+from test_imports_commands import changed
+from test_imports_environments import AGENTIC, imported, tree
+from test_imports_roll import GROUP, LENGTHS, PROMPT, flat, pipeline, roll_batch
+
+NORM = "{grouping: traj_group_id, method: mean}"
+NORMS: dict[str, dict[str, str]] = {
+    "none": {"method": "identity"},
+    "mean of groups": {"grouping": "traj_group_id", "method": "mean"},
+    "groups": {"grouping": "traj_group_id", "method": "mean_std"},
+    "tags": {"grouping": "tags", "method": "mean_std"},
+    "mean of the step": {"grouping": "batch", "method": "mean"},
+    "step": {"grouping": "batch", "method": "mean_std"},
+    "mean of groups, deviation of the step": {
+        "grouping": "traj_group_id", "norm_mean_type": "group", "norm_std_type": "batch",
+    },
+}  # fmt: skip
+KEYS: dict[str, list[str]] = {
+    "grpo": [],
+    "grpo, whitened": ["whiten_advantages: true"],
+    "grpo, clipped": ["reward_clip: 0.6"],
+    "grpo, a penalty of kl": [
+        "add_token_level_kl: true", "kl_penalty: kl", "init_kl_coef: 0.3", "kl_horizon: 10000",
+    ],
+    "reinforce": ["adv_estimator: reinforce"],
+    "reinforce, whitened and clipped": [
+        "adv_estimator: reinforce", "whiten_advantages: true", "advantage_clip: 0.7",
+    ],
+    "agentic_reinforce": ["adv_estimator: agentic_reinforce"],
+    "agentic_reinforce, discounted": [
+        "adv_estimator: agentic_reinforce", "gamma: 0.9",
+    ],
+}  # fmt: skip
+TURN_REWARDS = np.arange(len(LENGTHS)) % 3 / 4 - 0.25
+MIN_TOKENS = 3  # of an episode of two turns: the second token belongs to the environment
+
+
+def groups() -> list[ScoredGroup]:
+    """Return episodes, of one turn or of two turns with rewards; the tags are a and b."""
+    scores = np.arange(len(LENGTHS)) * 5 % 7 / 3
+    result: list[ScoredGroup] = []
+    for number in range(len(LENGTHS) // GROUP):
+        rows = range(number * GROUP, (number + 1) * GROUP)
+        completions = tuple(_episode(LENGTHS[row], float(TURN_REWARDS[row])) for row in rows)
+        prompt = Prompt(number, np.array([1]), "", {"tag": "ab"[number % 2]})
+        rewards = tuple(Reward(float(scores[row]), {}) for row in rows)
+        result.append(ScoredGroup(RolloutGroup(prompt, completions), rewards))
+    return result
+
+
+def _episode(length: int, reward: float) -> Completion:
+    """Return an episode of `length` tokens of the policy and of the environment."""
+    tokens, turns = np.arange(1 + length), (EpisodeTurn(length, "s", "stop", reward),)
+    mask = tokens > 0
+    if length >= MIN_TOKENS:
+        mask[2] = False
+        first = EpisodeTurn(1, "s", "stop", reward)
+        turns = (first, EpisodeTurn(length - 2, "t", "stop", 0.5))
+    record = Episode((TokenSequence(tokens, mask),), turns, (), None)
+    sampled = tokens[mask]
+    logprobs = np.zeros(len(sampled), np.float32)
+    return Completion(sampled, logprobs, "stop", 0, "", (), record)
+
+
+def agentic_batch() -> oracle.Batch:
+    """Return the padded tensors of these episodes."""
+    batch = roll_batch(0)
+    has_reply = torch.tensor(LENGTHS) >= MIN_TOKENS
+    batch["response_mask"][has_reply, PROMPT + 1] = 0
+    return batch
+
+
+def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
+    """Return the advantages of a step, as the driver computes them from scored groups."""
+    scored, algo = groups(), config.algo
+    scores = RewardSteps(config.reward, 64, {}).apply(scored).rewards
+    extra = None
+    if algo.kl.reward.coef:
+        divergence = flat(batch, batch["old_log_probs"]) - flat(batch, batch["ref_log_probs"])
+        extra = -algo.kl.reward.coef * divergence.numpy()
+    turns = episode_turns(scored)
+    rewards = TokenRewards(scores, length_matrix(scored), extra)
+    rewards = placed_rewards(config, rewards, scored, turns)
+    advantages = estimate_advantages(algo, rewards, turns=turns)
+    if algo.advantage.whiten:
+        advantages = rewards.whiten(advantages, algo.advantage.eps)
+    clip = algo.advantage.clip
+    return advantages if clip is None else advantages.clip(-clip, clip)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("keys", KEYS)
+def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(
+    keys: str, norm: str, tmp_path: Path
+) -> None:
+    lines, values = KEYS[keys], NORMS[norm]
+    names = {line.split(":")[0] for line in lines}
+    unchanged = [line for line in AGENTIC.splitlines() if line.split(":")[0] not in names]
+    section = ", ".join(f"{key}: {value}" for key, value in values.items())
+    text = changed("\n".join([*unchanged, *lines, ""]), (NORM, f"{{{section}}}"))
+    config = Config.model_validate(tree(imported(text, tmp_path)))
+    batch = agentic_batch()
+    rows = np.arange(len(LENGTHS)) // GROUP
+    labels = {"traj_group_id": rows.astype(str), "tags": np.array(["a", "b"])[rows % 2]}
+    scores = torch.tensor([reward.total for group in groups() for reward in group.rewards])
+    theirs = oracle.episode_advantages(pipeline(lines), batch, scores.double(), labels, values)
+    actual, expected = our_advantages(config, batch), flat(batch, theirs).numpy()
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+WORKER = "actor_train:\n"
+
+
+def with_worker(*lines: str) -> str:
+    """Return an agentic file with these keys of actor_train."""
+    return changed(AGENTIC, (WORKER, WORKER + "".join(f"  {line}\n" for line in lines)))
+
+
+def test_the_policy_loss_of_agentic_files_is_that_of_their_worker(tmp_path: Path) -> None:
+    module = "roll.pipeline.agentic.agentic_actor_pg_worker"
+    text = with_worker(f"worker_cls: {module}.ActorWorker", "pg_variant: topr")
+    assert tree(imported(text, tmp_path))["algo"]["policy_loss"] == "topr"
+    usual = with_worker(f"worker_cls: {module[:-10]}worker.ActorWorker", "pg_variant: topr")
+    assert "policy_loss" not in tree(imported(usual, tmp_path))["algo"]
+
+
+@pytest.mark.parametrize(
+    ("line", "native"),
+    [
+        ("rl_loss_coef: 0.5", "algo.rl_coef"),
+        ("importance_sampling: seq", "algo.ratio"),
+        ("max_len_mask: true", "algo.mask"),
+        ("difficulty_mask: true", "algo.mask"),
+        ("length_loss_weight: true", "algo.sample_weight"),
+        ("query_filter_config: {type: mean_filter}", "rollout.filter"),
+    ],
+)
+def test_keys_that_only_rlvr_reads_have_no_effect_in_agentic_files(
+    line: str, native: str, tmp_path: Path
+) -> None:
+    translation = imported(f"{AGENTIC}{line}\n", tmp_path)
+    key = line.partition(":")[0]
+    (result,) = [row for row in translation.key_results if row.entry.key == key]
+    assert result.status is KeyStatus.DEAD
+    assert tree(translation) == tree(imported(AGENTIC, tmp_path)), native
+
+
+def test_a_discount_over_the_tokens_of_environments_is_reported(tmp_path: Path) -> None:
+    line, _ = imported(f"{AGENTIC}gamma: 0.9\n", tmp_path).differences
+    assert_mentions(line, "gamma=0.9", "--approximate")
+
+
+def test_gigpo_of_roll_without_means_is_reported(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
+    (line,) = imported(text, tmp_path).differences
+    assert_mentions(line, "env_type")
+    _, line = imported(changed(text, ("method: mean}", "method: identity}")), tmp_path).differences
+    assert_mentions(line, "reward_normalization", "identity", "--approximate")
+
+
+def test_an_update_has_at_most_the_episodes_of_a_step(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 16"))
+    translation = imported(text, tmp_path)
+    assert tree(translation)["train"]["updates"]["samples_per_update"] == 64
+    (line,) = [line for line in translation.differences if "env_type" not in line]
+    assert_mentions(line, "gradient_accumulation_steps", "repeats", "--approximate")
+
+
+def test_the_native_sokoban_renders_the_whole_conversation(tmp_path: Path) -> None:
+    text = changed(
+        AGENTIC,
+        ("tags: [Lake]", "tags: [Room]"),
+        ("env_type: sokoban", "env_type: sokoban_native_env"),
+        (
+            "    max_steps: 7\n",
+            "    max_steps: 7\n    env_manager_cls: roll.x.AgentNativeStepEnvManager\n",
+        ),
+        ("{dim_room: [6, 6], num_boxes: 1, max_steps: 7}", "{max_steps: 7}"),
+    )
+    translation = imported(text, tmp_path)
+    environment = tree(translation)["environment"]
+    assert (environment["name"], environment["history"]) == ("sokoban", "template")
+    options = {"size": 6, "num_boxes": 1, "max_steps": 7, "invalid_reward": -0.1}
+    assert environment["options"].items() >= options.items()
+    assert any("AgentNativeStepEnvManager" in line for line in translation.differences)
+
+
+def test_recording_rollouts_changes_nothing_and_recorded_ones_are_refused(tmp_path: Path) -> None:
+    mock = "rollout_mock: {{enable: true, mode: {}}}\n"
+    assert tree(imported(AGENTIC + mock.format("dump"), tmp_path)) == tree(
+        imported(AGENTIC, tmp_path)
+    )
+    with pytest.raises(MsrlError, match=mentions("rollout_mock", "recorded")):
+        imported(AGENTIC + mock.format("mock"), tmp_path)
+
+
+CORRECTION = "train_infer_correction: {{{}}}\n"
+
+
+def test_the_weight_of_a_correction_is_imported_exactly(tmp_path: Path) -> None:
+    text = AGENTIC + CORRECTION.format("is_weight: {enabled: true, weight_type: sequence}")
+    translation = imported(text, tmp_path)
+    assert tree(translation)["algo"]["mismatch"] == {"weight": "sequence", "upper": 1.2}
+    assert not [line for line in translation.differences if "correction" in line]
+    off = AGENTIC + CORRECTION.format("is_weight: {enabled: false}, filters: [{agg_type: token}]")
+    assert "mismatch" not in tree(imported(off, tmp_path))["algo"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [("token", "token"), ("geometric", "sequence"), ("sequence", "sequence-product")],
+)
+def test_a_filter_of_ratios_is_imported_with_other_averages(
+    kind: str, native: str, tmp_path: Path
+) -> None:
+    keys = f"filters: [{{enabled: true, agg_type: {kind}, ratio_low: 0.7}}]"
+    translation = imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+    expected = {"filter": native, "low": 0.7, "high": 1.2}
+    assert plain(translation.complete_tree())["algo"]["mismatch"] == expected
+    (line,) = [line for line in translation.differences if "correction" in line]
+    assert_mentions(line, "averages", "--approximate")
+
+
+@pytest.mark.parametrize(
+    ("keys", "keywords"),
+    [
+        ("is_weight: {enabled: true, weight_type: segment}", ("weight_type=segment", "sequence")),
+        ("is_weight: {enabled: true, upper_bound: null}", ("upper_bound=null", "bound")),
+        ("is_weight: {enable: true}", ("enable", "unknown")),
+        ("is_wieght: {enabled: true}", ("is_wieght", "unknown")),
+        ("filters: [{enabled: true, agg_type: segment}]", ("agg_type=segment", "geometric")),
+        ("filters: [{enabled: true, diff_enabled: true}]", ("diff_enabled", "ratios")),
+        ("filters: [{enabled: true}, {enabled: true}]", ("several",)),
+    ],
+)
+def test_corrections_that_msrl_does_not_have_are_refused_by_name(
+    keys: str, keywords: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions("train_infer_correction", *keywords)):
+        imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+
+
+QUESTIONS = """\
+own_text: "Think first. {observation}"
+questions:
+  Math:
+    env_type: roll_math
+    agent_template: ${own_text}
+    env_config: {dataset_name: a/b, question_key: prompt, answer_key: solution, max_steps: 9}
+WRAPPER
+custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}", Math: "${questions.Math}"}
+"""
+WRAPPER = """\
+    tool_wrapper:
+      wrapper_args: {tool_reward: 0, tool_success_reward: REWARD, max_tool_uses: 2}
+      tool_configs: [{tool_id: TOOL, tool_args: {timeout: 7, server_url: "http://127.0.0.1:9"}}]
+"""
+
+
+def questions(tool: str = "", reward: str = "0") -> str:
+    """Return an agentic file with questions, and with a tool if it is not empty."""
+    wrapper = WRAPPER.replace("TOOL", tool).replace("REWARD", reward) if tool else ""
+    lakes = 'custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}"}\n'
+    text = changed(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
+    return changed(text, ("tags: [Lake]", "tags: [Math]"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "options"),
+    [
+        ("", "single_turn", {}),
+        ("python_code", "python_tool", {"max_calls": 1, "time_s": 7.0}),
+        ("search", "search", {"max_calls": 1, "num_results": 3}),
+        ("mcp", "mcp", {"url": "http://127.0.0.1:9"}),
+    ],
+)
+def test_questions_of_roll_become_environments_with_a_verifier(
+    tool: str, name: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    translation = imported(questions(tool), tmp_path)
+    native = tree(translation)
+    assert native["environment"]["name"] == name and native["environment"]["options"] == options
+    assert native["environment"]["max_turns"] == (3 if tool else 5)
+    assert native["reward"]["sources"] == [{"verifier": "math_verify_reward"}]
+    assert any("env_type=roll_math" in line for line in translation.differences)
+    corpus = [line for line in translation.differences if "environment.options.corpus" in line]
+    assert len(corpus) == (tool == "search")
+
+
+def test_answers_of_roll_qa_are_compared_as_text(tmp_path: Path) -> None:
+    text = changed(questions(), ("env_type: roll_math", "env_type: roll_qa"))
+    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    assert source == {"verifier": "exact_match", "options": {"part": "answer", "ignore_case": True}}
+    text = changed(text, ("max_steps: 9}", "extract_boxed: true}"))
+    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    assert source["options"]["part"] == "boxed"
+
+
+@pytest.mark.parametrize(
+    ("text", "keywords"),
+    [
+        (questions("browser"), ("tool_wrapper", "python_code", "environment.path")),
+        (
+            changed(AGENTIC, ("use_thread_lock: true", "tool_wrapper: {tool_configs: []}")),
+            ("tool_wrapper", "game", "environment.path"),
+        ),
+        (
+            changed(
+                questions(),
+                ("tags: [Math], num_groups_partition: [8]", "tags: [Math, Lake]"),
+            ),
+            ("env_type=roll_math", "several tags"),
+        ),
+    ],
+)
+def test_questions_that_msrl_cannot_ask_are_refused(
+    text: str, keywords: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*keywords)):
+        imported(text, tmp_path)
+
+
+def test_rewards_of_calls_are_reported(tmp_path: Path) -> None:
+    translation = imported(questions("python_code", reward="0.1"), tmp_path)
+    (line,) = [line for line in translation.differences if "tool_wrapper" in line]
+    assert_mentions(line, "tool_success_reward=0.1", "--approximate")
+
+
+def test_variables_of_a_file_are_no_unknown_keys(tmp_path: Path) -> None:
+    translation = imported(questions(), tmp_path)
+    statuses = {row.entry.path: row.status for row in translation.key_results}
+    assert statuses["own_text"] is statuses["questions"] is KeyStatus.APPLIED
+    unused = changed(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
+    with pytest.raises(MsrlError, match=mentions("agent_templates", "unknown")):
+        imported(unused, tmp_path)
