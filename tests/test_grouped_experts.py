@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msrl import platforms
 from msrl.trainer.model.grouped_experts import grouped_linear, weighted_swiglu
 
 COUNTS = [5, 0, 7, 1, 3]  # an expert without tokens too
@@ -47,6 +50,33 @@ def test_products_equal_those_of_torch_in_one_call() -> None:
     actual = grouped_linear(x, COUNTS, weights)
     torch.testing.assert_close(actual, expected)
     _assert_same_gradients(actual, expected, [x, *weights])
+
+
+def test_devices_with_a_kernel_compute_all_products_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CPU stands in for such a device. Rows of operands need a multiple of 16 bytes there."""
+    torch.manual_seed(0)
+    x = _leaf(N, INPUTS, dtype=torch.float32)
+    weights = [_leaf(OUTPUTS, INPUTS, dtype=torch.float32) for _ in COUNTS]
+    odd = [_leaf(OUTPUTS + 1, INPUTS, dtype=torch.float32) for _ in COUNTS]
+    expected, loop = grouped_linear(x, COUNTS, weights), grouped_linear(x, COUNTS, odd)
+    calls: list[int] = []
+    kernel = F.grouped_mm
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return kernel(*arguments, **options)
+
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    platform = platforms.get("cpu")
+    monkeypatch.setattr(platform, "grouped_product_dtypes", frozenset({"float32"}))
+    actual = grouped_linear(x, COUNTS, weights)
+    torch.testing.assert_close(actual, expected)
+    _assert_same_gradients(actual, expected, [x, *weights])
+    assert len(calls) == 3  # forward, and the gradients of x in two backward passes
+    assert torch.equal(grouped_linear(x, COUNTS, odd), loop)
+    assert len(calls) == 3
 
 
 def test_frozen_experts_have_no_gradient_and_save_no_tokens() -> None:

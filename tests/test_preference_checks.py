@@ -5,16 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
+from msrl.config.sections.train import LoraConfig
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
+from msrl.memory.states import bytes_per_device
+from msrl.models.families import load_shape
+from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.select import is_layer
+from msrl.models.stages import stage_tensors
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import resolve
+from msrl.platforms import get
 from msrl.workflows.preference.batches import make_batch
+from msrl.workflows.preference.reference import StoredReference
 from msrl.workflows.preference.reward_model import scored_sequences
 from msrl.workflows.preference.rows import checked_rows, row_order
 from support import assert_mentions, labelled, mentions
@@ -65,6 +77,21 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ),
         (
             "train-dpo",
+            ("algo.preference.options.label_smoothing=-0.1",),
+            ("options.label_smoothing", -0.1, "at least 0"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.options.label_smoothing=.nan",),
+            ("options.label_smoothing", "nan", "finite"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.loss=simpo", "algo.preference.options.gamma=.inf"),
+            ("options.gamma", "inf", "finite"),
+        ),
+        (
+            "train-dpo",
             ("algo.preference.options={form: hinge, label_smoothing: 0.1}",),
             ("label_smoothing", 0.1, "hinge"),
         ),
@@ -91,6 +118,26 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ("train-sft", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-dpo")),
         ("train-sft", (), ("data.train", "pairs", "sft")),
         ("train-rm", ("train.lora.rank=4", "train.freeze=['*']"), ("train.freeze", "train.lora")),
+        ("train-dpo", ("train.lora.load=x",), ("train.lora.load", "train.lora.rank")),
+        (
+            "train-dpo",
+            ("train.lora.rank=4", "train.lora.load=gone"),
+            ("train.lora.load", "gone", "not found"),
+        ),
+        (
+            "train-dpo",
+            ("train.lora.rank=4", "train.lora.load=tests"),
+            ("train.lora.load", "tests", "latest_checkpointed_iteration.txt"),
+        ),
+        (
+            "train-dpo",
+            (
+                "train.lora.rank=4",
+                "train.lora.load=tests",
+                "algo.preference.reference=precomputed",
+            ),
+            ("train.lora.load", "tests", "on-the-fly"),
+        ),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
         ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
         (
@@ -108,8 +155,13 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
     ],
 )
 def test_a_setting_that_is_invalid_or_has_no_effect_is_refused(
-    command: str, sets: tuple[str, ...], fragments: tuple[Any, ...], inputs: Path
+    command: str,
+    sets: tuple[str, ...],
+    fragments: tuple[Any, ...],
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         check(inputs, command, *sets)
 
@@ -210,3 +262,84 @@ def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[
     tokens = ["--set", "train.max_tokens_per_micro_batch=20"]
     assert msrl("train-dpo", "-c", file, *tokens, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "train.max_tokens_per_micro_batch=20", "longest")
+
+
+def save_adapters(
+    folder: Path, model: Path, layout: ParallelLayout, *, has_head: bool = False
+) -> None:
+    """Write new adapters of rank 4 as a training does, with the score head of a reward model."""
+    shape = load_shape(model)
+    for at in layout.ranks():
+        args = mcore.namespace(shape, layout)
+        vars(args).update(lora_r=4, lora_alpha=8.0, lora_target_modules=list(LoraConfig().targets))
+        tensors = {"rm_head.weight": torch.ones(1, shape.hidden_size)} if has_head else {}
+        for placed in stage_tensors(shape, layout, at):
+            if is_layer(placed.rule.mcore, placed.rule.hf, LoraConfig().targets):
+                rows, columns = shard_shape(placed.layout, placed.rule.shapes, placed.num_shards)
+                name = placed.name.removesuffix(".weight")
+                tensors[f"{name}.lora_A.default.weight"] = torch.ones(4, columns)
+                tensors[f"{name}.lora_B.default.weight"] = torch.zeros(rows, 4)
+        mcore.write_rank_file(mcore.rank_file(folder, 7, layout, at), tensors, args, 7)
+    mcore.publish(folder, 7)
+
+
+def test_a_dry_run_compares_the_settings_of_adapters_with_those_that_they_start_from(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_adapters(inputs / "adapters", inputs / "model", ParallelLayout(tp=2))
+    save_adapters(inputs / "scorer", inputs / "model", ParallelLayout(), has_head=True)
+
+    def dry_run(command: str, folder: str, **lora: object) -> tuple[int, str]:
+        values = {"rank": 4, "alpha": 8.0, "load": str(inputs / folder), **lora}
+        sets = [f"--set=train.lora.{name}={value}" for name, value in values.items()]
+        code = msrl(command, "-c", str(inputs / "dpo.yaml"), *sets, "--dry-run")
+        return code, capsys.readouterr().err
+
+    rank = ("train.lora.rank=4", "train.lora.alpha=8")
+    new, started = (
+        bytes_per_device(resolve(check(inputs, "train-dpo", *rank, *more).config, "train-dpo"))
+        for more in ((), (f"train.lora.load={inputs / 'adapters'}",))
+    )
+    assert started["weights"] - new["weights"] == new["gradients"]  # both are float32
+    assert started["gradients"] == new["gradients"]
+    assert dry_run("train-dpo", "adapters")[0] == 0
+    assert dry_run("train-rm", "adapters")[0] == 0
+    assert dry_run("train-rm", "scorer")[0] == 0
+    code, message = dry_run("train-dpo", "adapters", rank=2, alpha=32.0, targets="[linear_qkv]")
+    assert code == 2
+    assert_mentions(message, "train.lora.rank=2", "train.lora.alpha=32.0", 8.0)
+    assert_mentions(message, "train.lora.targets", "linear_qkv", "linear_proj", "linear_fc2")
+    code, message = dry_run("train-dpo", "scorer")
+    assert code == 2
+    assert_mentions(message, "train.lora.load", "scorer", "head")
+
+
+def test_stored_log_probabilities_belong_to_the_data_the_weights_and_the_settings(
+    inputs: Path,
+) -> None:
+    save_model(inputs / "other", tied=True, positions=128)
+
+    def stored(*sets: str) -> StoredReference:
+        precomputed = "algo.preference.reference=precomputed"
+        config = check(inputs, "train-dpo", precomputed, *sets).config
+        plan = resolve(config, "train-dpo")
+        return StoredReference(plan, [checked_rows(plan, "pairs", reads_margins=True)[0]])
+
+    first = stored()
+    assert stored("train.steps=7").path == first.path
+    changes = (
+        "data.seq_length=100",
+        "model.dtype=bfloat16",
+        f"data.train={inputs / 'margins'}",
+        f"cluster.roles.reference.load={inputs / 'other'}",
+    )
+    paths = {stored(change).path for change in changes}
+    assert len(paths) == len(changes) and first.path not in paths
+    values = np.arange(2.0 * len(PAIRS)).reshape(-1, 2)
+    first.path.parent.mkdir(parents=True)
+    np.savez(first.path.with_suffix(""), logprobs_0=values)
+    first.load(get("cpu"), pytest.fail)
+    plan = resolve(check(inputs, "train-dpo").config, "train-dpo")
+    rows, _ = checked_rows(plan, "pairs", reads_margins=True)
+    read = first.lookup(rows)(make_batch(rows, [3, 1], 2))
+    assert read is not None and read.tolist() == [6.0, 7.0, 2.0, 3.0]
