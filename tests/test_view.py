@@ -47,7 +47,7 @@ def test_a_view_is_a_page_below_two_megabytes_with_data_beside_it(run: Path, tmp
     assert overview["name"] == "grpo"
     assert overview["metrics"]["steps"] == [0, 1, 2, 3]
     assert overview["metrics"]["values"]["train/kl"] == [None, None, None, None]
-    assert overview["markers"] == {"checkpoints": [2], "restarts": [2]}
+    assert overview["markers"] == {"checkpoints": [2], "evaluations": [0, 3], "restarts": [2]}
     assert [entry["count"] for entry in overview["tables"]["rollout"]] == [12, 12, 12]
     assert [entry["step"] for entry in overview["tables"]["eval"]] == [0, 3]
 
