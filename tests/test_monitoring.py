@@ -13,14 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from config_inputs import make_working_folder
 from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.cli.configuration import load_configuration
 from msrl.config.loader import load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.platforms import get
+from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker, exposition
 from msrl.types import StepReport, TrainingSample
+from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep
@@ -68,6 +73,25 @@ def test_a_port_in_use_is_one_message():
     tracker = free_tracker()
     with pytest.raises(MsrlError, match=mentions("log.prometheus", tracker.port, "another port")):
         PrometheusTracker(tracker.port, "grpo")
+    tracker.close()
+
+
+def test_engines_use_the_ports_after_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_working_folder(tmp_path)
+    sets = ["cluster.devices_per_node=2", "log.prometheus=9400", "run.name=math"]
+    loaded = load_configuration(["grpo.yaml"], sets, command="train-grpo").config
+    engines = numbered_engine_settings(resolve(loaded, "train-grpo"))
+    endpoints = [EngineMetrics(port, "math") for port in (9401, 9402)]
+    assert [engine.metrics for engine in engines] == endpoints
+
+
+def test_a_port_of_an_engine_in_use_is_one_message():
+    tracker = free_tracker()
+    with pytest.raises(MsrlError, match=mentions("log.prometheus", tracker.port, "another port")):
+        MetricsServer(EngineMetrics(tracker.port, "grpo"))
     tracker.close()
 
 
