@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msrl.platforms import get
 from msrl.trainer.model.grouped_experts import grouped_linear, weighted_swiglu
 
 COUNTS = [5, 0, 7, 1, 3]  # an expert without tokens too
@@ -70,3 +76,42 @@ def test_the_weighted_gate_equals_its_formula(dtype: torch.dtype) -> None:
     actual = weighted_swiglu(gate_up, weights)
     assert torch.equal(actual, expected)
     _assert_same_gradients(actual, expected, [gate_up, weights])
+
+
+def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
+    """Compute torch_npu's operator with one tensor of tokens and one of results."""
+    ends = options.pop("group_list")
+    assert ends.dtype == torch.int64 and options == {"split_item": 3, "group_type": 0}
+    (tokens,) = x
+    starts = [0, *ends.tolist()]
+    rows = [tokens[a:b] for a, b in pairwise(starts)]
+    return [torch.cat([a @ w for a, w in zip(rows, weight, strict=True)])]
+
+
+def test_npus_compute_products_of_all_experts_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(npu_grouped_matmul=_grouped_matmul)
+    monkeypatch.setitem(sys.modules, "torch_npu", operators)  # type: ignore[arg-type]
+    x = torch.randn(N, INPUTS, dtype=torch.bfloat16)
+    matrices = [torch.randn(INPUTS, OUTPUTS, dtype=torch.bfloat16) for _ in COUNTS]
+    expected = grouped_linear(x, COUNTS, [matrix.t() for matrix in matrices])
+    actual = get("npu").grouped_product(x, matrices, COUNTS)
+    assert actual is not None
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "num_experts", "dtype"),
+    [
+        (4, 8, 2, torch.float32),  # separate matrices have 16 bits
+        (4, 8, 129, torch.bfloat16),
+        (4, 65536, 2, torch.bfloat16),
+        (0, 8, 2, torch.bfloat16),
+    ],
+)
+def test_npus_have_no_kernel_for_other_products(
+    rows: int, width: int, num_experts: int, dtype: torch.dtype
+) -> None:
+    x = torch.zeros(rows, width, dtype=dtype)
+    matrices = [torch.zeros(width, 1, dtype=dtype)] * num_experts
+    counts = [rows, *[0] * (num_experts - 1)]
+    assert get("npu").grouped_product(x, matrices, counts) is None

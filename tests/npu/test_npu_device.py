@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from msrl.platforms import get
 from msrl.platforms.npu import fusion_attention
+from msrl.trainer.model.grouped_experts import grouped_linear
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +226,23 @@ def test_grouped_products_are_those_of_each_expert(device: torch.device):
     )
     products = [tokens[a:b] @ w for (a, b), w in zip(pairwise((0, *ends)), weight, strict=True)]
     torch.testing.assert_close(output.cpu(), torch.cat(products))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_equal_those_of_the_cpu(device: torch.device, dtype: torch.dtype):
+    torch.manual_seed(3)
+    counts = [5, 0, 3, 1]
+    shapes = [(sum(counts), 16), *[(8, 16)] * len(counts)]
+    references = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    inputs = [tensor.detach().to(device).requires_grad_() for tensor in references]
+    output = grouped_linear(inputs[0], counts, inputs[1:])
+    expected = grouped_linear(references[0], counts, references[1:])
+    torch.testing.assert_close(output.cpu(), expected)
+    ours, theirs = _gradients(output, inputs), _gradients(expected, references)
+    torch.testing.assert_close(ours, theirs)
+    matrices = [tensor.detach().t() for tensor in inputs[1:]]
+    product = get("npu").grouped_product(inputs[0].detach(), matrices, counts)
+    assert (product is not None) == (dtype == torch.bfloat16)
 
 
 _UNWAITED = """
