@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,15 @@ import pyarrow.parquet as pq
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, TrainingSample
+from msrl.types import (
+    Completion,
+    EpisodeTurn,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    ScoredGroup,
+    TrainingSample,
+)
 from msrl.workflows.rl.rollout_log import RolloutLog
 
 
@@ -84,7 +94,13 @@ def make_sample(group: ScoredGroup, number: int, advantage: float) -> TrainingSa
 
 
 def test_records_are_read_back_unchanged(tmp_path: Path) -> None:
-    records = [make_record(), make_record(sample=2, answer="", times={}, trainer_logprobs=None)]
+    turn = EpisodeTurn(2, "state", "stop", reward=0.5, tool_calls=({"name": "add"},))
+    turns = ({**asdict(turn), "tool_calls": json.dumps(turn.tool_calls)},)
+    records = [
+        make_record(),
+        make_record(sample=2, answer="", times={}, trainer_logprobs=None),
+        make_record(sample=3, versions=(), messages=(), turns=turns, success=True, scores={}),
+    ]
     write_records(tmp_path / "step.parquet", records)
     assert all(map(equal, read_records(tmp_path / "step.parquet"), records))
 

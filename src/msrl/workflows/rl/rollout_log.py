@@ -97,69 +97,27 @@ class RolloutLog:
         columns: Mapping[str, Mapping[int, Floats]],
         times: Mapping[str, float],
     ) -> Iterator[RolloutRecord]:
-        positions = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
-        number = 0
-        for (g, c), own in zip(positions, _by_completion(groups, samples), strict=True):
-            for index, sample in enumerate(own):
-                arrays = {name: rows[number] for name, rows in columns.items() if number in rows}
-                number += 1
-                yield self._record((step, g, c, index), groups[g], sample, times, arrays)
-        for g, group in enumerate(dropped_groups, start=len(groups)):
-            for c in range(len(group.rewards)):
-                for index in range(len(_sequences(group, c))):
-                    yield self._record((step, g, c, index), group, None, times, {})
-
-    def _record(
-        self,
-        position: tuple[int, int, int, int],  # step, group, sample, sequence
-        group: ScoredGroup,
-        sample: TrainingSample | None,
-        times: Mapping[str, float],
-        arrays: Mapping[str, Any],  # of tokens, [T], by column
-    ) -> RolloutRecord:
-        step, g, c, number = position
-        prompt, completion = group.rollout.prompt, group.rollout.completions[c]
-        sequence = _sequences(group, c)[number]
-        is_sampled, span = sequence.is_sampled, _sampled_span(group, c, number)
-        is_trained = sample is not None and sample.is_trained
-        advantages, behavior = (np.zeros(len(is_sampled), np.float32) for _ in range(2))
-        loss_mask = is_sampled & is_trained
-        if sample is not None:
-            advantages[len(sample.prompt_ids) :] = sample.advantages
-            if sample.is_sampled is not None:
-                loss_mask[len(sample.prompt_ids) :] &= sample.is_sampled
-        behavior[is_sampled] = completion.logprobs[span]
-        return RolloutRecord(
-            step=step,
-            group=g,
-            sample=c,
-            sequence=number,
-            prompt_index=prompt.index,
-            token_ids=sequence.token_ids,
-            loss_mask=loss_mask,
-            is_sampled=is_sampled,
-            behavior_logprobs=behavior,
-            versions=_version_runs(completion, span),
-            trainer_version=step - 1,
-            advantages=advantages,
-            reward=group.rewards[c].total,
-            scores=dict(group.rewards[c].scores),
-            finish_reason=completion.finish_reason,
-            messages=self._messages(prompt, completion),
-            answer=prompt.answer,
-            times=times,
-            **_episode_columns(completion.episode),
-            tag=prompt.extra.get(TAG, ""),
-            **arrays,
-        )
-
-    def _messages(self, prompt: Prompt, completion: Completion) -> list[tuple[str, str]]:
-        """Return the turns as (role, text). A rendered prompt has the role `prompt`."""
-        if completion.episode is None:
-            return [("prompt", self._text(prompt)), ("assistant", completion.text)]
-        turns = [(item["role"], item["content"]) for item in completion.episode.messages]
-        begins_with_row = not turns or turns[0][0] == "assistant"
-        return [("prompt", self._text(prompt)), *turns] if begins_with_row else turns
+        numbered = iter(enumerate(samples))
+        for g, group in enumerate([*groups, *dropped_groups]):
+            text = self._text(group.rollout.prompt)
+            for c, completion in enumerate(group.rollout.completions):
+                shared = _shared_columns(group, c, text)
+                sequences = token_sequences(group.rollout.prompt, completion)
+                for index, (tokens, span) in enumerate(_with_spans(sequences)):
+                    number, sample = next(numbered) if g < len(groups) else (-1, None)
+                    arrays = {name: rows.get(number) for name, rows in columns.items()}
+                    yield RolloutRecord(
+                        step=step,
+                        group=g,
+                        sample=c,
+                        sequence=index,
+                        versions=_version_runs(completion, span),
+                        trainer_version=step - 1,
+                        times=times,
+                        **_token_arrays(tokens, completion.logprobs[span], sample),
+                        **arrays,
+                        **shared,
+                    )
 
     def write_evaluation(
         self,
@@ -222,7 +180,7 @@ class RolloutLog:
         if episode is None:
             return {}
         reason, detail = episode.fault
-        messages = self._messages(prompt, completion)
+        messages = _messages(self._text(prompt), completion)
         return {
             "turns": [asdict(turn) for turn in episode.turns],
             "messages": [{"role": role, "content": text} for role, text in messages],
@@ -259,15 +217,61 @@ def _mean_advantage(samples: Sequence[TrainingSample]) -> float:
     return float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
 
 
-def _sequences(group: ScoredGroup, c: int) -> tuple[TokenSequence, ...]:
-    return token_sequences(group.rollout.prompt, group.rollout.completions[c])
+def _messages(prompt: str, completion: Completion) -> list[tuple[str, str]]:
+    """Return the turns as (role, text). A rendered prompt has the role `prompt`."""
+    if completion.episode is None:
+        return [("prompt", prompt), ("assistant", completion.text)]
+    turns = [(item["role"], item["content"]) for item in completion.episode.messages]
+    begins_with_row = not turns or turns[0][0] == "assistant"
+    return [("prompt", prompt), *turns] if begins_with_row else turns
 
 
-def _sampled_span(group: ScoredGroup, c: int, number: int) -> slice:
-    """Return the span of a sequence's sampled tokens among those of its completion."""
-    counts = [int(sequence.is_sampled.sum()) for sequence in _sequences(group, c)]
-    start = sum(counts[:number])
-    return slice(start, start + counts[number])
+def _shared_columns(group: ScoredGroup, c: int, text: str) -> dict[str, Any]:
+    """Return the columns that all sequences of a completion share. `text` is the prompt."""
+    prompt, completion = group.rollout.prompt, group.rollout.completions[c]
+    return {
+        "prompt_index": prompt.index,
+        "reward": group.rewards[c].total,
+        "scores": group.rewards[c].scores,
+        "finish_reason": completion.finish_reason,
+        "messages": _messages(text, completion),
+        "answer": prompt.answer,
+        "tag": prompt.extra.get(TAG, ""),
+        **_episode_columns(completion.episode),
+    }
+
+
+def _with_spans(sequences: Sequence[TokenSequence]) -> Iterator[tuple[TokenSequence, slice]]:
+    """Yield the sequences of a completion and the spans of their tokens among its tokens."""
+    start = 0
+    for sequence in sequences:
+        span = slice(start, start + int(np.count_nonzero(sequence.is_sampled)))
+        yield sequence, span
+        start = span.stop
+
+
+def _token_arrays(
+    tokens: TokenSequence,
+    logprobs: Floats,  # of the sampled tokens
+    sample: TrainingSample | None,
+) -> dict[str, Any]:
+    """Return the arrays [T] of a sequence by column. A dropped group has no samples."""
+    is_sampled = tokens.is_sampled
+    advantages, behavior = (np.zeros(len(is_sampled), np.float32) for _ in range(2))
+    loss_mask = is_sampled if sample is not None and sample.is_trained else is_sampled & False
+    if sample is not None:
+        advantages[len(sample.prompt_ids) :] = sample.advantages
+        if sample.is_sampled is not None:
+            loss_mask = loss_mask.copy()
+            loss_mask[len(sample.prompt_ids) :] &= sample.is_sampled
+    behavior[is_sampled] = logprobs
+    return {
+        "token_ids": tokens.token_ids,
+        "is_sampled": is_sampled,
+        "loss_mask": loss_mask,
+        "behavior_logprobs": behavior,
+        "advantages": advantages,
+    }
 
 
 def _version_runs(completion: Completion, span: slice) -> tuple[tuple[int, int], ...]:
