@@ -78,6 +78,16 @@ def test_the_weighted_gate_equals_its_formula(dtype: torch.dtype) -> None:
     _assert_same_gradients(actual, expected, [gate_up, weights])
 
 
+@pytest.mark.parametrize("width", [16, 12])
+def test_gpus_compute_aligned_products_in_one_call(width: int) -> None:
+    x = torch.randn(N, width, dtype=torch.bfloat16)
+    weights = [torch.randn(OUTPUTS, width, dtype=torch.bfloat16) for _ in COUNTS]
+    actual = get("cuda").grouped_product(x, [weight.t() for weight in weights], COUNTS)
+    assert (actual is not None) == (width == 16)
+    if actual is not None:
+        torch.testing.assert_close(actual, grouped_linear(x, COUNTS, weights))
+
+
 def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
     """Compute torch_npu's operator with one tensor of tokens and one of results."""
     ends = options.pop("group_list")
