@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,19 +90,39 @@ class RolloutRecord:
         return max((self.trainer_version - version for version, _ in self.versions), default=0)
 
 
-def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
-    """Write a Parquet file atomically.
+@dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """Column with an array [T] per row, which are concatenated."""
 
-    Each column is built at once. A Python object per number would take most of the time.
+    values: np.ndarray
+    lengths: Ints
+
+
+Column = Sequence[Any] | TokenArrays
+"""Values of all rows in the order of the record's attributes."""
+
+
+def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
+    """Write a Parquet file atomically."""
+    columns = {
+        column.name: [getattr(record, column.name) for record in records]
+        for column in fields(RolloutRecord)
+    }
+    write_columns(path, columns)
+
+
+def write_columns(path: Path, columns: Mapping[str, Column]) -> None:
+    """Write the columns of records by the names of their attributes; missing ones are null.
+
+    Arrow's arrays are built from whole columns. A Python object per number of a token would take
+    most of the time.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = [
-        _column([getattr(record, field.name) for record in records], field.type)
-        for field in _schema()
-    ]
-    table = pa.Table.from_arrays(columns, schema=_schema())
+    count = len(columns["step"])
+    arrays = [_array(columns.get(field.name, [None] * count), field.type) for field in _schema()]
+    table = pa.Table.from_arrays(arrays, schema=_schema())
     with atomic_write(path) as temporary:
         pq.write_table(
             table,
@@ -113,22 +133,26 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
         )
 
 
-def _column(values: Sequence[Any], type: pa.DataType) -> pa.Array:
-    """Return the values of a column of all records. None is a missing value."""
+def _array(values: Column, type: pa.DataType) -> pa.Array:
+    """Return a column. None is a missing value."""
     import pyarrow as pa
 
+    if isinstance(values, TokenArrays):
+        flat = values.values.astype(type.value_type.to_pandas_dtype(), copy=False)
+        offsets = _offsets(values.lengths)
+        return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type))
     if pa.types.is_list(type) and not pa.types.is_struct(type.value_type):
         return _number_lists(values, type)
     if pa.types.is_map(type):
         keys = [key for value in values for key in value]
         items = [item for value in values for item in value.values()]
-        ends = (pa.array(keys, type.key_type), pa.array(items, type.item_type))
-        return pa.MapArray.from_arrays(_offsets(values), *ends)
+        entries = (pa.array(keys, type.key_type), pa.array(items, type.item_type))
+        return pa.MapArray.from_arrays(_offsets(_lengths(values)), *entries)
     if pa.types.is_list(type):
         rows = [row for value in values for row in value]
         parts = [_part(rows, number, item) for number, item in enumerate(type.value_type)]
         structs = pa.StructArray.from_arrays(parts, fields=[*type.value_type])
-        return pa.ListArray.from_arrays(_offsets(values), structs)
+        return pa.ListArray.from_arrays(_offsets(_lengths(values)), structs)
     return pa.array(values, type)
 
 
@@ -148,17 +172,20 @@ def _number_lists(values: Sequence[np.ndarray | None], type: pa.DataType) -> pa.
     if not present:
         return pa.nulls(len(values), type)
     flat = np.concatenate(present).astype(type.value_type.to_pandas_dtype(), copy=False)
-    offsets = _offsets([() if value is None else value for value in values])
+    offsets = _offsets(_lengths([() if value is None else value for value in values]))
     missing = None if len(present) == len(values) else pa.array([v is None for v in values])
     return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type), mask=missing)
 
 
-def _offsets(values: Sequence[Sized]) -> pa.Array:
+def _lengths(values: Sequence[Sized]) -> Ints:
+    return np.fromiter(map(len, values), np.int64, len(values))
+
+
+def _offsets(lengths: Ints) -> pa.Array:
     """Return where each value begins in the concatenation of all, and its end."""
     import pyarrow as pa
 
-    lengths = [0, *map(len, values)]
-    return pa.array(np.cumsum(lengths, dtype=np.int32))
+    return pa.array(np.append(0, lengths).cumsum(dtype=np.int32))
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
