@@ -141,6 +141,9 @@ class Ranks:
     def token_statistic(self, sequences: Sequences, *_: Any) -> Any:
         return self._arrays("entropy", sequences)
 
+    def logprobs_and_entropies(self, sequences: Sequences, *_: Any) -> Any:
+        return self._arrays("both", sequences), self._arrays("both", sequences)
+
     def _arrays(self, name: str, sequences: Sequences) -> Any:
         self.calls.append((name, len(sequences.token_ids)))
         assert all(mask.sum() == 2 for mask in sequences.loss_masks)
@@ -167,11 +170,20 @@ def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp
     values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), tmp_path, [])
     columns = values.compute(prepared_step(64), Clock())
     padded = count + -count % 3
-    assert ranks.calls == ([("policy", padded), ("entropy", padded)] if count else [])
+    assert ranks.calls == ([("both", padded)] * 2 if count else [])
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
     for arrays in columns.values():
         assert [*arrays] == list(range(count))
         assert all(array[0] == number for number, array in arrays.items())
+
+
+@pytest.mark.parametrize(
+    ("has", "calls"), [("old_logprobs", ["entropy"]), ("entropies", ["policy"])]
+)
+def test_only_the_missing_values_are_computed(has: str, calls: list[str], tmp_path: Path):
+    values, ranks = token_values(config(tmp_path, "log.tokens=all"), tmp_path, [])
+    values.compute(prepared_step(6, **{has: ()}), Clock())
+    assert [name for name, _ in ranks.calls] == calls
 
 
 def test_values_that_the_step_has_are_not_computed_again(tmp_path: Path):
