@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -293,6 +294,26 @@ print(values.grad.device, values.grad.cpu().tolist(), torch.npu.current_device()
 
 def test_gradients_are_computed_on_a_second_device():
     assert _output(_SECOND_DEVICE) == "npu:1 [2.0, 2.0, 2.0] 0"
+
+
+_PROFILED = """
+import sys
+from pathlib import Path
+from msrl.platforms import get
+npu = get("npu")
+npu.prepare()
+npu.device(0)
+folder = Path({folder!r})
+with npu.profiler(folder / "rank_00000"):
+    pass
+print(*(path.name for path in folder.rglob("*.json")))
+"""
+
+
+def test_the_profiler_writes_its_folder(tmp_path: Path):
+    """The calls and arguments are right. The simulated device has no profiler of CANN."""
+    output = _output(_PROFILED.format(folder=str(tmp_path)))
+    assert {"profiler_info.json", "profiler_metadata.json"} <= set(output.split())
 
 
 _FAILING = """
