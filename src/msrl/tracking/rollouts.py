@@ -97,6 +97,10 @@ class TokenArrays:
     values: np.ndarray
     lengths: Ints
 
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths)
+
 
 Column = Sequence[Any] | TokenArrays
 """Values of all rows in the order of the record's attributes."""
@@ -128,7 +132,7 @@ def write_columns(path: Path, columns: Mapping[str, Column]) -> None:
             table,
             temporary,
             compression="zstd",
-            use_dictionary=_REPEATED,
+            use_dictionary=_REPEATED,  # pyright: ignore[reportArgumentType]
             write_statistics=False,
         )
 
