@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent
 PEERS_DIR = ROOT / "../shared/bench"
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch_npu==2.13.0"  # the release for TORCH; NPUs themselves use 2.10
+TRACKERS = ("swanlab", "wandb")  # extras of pyproject.toml; TensorBoard is always installed
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
 AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
@@ -131,6 +133,18 @@ def browser(session: nox.Session) -> None:
     env = OFFLINE | ONE_THREAD | {"PYTHONPATH": paths} | ({"MSRL_AXE": axe} if axe else {})
     command = ("-m", "pytest", "-n", "0", "-rs", "tests/browser", *session.posargs)
     session.run(sys.executable, *command, env=env)
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Test each tracker that is an extra in its own environment: `-- [PYTEST-OPTION...]`."""
+    install(session, "cpu,dev")
+    for name in TRACKERS:
+        folder = ROOT / ".nox" / "trackers" / name
+        install_extra(session, name, folder)
+        command = ("-m", "pytest", "-n", "0", "-rs", "tests/test_extension_points.py")
+        options = ("-k", f"reader and {name}", *session.posargs)
+        session.run(str(folder / "bin" / "python"), *command, *options, env=OFFLINE | ONE_THREAD)
 
 
 @nox.session
@@ -304,6 +318,22 @@ def install_playwright(session: nox.Session, folder: Path) -> None:
         return
     pip(session, "install", "-q", "--upgrade", "--target", str(folder), PLAYWRIGHT)
     stamp_file.write_text(PLAYWRIGHT + sys.version)
+
+
+def install_extra(session: nox.Session, extra: str, folder: Path) -> None:
+    """Create an environment in `folder` that extends this one by the packages of an extra."""
+    project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
+    packages = project["optional-dependencies"][extra]
+    stamp_file, state = folder / f"msrl-{extra}.stamp", f"{packages} {sys.version}"
+    if stamp_file.exists() and stamp_file.read_text() == state:
+        return
+    session.run_install(sys.executable, "-m", "venv", "--clear", str(folder))
+    own = sysconfig.get_paths()["purelib"]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    extended = folder / "lib" / version / "site-packages" / "msrl-environment.pth"
+    extended.write_text(f"import site; site.addsitedir({own!r})\n")
+    session.run_install(str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *packages)
+    stamp_file.write_text(state)
 
 
 def axe_script(session: nox.Session, folder: Path) -> str | None:

@@ -61,17 +61,10 @@ def configuration(steps: int) -> dict[str, Any]:
 def drive() -> None:
     """Run `msrl` in this process. The first argument is the file for its CPU seconds."""
     from msrl.cli.app import main as run_msrl
-    from msrl.tracking.run import RunLog
-    from msrl.workflows.rl.rollout_log import RolloutLog
-    from msrl.workflows.rl.token_values import TokenValues
 
     output = Path(sys.argv[1]).absolute()
     seconds: dict[str, float] = defaultdict(float)
-    for owner, method, name in (
-        (RolloutLog, "write", "rollouts"),
-        (TokenValues, "compute", "values of tokens"),
-        (RunLog, "log", "metrics"),
-    ):
+    for owner, method, name in calls_of_logging():
         setattr(owner, method, measured(getattr(owner, method), name, seconds))
 
     def write() -> None:
@@ -80,6 +73,19 @@ def drive() -> None:
     atexit.register(write)
     del sys.argv[1]
     run_msrl()
+
+
+def calls_of_logging() -> tuple[tuple[type, str, str], ...]:
+    """Return the measured methods of the driver with their names in the table."""
+    from msrl.workflows.rl.rollout_log import RolloutLog
+    from msrl.workflows.rl.token_values import TokenValues
+    from msrl.workflows.training.run_log import RunLog
+
+    return (
+        (RolloutLog, "write", "rollouts"),
+        (TokenValues, "compute", "values of tokens"),
+        (RunLog, "log", "metrics"),
+    )
 
 
 def measured(

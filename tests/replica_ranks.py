@@ -94,6 +94,10 @@ def _statistic_error(
     }[name]
     expected = np.where(batch.loss_mask, values.numpy(), 0.0)
     (statistic,) = rank.token_statistic([batch], 0.7, name) or []
+    if name == "entropy":  # the pass that computes both gives the same values
+        both = rank.logprobs_and_entropies([batch], 0.7)
+        assert both is not None and np.array_equal(both[1][0], statistic)
+        np.testing.assert_allclose(both[0][0], (rank.logprobs([batch], 0.7) or [])[0], atol=1e-6)
     return float(np.abs(statistic - expected).max())
 
 

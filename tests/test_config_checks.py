@@ -199,6 +199,7 @@ def test_each_invalid_sft_setting_is_one_line(
             ("--set: reward.sources.0.verifier=strict_formt", "rewards.verifiers",
                 "'strict_format'"),
         ),
+        (("log.prometheus=65535",), ("--set: log.prometheus=65535", "lower port")),
         (("algo.options={eps: 1}",), ("--set: algo.options.eps=1", "option")),
         (("reward.sources.0.weight=0",), ("reward.sources", "weights", "0")),
         (("reward.sources=[{verifier: acc}, {verifier: acc}]",),

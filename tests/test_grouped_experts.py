@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msrl import platforms
+from msrl.platforms import get
 from msrl.trainer.model.grouped_experts import grouped_linear, weighted_swiglu
 
 COUNTS = [5, 0, 7, 1, 3]  # an expert without tokens too
@@ -55,28 +59,23 @@ def test_products_equal_those_of_torch_in_one_call() -> None:
 def test_devices_with_a_kernel_compute_all_products_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The CPU stands in for such a device. Rows of operands need a multiple of 16 bytes there."""
+    """The CPU stands in for such a device."""
     torch.manual_seed(0)
     x = _leaf(N, INPUTS, dtype=torch.float32)
     weights = [_leaf(OUTPUTS, INPUTS, dtype=torch.float32) for _ in COUNTS]
-    odd = [_leaf(OUTPUTS + 1, INPUTS, dtype=torch.float32) for _ in COUNTS]
-    expected, loop = grouped_linear(x, COUNTS, weights), grouped_linear(x, COUNTS, odd)
-    calls: list[int] = []
-    kernel = F.grouped_mm
+    expected = grouped_linear(x, COUNTS, weights)
+    calls: list[list[int]] = []
 
-    def counted(*arguments: Any, **options: Any) -> Tensor:
-        calls.append(1)
-        return kernel(*arguments, **options)
+    def kernel(x: Tensor, matrices: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        calls.append(list(counts))
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+        return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
 
-    monkeypatch.setattr(F, "grouped_mm", counted)
-    platform = platforms.get("cpu")
-    monkeypatch.setattr(platform, "grouped_product_dtypes", frozenset({"float32"}))
+    monkeypatch.setattr(get("cpu"), "grouped_product", kernel)
     actual = grouped_linear(x, COUNTS, weights)
     torch.testing.assert_close(actual, expected)
     _assert_same_gradients(actual, expected, [x, *weights])
-    assert len(calls) == 3  # forward, and the gradients of x in two backward passes
-    assert torch.equal(grouped_linear(x, COUNTS, odd), loop)
-    assert len(calls) == 3
+    assert calls == [COUNTS] * 3  # forward, and the gradients of x in two backward passes
 
 
 def test_frozen_experts_have_no_gradient_and_save_no_tokens() -> None:
@@ -100,3 +99,52 @@ def test_the_weighted_gate_equals_its_formula(dtype: torch.dtype) -> None:
     actual = weighted_swiglu(gate_up, weights)
     assert torch.equal(actual, expected)
     _assert_same_gradients(actual, expected, [gate_up, weights])
+
+
+@pytest.mark.parametrize("width", [16, 12])
+def test_gpus_compute_aligned_products_in_one_call(width: int) -> None:
+    x = torch.randn(N, width, dtype=torch.bfloat16)
+    weights = [torch.randn(OUTPUTS, width, dtype=torch.bfloat16) for _ in COUNTS]
+    actual = get("cuda").grouped_product(x, [weight.t() for weight in weights], COUNTS)
+    assert (actual is not None) == (width == 16)
+    if actual is not None:
+        torch.testing.assert_close(actual, grouped_linear(x, COUNTS, weights))
+
+
+def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
+    """Compute torch_npu's operator with one tensor of tokens and one of results."""
+    ends = options.pop("group_list")
+    assert ends.dtype == torch.int64 and options == {"split_item": 3, "group_type": 0}
+    (tokens,) = x
+    starts = [0, *ends.tolist()]
+    rows = [tokens[a:b] for a, b in pairwise(starts)]
+    return [torch.cat([a @ w for a, w in zip(rows, weight, strict=True)])]
+
+
+def test_npus_compute_products_of_all_experts_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(npu_grouped_matmul=_grouped_matmul)
+    monkeypatch.setitem(sys.modules, "torch_npu", operators)  # type: ignore[arg-type]
+    x = torch.randn(N, INPUTS, dtype=torch.bfloat16)
+    matrices = [torch.randn(INPUTS, OUTPUTS, dtype=torch.bfloat16) for _ in COUNTS]
+    expected = grouped_linear(x, COUNTS, [matrix.t() for matrix in matrices])
+    actual = get("npu").grouped_product(x, matrices, COUNTS)
+    assert actual is not None
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "num_experts", "dtype"),
+    [
+        (4, 8, 2, torch.float32),  # separate matrices have 16 bits
+        (4, 8, 129, torch.bfloat16),
+        (4, 65536, 2, torch.bfloat16),
+        (0, 8, 2, torch.bfloat16),
+    ],
+)
+def test_npus_have_no_kernel_for_other_products(
+    rows: int, width: int, num_experts: int, dtype: torch.dtype
+) -> None:
+    x = torch.zeros(rows, width, dtype=dtype)
+    matrices = [torch.zeros(width, 1, dtype=dtype)] * num_experts
+    counts = [rows, *[0] * (num_experts - 1)]
+    assert get("npu").grouped_product(x, matrices, counts) is None

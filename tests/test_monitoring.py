@@ -13,14 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from config_inputs import make_working_folder
 from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.cli.configuration import load_configuration
 from msrl.config.loader import load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.platforms import get
+from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker, exposition
 from msrl.types import StepReport, TrainingSample
+from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep
@@ -71,6 +76,25 @@ def test_a_port_in_use_is_one_message():
     tracker.close()
 
 
+def test_engines_use_the_ports_after_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_working_folder(tmp_path)
+    sets = ["cluster.devices_per_node=2", "log.prometheus=9400", "run.name=math"]
+    loaded = load_configuration(["grpo.yaml"], sets, command="train-grpo").config
+    engines = numbered_engine_settings(resolve(loaded, "train-grpo"))
+    endpoints = [EngineMetrics(port, "math") for port in (9401, 9402)]
+    assert [engine.metrics for engine in engines] == endpoints
+
+
+def test_a_port_of_an_engine_in_use_is_one_message():
+    tracker = free_tracker()
+    with pytest.raises(MsrlError, match=mentions("log.prometheus", tracker.port, "another port")):
+        MetricsServer(EngineMetrics(tracker.port, "grpo"))
+    tracker.close()
+
+
 def test_the_dashboard_reads_series_that_the_endpoint_has():
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
     text = exposition("grpo", 1, {"reward/mean": 1.0}, {"update": 1.0}, num_notes=1)
@@ -117,6 +141,9 @@ class Ranks:
     def token_statistic(self, sequences: Sequences, *_: Any) -> Any:
         return self._arrays("entropy", sequences)
 
+    def logprobs_and_entropies(self, sequences: Sequences, *_: Any) -> Any:
+        return self._arrays("both", sequences), self._arrays("both", sequences)
+
     def _arrays(self, name: str, sequences: Sequences) -> Any:
         self.calls.append((name, len(sequences.token_ids)))
         assert all(mask.sum() == 2 for mask in sequences.loss_masks)
@@ -143,11 +170,20 @@ def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp
     values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), tmp_path, [])
     columns = values.compute(prepared_step(64), Clock())
     padded = count + -count % 3
-    assert ranks.calls == ([("policy", padded), ("entropy", padded)] if count else [])
+    assert ranks.calls == ([("both", padded)] * 2 if count else [])
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
     for arrays in columns.values():
         assert [*arrays] == list(range(count))
         assert all(array[0] == number for number, array in arrays.items())
+
+
+@pytest.mark.parametrize(
+    ("has", "calls"), [("old_logprobs", ["entropy"]), ("entropies", ["policy"])]
+)
+def test_only_the_missing_values_are_computed(has: str, calls: list[str], tmp_path: Path):
+    values, ranks = token_values(config(tmp_path, "log.tokens=all"), tmp_path, [])
+    values.compute(prepared_step(6, **{has: ()}), Clock())
+    assert [name for name, _ in ranks.calls] == calls
 
 
 def test_values_that_the_step_has_are_not_computed_again(tmp_path: Path):

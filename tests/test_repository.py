@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msrl
+from msrl import registry
 from msrl.config.loader import load
 from msrl.tracking.run import stack_versions
 
@@ -69,9 +71,18 @@ def test_all_documented_nox_sessions_exist() -> None:
         "docs",
         "npu",
         "browser",
+        "trackers",
         "bench",
         "learning",
     }
+
+
+def test_every_tracker_that_is_an_extra_is_tested_in_its_own_environment() -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    expected = tuple(name for name in registry.names(registry.TRACKERS) if name in extras)
+    text = (ROOT / "noxfile.py").read_text()
+    tested = re.search(r"^TRACKERS = (\(.*?\))", text, re.M)
+    assert tested is not None and ast.literal_eval(tested[1]) == expected
 
 
 def test_the_version_is_the_same_everywhere() -> None:

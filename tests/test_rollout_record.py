@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,18 @@ import pyarrow.parquet as pq
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, TrainingSample
+from msrl.types import (
+    Completion,
+    Episode,
+    EpisodeTurn,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    ScoredGroup,
+    TokenSequence,
+    TrainingSample,
+    VersionRun,
+)
 from msrl.workflows.rl.rollout_log import RolloutLog
 
 
@@ -84,7 +97,13 @@ def make_sample(group: ScoredGroup, number: int, advantage: float) -> TrainingSa
 
 
 def test_records_are_read_back_unchanged(tmp_path: Path) -> None:
-    records = [make_record(), make_record(sample=2, answer="", times={}, trainer_logprobs=None)]
+    turn = EpisodeTurn(2, "state", "stop", reward=0.5, tool_calls=({"name": "add"},))
+    turns = ({**asdict(turn), "tool_calls": json.dumps(turn.tool_calls)},)
+    records = [
+        make_record(),
+        make_record(sample=2, answer="", times={}, trainer_logprobs=None),
+        make_record(sample=3, versions=(), messages=(), turns=turns, success=True, scores={}),
+    ]
     write_records(tmp_path / "step.parquet", records)
     assert all(map(equal, read_records(tmp_path / "step.parquet"), records))
 
@@ -128,6 +147,41 @@ def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Pa
     assert first.times == {"update": 5.0}
     assert not masked.loss_mask.any() and masked.is_sampled.tolist() == [False, False, True, True]
     assert all(not record.loss_mask.any() and record.trainer_logprobs is None for record in rest)
+
+
+def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) -> None:
+    first = TokenSequence(np.array([1, 2, 3, 4, 5]), np.array([False, True, True, False, True]))
+    second = TokenSequence(np.array([1, 9, 6]), np.array([False, False, True]))
+    turns = (EpisodeTurn(3, "a", "stop"), EpisodeTurn(1, "b", "stop", reward=1.0))
+    messages = tuple({"role": role, "content": role} for role in ("assistant", "tool", "assistant"))
+    episode = Episode((first, second), turns, messages, success=True)
+    logprobs = np.array([-1, -2, -3, -4], np.float32)
+    runs = (VersionRun(6, 2), VersionRun(7, 2))
+    completion = Completion(
+        np.array([2, 3, 5, 6]), logprobs, "turns", 6, "x\ny", versions=runs, episode=episode
+    )
+    group = ScoredGroup(
+        RolloutGroup(Prompt(4, np.array([1])), (completion,)), (Reward(0.5, {"env": 1.0}),)
+    )
+    selected = np.array([True, False, False, True])  # the token 3 belongs to a masked turn
+    samples = [
+        TrainingSample(
+            np.array([1]), first.token_ids[1:], np.ones(4, np.float32), logprobs,
+            is_sampled=selected,
+        ),
+        TrainingSample(second.token_ids[:2], np.array([6]), np.ones(1, np.float32), logprobs[3:]),
+    ]  # fmt: skip
+    log = RolloutLog(tmp_path, Text(), is_on=True, format="parquet")  # pyright: ignore[reportArgumentType]
+    log.write(8, [group], samples)
+    records = read_records(tmp_path / "rollouts" / "step_000008.parquet")
+    assert [(r.sample, r.sequence) for r in records] == [(0, 0), (0, 1)]
+    assert [r.behavior_logprobs.tolist() for r in records] == [[0, -1, -2, 0, -3], [0, 0, -4]]
+    assert [r.versions for r in records] == [((6, 2), (7, 1)), ((7, 1),)]
+    assert records[0].loss_mask.tolist() == [False, True, False, False, True]
+    assert records[0].advantages.tolist() == [0, 1, 1, 1, 1]
+    assert records[1].loss_mask.tolist() == [False, False, True]
+    assert [role for role, _ in records[0].messages] == ["prompt", "assistant", "tool", "assistant"]
+    assert [turn["num_tokens"] for turn in records[1].turns] == [3, 1] and records[1].success
 
 
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +15,14 @@ from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from support import mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer, save_model
 
 pytestmark = pytest.mark.slow
+RUN = "a run"
 SPECIAL = (1, 50, 60, 2, 70, 1, 80)  # <|im_start|> and <|im_end|> among bytes
 
 
@@ -31,6 +36,7 @@ def running(request, tmp_path_factory):
             folder,
             dtype="float32",
             engine=EngineConfig(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=600),
+            metrics=EngineMetrics(0, RUN),
         ),
         get("cpu"),
     )
@@ -169,6 +175,29 @@ def test_seeded_prompts_that_do_not_fit_one_step_of_the_engine_are_all_completed
     for group, prompt in ((together[0], batch[0]), (together[-1], batch[-1])):
         alone = engine.generate([prompt], sampling, 0)[0].completions[0]
         assert group.completions[0].token_ids.tolist() == alone.token_ids.tolist()
+
+
+def series(engine: VllmEngine) -> dict[str, float]:
+    """Return the values that Prometheus reads, by name and labels."""
+    assert engine._metrics is not None
+    address = f"http://127.0.0.1:{engine._metrics.port}/metrics"
+    with urllib.request.urlopen(address, timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
+    }
+
+
+def test_prometheus_reads_the_metrics_of_vllm(engine):
+    tokens = f'vllm:generation_tokens_total{{engine="0",model_name="{RUN}"}}'
+    before = series(engine)[tokens]
+    groups = engine.generate(prompts(7, 9), SamplingParams(max_tokens=8, ignore_eos=True), 0)
+    after = series(engine)
+    assert after[tokens] - before == sum(len(g.completions[0].token_ids) for g in groups) == 16
+    dashboard = (Path(__file__).parents[1] / "docs" / "grafana.json").read_text()
+    names = set(re.findall(r"vllm:\w+", dashboard))
+    assert len(names) >= 3 and names <= {name.partition("{")[0] for name in after}
 
 
 def test_text_is_decoded_without_special_tokens(engine):

@@ -15,6 +15,7 @@ import pytest
 import view_runs
 from msrl.cli.app import main
 from msrl.errors import MsrlError
+from msrl.tracking.rollouts import write_records
 from msrl.workflows.view.build import View, write_folder, write_single_file
 from msrl.workflows.view.chunks import safe_json
 from msrl.workflows.view.page import MODULES, page
@@ -47,7 +48,7 @@ def test_a_view_is_a_page_below_two_megabytes_with_data_beside_it(run: Path, tmp
     assert overview["name"] == "grpo"
     assert overview["metrics"]["steps"] == [0, 1, 2, 3]
     assert overview["metrics"]["values"]["train/kl"] == [None, None, None, None]
-    assert overview["markers"] == {"checkpoints": [2], "restarts": [2]}
+    assert overview["markers"] == {"checkpoints": [2], "evaluations": [0, 3], "restarts": [2]}
     assert [entry["count"] for entry in overview["tables"]["rollout"]] == [12, 12, 12]
     assert [entry["step"] for entry in overview["tables"]["eval"]] == [0, 3]
 
@@ -120,6 +121,30 @@ def test_both_formats_give_the_same_samples(tmp_path: Path):
         assert line.token_ids.tolist() == record.token_ids.tolist()
         assert line.advantages.tolist() == record.advantages.tolist()
     assert set(records[0].values) == {"behavior", "trainer", "reference", "entropy"}
+
+
+def test_the_turns_of_an_episode_are_those_of_the_conversation(tmp_path: Path):
+    """The rewards score the answers, not the last message, which may be that of a tool."""
+    turns = (("prompt", "8+7?"), ("assistant", "\\boxed{15}"), ("tool", "ok"))
+    is_sampled = [False, False, True, True, False]
+    row = view_runs.jsonl_row("\\boxed{15}", 0, prompt_ids=[1, 2], response_ids=[3, 4])
+    messages = [{"role": role, "content": text} for role, text in turns]
+    sequence = {"token_ids": [1, 2, 3, 4, 5], "is_sampled": is_sampled}
+    row |= {"logprobs": [-1.0, -2.0], "messages": messages, "sequences": [sequence]}
+    (tmp_path / "step_000001.jsonl").write_text(json.dumps(row) + "\n")
+    recorded = view_runs.record(1, 0, 0, "\\boxed{15}", messages=turns)
+    write_records(tmp_path / "step_000002.parquet", [recorded])
+    (line,), (record,) = map(read_samples, sorted(tmp_path.iterdir()))
+    assert line.turns == record.turns == turns
+    assert line.response == record.response == "\\boxed{15}"
+    assert line.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert line.is_sampled.tolist() == is_sampled and line.num_response_tokens == 2
+    assert line.values["behavior"].tolist() == [0, 0, -1, -2, 0]
+    # Without the history of an edited episode, its answers follow the prompt.
+    edited = json.dumps(row | {"sequences": [sequence, sequence]})
+    (tmp_path / "step_000003.jsonl").write_text(edited + "\n")
+    (line,) = read_samples(tmp_path / "step_000003.jsonl")
+    assert line.token_ids.tolist() == [1, 2, 3, 4] and line.turns == turns
 
 
 def test_a_wrong_answer_has_its_verdict_and_the_reason_of_each_verifier(run: Path, tmp_path: Path):

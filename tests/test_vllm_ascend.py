@@ -20,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm import VllmEngine, _arguments
@@ -124,13 +125,17 @@ def test_weights_of_experts_have_the_kernels_layout_after_waking():
 def settings(tmp_path: Path) -> EngineSettings:
     model = families.save_model(tmp_path, families.FAMILIES["qwen3"].config)
     engine = EngineConfig(tp=2, max_model_len=32, max_num_batched_tokens=64, sleep=1)
-    return EngineSettings(model, engine=engine, random_weights=True, is_stepped=True)
+    metrics = EngineMetrics(9401, "grpo")
+    return EngineSettings(
+        model, engine=engine, random_weights=True, is_stepped=True, metrics=metrics
+    )
 
 
 def test_all_arguments_of_an_engine_are_known(settings: EngineSettings):
     shape = load_shape(settings.model_dir)
     arguments = _arguments(settings, shape, NPU)
     assert arguments.keys() <= fields("EngineArgs")
+    assert arguments["disable_log_stats"] is False and arguments["served_model_name"] == "grpo"
     assert arguments["enable_sleep_mode"] is True and arguments["enforce_eager"] is True
     assert "kv_cache_memory_bytes" not in arguments
 

@@ -63,7 +63,7 @@ FIELDS = {
         "distributed_executor_backend dtype enable_expert_parallel enable_prefix_caching "
         "enable_sleep_mode enforce_eager gpu_memory_utilization kv_cache_memory_bytes load_format "
         "logprobs_mode max_model_len max_num_batched_tokens max_num_seqs model seed "
-        "tensor_parallel_size tokenizer use_tqdm_on_load weight_transfer_config "
+        "served_model_name tensor_parallel_size tokenizer use_tqdm_on_load weight_transfer_config "
         "worker_extension_cls",
     },
     "vllm/sampling_params.py": {

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import view_runs
+from msrl import registry
 from msrl.workflows.view.build import View, write_folder, write_single_file
 from msrl.workflows.view.serve import open_server
+from scripted_episodes import TOOL_FORMATS
 
 SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
 PAGES = {
@@ -188,6 +190,21 @@ def test_every_page_can_be_used_with_the_keyboard(folder: Path, open_page: Open)
     assert page.inner_text(".token-readout") != before
     page.go_back()
     page.wait_for_selector(".virtual")
+
+
+def test_calls_of_tools_are_folded_in_every_format(open_page: Open, tmp_path: Path):
+    texts = [row.text for row in TOOL_FORMATS.values()]
+    assert set(TOOL_FORMATS) == set(registry.names(registry.TOOL_FORMATS))
+    write_folder([view_runs.make_run(tmp_path / "tools", texts=texts)], tmp_path / "view")
+    for number, (name, row) in enumerate(TOOL_FORMATS.items()):
+        page = open_page(tmp_path / "view", f"#/sample/0/rollout/1/{12 + number}")
+        page.wait_for_selector(".turn")
+        calls = page.locator(".turn details.call:not([open])")
+        assert calls.count() >= 1, name
+        assert row.content in page.inner_text("main"), name
+        calls.last.click()
+        assert "stop" in page.locator(".turn details.call[open] pre").inner_text(), name
+        assert page.problems == []
 
 
 def test_each_token_shows_its_numbers(folder: Path, open_page: Open):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from msrl.platforms import get
 from msrl.platforms.npu import fusion_attention
+from msrl.trainer.model.grouped_experts import grouped_linear
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +229,23 @@ def test_grouped_products_are_those_of_each_expert(device: torch.device):
     torch.testing.assert_close(output.cpu(), torch.cat(products))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_equal_those_of_the_cpu(device: torch.device, dtype: torch.dtype):
+    torch.manual_seed(3)
+    counts = [5, 0, 3, 1]
+    shapes = [(sum(counts), 16), *[(8, 16)] * len(counts)]
+    references = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    inputs = [tensor.detach().to(device).requires_grad_() for tensor in references]
+    output = grouped_linear(inputs[0], counts, inputs[1:])
+    expected = grouped_linear(references[0], counts, references[1:])
+    torch.testing.assert_close(output.cpu(), expected)
+    ours, theirs = _gradients(output, inputs), _gradients(expected, references)
+    torch.testing.assert_close(ours, theirs)
+    matrices = [tensor.detach().t() for tensor in inputs[1:]]
+    product = get("npu").grouped_product(inputs[0].detach(), matrices, counts)
+    assert (product is not None) == (dtype == torch.bfloat16)
+
+
 _UNWAITED = """
 import torch
 values = torch.arange(4.0, device="npu") + 1
@@ -275,6 +294,26 @@ print(values.grad.device, values.grad.cpu().tolist(), torch.npu.current_device()
 
 def test_gradients_are_computed_on_a_second_device():
     assert _output(_SECOND_DEVICE) == "npu:1 [2.0, 2.0, 2.0] 0"
+
+
+_PROFILED = """
+import sys
+from pathlib import Path
+from msrl.platforms import get
+npu = get("npu")
+npu.prepare()
+npu.device(0)
+folder = Path({folder!r})
+with npu.profiler(folder / "rank_00000"):
+    pass
+print(*(path.name for path in folder.rglob("*.json")))
+"""
+
+
+def test_the_profiler_writes_its_folder(tmp_path: Path):
+    """The calls and arguments are right. The simulated device has no profiler of CANN."""
+    output = _output(_PROFILED.format(folder=str(tmp_path)))
+    assert {"profiler_info.json", "profiler_metadata.json"} <= set(output.split())
 
 
 _FAILING = """

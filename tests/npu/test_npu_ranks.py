@@ -43,6 +43,7 @@ CASES = {
     ),
     "LoRA at TP 2": Case("", Path(), Layout(tp=2), steps=2, lr=3e-4, more=LORA),
     "experts at EP 2": Case("", Path(), Layout(ep=2), steps=2, lr=3e-4),
+    "experts in bfloat16": Case("", Path(), Layout(ep=2), steps=2, lr=3e-4, dtype="bfloat16"),
     "bfloat16 at TP 2": Case("", Path(), Layout(tp=2), steps=2, lr=3e-4, dtype="bfloat16"),
 }
 # Cases of two ranks with copies, gradients and sums whose readers must wait for the device.

@@ -12,6 +12,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.rollout.engine_arguments import REFUSED, SET_BY_MSRL, engine_argument_names
 
 _OPTIONS = "rollout.engine.options"
+_LAST_PORT = 65535
 
 
 def check_engine_options(resolved: Resolved) -> Iterator[str]:
@@ -37,6 +38,13 @@ def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if engine.tp * count > devices:
         yield _too_few_devices(resolved, plan, count, devices)
     yield from _model_sizes(resolved, plan)
+    port = resolved.config.log.prometheus
+    if port is not None and port + count > _LAST_PORT:
+        yield resolved.mistake(
+            "log.prometheus",
+            f"the {count} engines use the {count} ports after it, and the last port is "
+            f"{_LAST_PORT}. Choose a lower port.",
+        )
     if engine.ep not in (1, engine.tp):
         yield resolved.mistake(
             "rollout.engine.ep",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +118,6 @@ class Platform(ABC):
     # Size of temporary tensors in chunked computations: small compared to the logits.
     elements_at_once: int = 1 << 26
     upcast_attention: bool = False  # torch's attention is faster in float32 than in 16 bits
-    # Types with a kernel of torch's `grouped_mm`, the products of all experts at once.
-    grouped_product_dtypes: frozenset[str] = frozenset()
     reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
     shares_main_memory: bool = False  # the device's memory is the main memory
     shows_routes: bool = False  # its engines run vLLM's first model runner without graphs
@@ -247,6 +245,18 @@ class Platform(ABC):
         The reason is "" if the platform has no fused attention at all.
         """
         return ""
+
+    def grouped_product(
+        self,
+        x: torch.Tensor,  # [n, i], n tokens sorted by expert
+        matrices: Sequence[torch.Tensor],  # each [i, o]
+        counts: Sequence[int],  # of the tokens of each expert, their sum is n
+    ) -> torch.Tensor | None:  # [n, o]
+        """Return the products of the tokens of each expert with its matrix in one kernel.
+
+        Returns None if the platform has no kernel for these tensors. Gradients are not recorded.
+        """
+        return None
 
     def token_multiple(self, dtype: torch.dtype) -> int:
         """Return the multiple to which token counts are padded.

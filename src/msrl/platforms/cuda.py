@@ -6,8 +6,8 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
@@ -39,6 +39,10 @@ _PEAKS = (
     ("RTX 4090", 165.2e12),
     ("RTX 3090", 71e12),
 )
+
+
+# Bytes that the rows of operands of `grouped_mm` must be a multiple of (torch 2.13).
+_ROW_ALIGNMENT = 16
 
 
 def peak_flops(name: str) -> float | None:
@@ -127,7 +131,6 @@ class CudaPlatform(Platform):
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
     overlap_communication = True
-    grouped_product_dtypes = frozenset({"bfloat16"})
 
     def network_environment(self, interface: str) -> Mapping[str, str]:
         common = super().network_environment(interface)
@@ -185,6 +188,20 @@ class CudaPlatform(Platform):
 
     def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
         return {"enable_sleep_mode": True}
+
+    def grouped_product(
+        self, x: torch.Tensor, matrices: Sequence[torch.Tensor], counts: Sequence[int]
+    ) -> torch.Tensor | None:
+        import torch
+        from torch.nn import functional
+
+        widths = (x.shape[1], matrices[0].shape[1])
+        is_aligned = not any(width * x.element_size() % _ROW_ALIGNMENT for width in widths)
+        # Versions of torch before 2.10 have no `grouped_mm`.
+        if x.dtype != torch.bfloat16 or not is_aligned or not hasattr(functional, "grouped_mm"):
+            return None
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+        return functional.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
         import torch

@@ -13,8 +13,9 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -127,6 +128,12 @@ def fusion_attention(
         **sparsity,
     )
     return outputs[0]
+
+
+_MAX_MATRICES = 128  # of npu_grouped_matmul, if each expert has its own tensor
+_MAX_WIDTH = 65535  # of the last dimension of its operands
+_ONE_OUTPUT = 3  # split_item: one tensor of tokens and one of results
+_ALONG_TOKENS = 0  # group_type: the groups divide the tokens
 
 
 class NpuPlatform(Platform):
@@ -266,6 +273,27 @@ class NpuPlatform(Platform):
         # replace (vllm-ascend issue 16322). No release recaptures them.
         eager = {"enforce_eager": True} if weights_change else {}
         return {"enable_sleep_mode": True, **eager}
+
+    def grouped_product(
+        self, x: torch.Tensor, matrices: Sequence[torch.Tensor], counts: Sequence[int]
+    ) -> torch.Tensor | None:
+        # Source: hiascend.com, API list of the PyTorch extension, `npu_grouped_matmul`. Separate
+        # matrices need 16-bit types. MindSpeed's TEGroupedLinear makes the same call.
+        import torch
+
+        widths = (x.shape[1], matrices[0].shape[1])
+        is_supported = len(matrices) <= _MAX_MATRICES and max(widths) <= _MAX_WIDTH
+        if x.dtype != torch.bfloat16 or not len(x) or not is_supported:
+            return None
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int64, device=x.device)
+        (output,) = importlib.import_module("torch_npu").npu_grouped_matmul(
+            [x],
+            list(matrices),
+            group_list=ends,
+            split_item=_ONE_OUTPUT,
+            group_type=_ALONG_TOKENS,
+        )
+        return output
 
     def varlen_attention(self, dtype: torch.dtype, head_dim: int) -> VarlenAttention | str:
         if head_dim % 16 or head_dim > 512:

@@ -22,6 +22,7 @@ from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
+from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, Routes, SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class EngineSettings:
     With `weight_backend`, vLLM's weight transfer engine of this name receives weights.
     With `is_stepped`, the engine can be used as a `StepEngine`.
     With `records_routes`, it records the experts of every token, for `SamplingParams.with_routes`.
+    With `metrics`, vLLM counts requests, tokens and times, and Prometheus can read them.
     """
 
     model_dir: Path
@@ -56,6 +58,7 @@ class EngineSettings:
     verbose: bool = False
     is_stepped: bool = False
     records_routes: bool = False
+    metrics: EngineMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

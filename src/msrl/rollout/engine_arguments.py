@@ -35,7 +35,7 @@ SET_BY_MSRL = {
     "worker_extension_cls": "",
     "distributed_executor_backend": "",
     "use_tqdm_on_load": "",
-    "disable_log_stats": "",
+    "disable_log_stats": "log.prometheus",
 }
 
 # Arguments that contradict what msrl guarantees, with the reason.

@@ -39,6 +39,7 @@ from msrl.rollout.engine import (
     stop_conditions,
 )
 from msrl.rollout.engine_limits import check_limits, model_length
+from msrl.rollout.engine_metrics import MetricsServer
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_routes import ROUTES_KEY
@@ -73,6 +74,7 @@ class VllmEngine:
 
         self._set_num_threads = torch.set_num_threads
         self._torch_was_distributed = torch.distributed.is_initialized()
+        self._metrics = None if settings.metrics is None else MetricsServer(settings.metrics)
         self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
         try:
             self._llm = _start(
@@ -82,6 +84,7 @@ class VllmEngine:
             )
         except BaseException:
             temporary.remove(self._folder)
+            self._end_metrics()
             raise
         self._tokenizer = self._llm.get_tokenizer()
         self._control = {
@@ -276,6 +279,11 @@ class VllmEngine:
         torch.set_num_threads = self._set_num_threads
         gc.collect()
         temporary.remove(self._folder)
+        self._end_metrics()
+
+    def _end_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
     def release(self) -> None:
         """End the engine's processes and remove its files before this process is killed.
@@ -403,8 +411,10 @@ def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> di
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
         "use_tqdm_on_load": settings.verbose,
-        "disable_log_stats": True,
+        "disable_log_stats": settings.metrics is None,
     }
+    if settings.metrics is not None:
+        arguments["served_model_name"] = settings.metrics.run  # a label of all metrics
     if settings.weight_backend is not None:
         from vllm.config import WeightTransferConfig
 

@@ -6,7 +6,8 @@ Token arrays have length T. `docs/rollouts.md` describes the columns for users.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = "1"  # raised whenever a column changes its meaning
+# Columns whose values repeat. A dictionary of the numbers of tokens would cost time and space.
+_REPEATED = ["prompt_index", "finish_reason", "answer", "fault", "tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +90,106 @@ class RolloutRecord:
         return max((self.trainer_version - version for version, _ in self.versions), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """Column with an array [T] per row, which are concatenated."""
+
+    values: np.ndarray
+    lengths: Ints
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths)
+
+
+Column = Sequence[Any] | TokenArrays
+"""Values of all rows in the order of the record's attributes."""
+
+
 def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
     """Write a Parquet file atomically."""
+    columns = {
+        column.name: [getattr(record, column.name) for record in records]
+        for column in fields(RolloutRecord)
+    }
+    write_columns(path, columns)
+
+
+def write_columns(path: Path, columns: Mapping[str, Column]) -> None:
+    """Write the columns of records by the names of their attributes; missing ones are null.
+
+    Arrow's arrays are built from whole columns. A Python object per number of a token would take
+    most of the time.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([_row(record) for record in records], schema=_schema())
+    count = len(columns["step"])
+    arrays = [_array(columns.get(field.name, [None] * count), field.type) for field in _schema()]
+    table = pa.Table.from_arrays(arrays, schema=_schema())
     with atomic_write(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=_REPEATED,  # pyright: ignore[reportArgumentType]
+            write_statistics=False,
+        )
+
+
+def _array(values: Column, type: pa.DataType) -> pa.Array:
+    """Return a column. None is a missing value."""
+    import pyarrow as pa
+
+    if isinstance(values, TokenArrays):
+        flat = values.values.astype(type.value_type.to_pandas_dtype(), copy=False)
+        offsets = _offsets(values.lengths)
+        return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type))
+    if pa.types.is_list(type) and not pa.types.is_struct(type.value_type):
+        return _number_lists(values, type)
+    if pa.types.is_map(type):
+        keys = [key for value in values for key in value]
+        items = [item for value in values for item in value.values()]
+        entries = (pa.array(keys, type.key_type), pa.array(items, type.item_type))
+        return pa.MapArray.from_arrays(_offsets(_lengths(values)), *entries)
+    if pa.types.is_list(type):
+        rows = [row for value in values for row in value]
+        parts = [_part(rows, number, item) for number, item in enumerate(type.value_type)]
+        structs = pa.StructArray.from_arrays(parts, fields=[*type.value_type])
+        return pa.ListArray.from_arrays(_offsets(_lengths(values)), structs)
+    return pa.array(values, type)
+
+
+def _part(rows: Sequence[Any], number: int, item: pa.Field) -> pa.Array:
+    """Return an entry of all rows, which are tuples or mappings."""
+    import pyarrow as pa
+
+    key = item.name if rows and isinstance(rows[0], Mapping) else number
+    return pa.array([row[key] for row in rows], item.type)
+
+
+def _number_lists(values: Sequence[np.ndarray | None], type: pa.DataType) -> pa.Array:
+    """Return a column of arrays of numbers."""
+    import pyarrow as pa
+
+    present = [value for value in values if value is not None]
+    if not present:
+        return pa.nulls(len(values), type)
+    flat = np.concatenate(present).astype(type.value_type.to_pandas_dtype(), copy=False)
+    offsets = _offsets(_lengths([() if value is None else value for value in values]))
+    missing = None if len(present) == len(values) else pa.array([v is None for v in values])
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type), mask=missing)
+
+
+def _lengths(values: Sequence[Sized]) -> Ints:
+    return np.fromiter(map(len, values), np.int64, len(values))
+
+
+def _offsets(lengths: Ints) -> pa.Array:
+    """Return where each value begins in the concatenation of all, and its end."""
+    import pyarrow as pa
+
+    return pa.array(np.append(0, lengths).cumsum(dtype=np.int32))
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
@@ -104,6 +199,7 @@ def read_records(path: Path) -> list[RolloutRecord]:
     return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
 
 
+@functools.cache
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
@@ -155,15 +251,6 @@ def _turn_type() -> pa.DataType:
             ("is_invalid", pa.bool_()),
         ]
     )
-
-
-def _row(record: RolloutRecord) -> dict[str, Any]:
-    row = {column.name: getattr(record, column.name) for column in fields(record)}
-    versions = [{"version": version, "tokens": count} for version, count in record.versions]
-    messages = [{"role": role, "content": text} for role, text in record.messages]
-    arrays = {name: value.tolist() for name, value in row.items() if isinstance(value, np.ndarray)}
-    turns = [dict(turn) for turn in record.turns]
-    return {**row, **arrays, "versions": versions, "messages": messages, "turns": turns}
 
 
 _DTYPES = {

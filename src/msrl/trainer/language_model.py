@@ -86,7 +86,7 @@ class LanguageModelReplica(ModelReplica):
         def measure(output: Output, batch: DeviceBatch) -> Tensor:
             return self.label_logprobs(output, batch, temperature)[0]
 
-        return self._per_label(micro_batches, measure)
+        return self._value_per_label(micro_batches, measure)
 
     def routed_logprobs(
         self, micro_batches: Sequence[MicroBatch], temperature: float
@@ -115,25 +115,51 @@ class LanguageModelReplica(ModelReplica):
             assert entropy is not None
             return entropy
 
-        return self._per_label(micro_batches, measure)
+        return self._value_per_label(micro_batches, measure)
 
-    def _per_label(
+    def logprobs_and_entropies(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats], list[Floats]] | None:
+        """Return `logprobs` and the entropies at the same labels from one pass."""
+
+        def measure(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
+            logprobs, entropies, _ = self.label_logprobs(
+                output, batch, temperature, with_entropy=True
+            )
+            assert entropies is not None
+            return {"logprobs": logprobs, "entropies": entropies}
+
+        values = self._per_label(micro_batches, measure)
+        return None if values is None else (values["logprobs"], values["entropies"])
+
+    def _value_per_label(
         self,
         micro_batches: Sequence[MicroBatch],
         measure: Callable[[Output, DeviceBatch], Tensor],  # -> [M]
     ) -> list[Floats] | None:
         """Return a value of every label, 0 where the mask is not set."""
 
-        def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"values": measure(output, batch)}
+        def measure_one(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
+            return {"value": measure(output, batch)}
 
-        rows = self.run(micro_batches, finish, gives_hidden=self._is_chunked)
+        values = self._per_label(micro_batches, measure_one)
+        return None if values is None else values["value"]
+
+    def _per_label(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        measure: Callable[[Output, DeviceBatch], dict[str, Tensor]],  # -> [M] by name
+    ) -> dict[str, list[Floats]] | None:
+        """Return the values of every label by name, 0 where the mask is not set."""
+        rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
         if not self.position.is_last_stage:
             return None
-        return [
-            spread(batch, row["values"]).numpy()
-            for batch, row in zip(micro_batches, rows, strict=True)
-        ]
+
+        def spread_values(name: str) -> list[Floats]:
+            pairs = zip(micro_batches, rows, strict=True)
+            return [spread(batch, row[name]).numpy() for batch, row in pairs]
+
+        return {name: spread_values(name) for name in rows[0]}
 
     def _squared_probability(
         self, output: Output, batch: DeviceBatch, temperature: float

@@ -169,6 +169,15 @@ class TrainingRank:
         """
         return self.policy.token_statistic(micro_batches, temperature, name)
 
+    def logprobs_and_entropies(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats], list[Floats]] | None:
+        """Return the policy's `logprobs` and entropies from one pass.
+
+        None except on the last stage.
+        """
+        return self.policy.logprobs_and_entropies(micro_batches, temperature)
+
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Return the policy's logits, [N, vocabulary] float32 per micro-batch.
 

@@ -219,13 +219,19 @@ def _rotary_gradient(values: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _grouped_matmul(values: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Multiply the tokens of each expert, [n, c], by its matrix of the weight, [E, c, k]."""
-    x, weight = values["x"][0], values["weight"][0]
+    """Multiply the tokens of each expert, [n, c], by its matrix, [c, k].
+
+    The matrices are one weight, [E, c, k], or E weights.
+    """
+    x, weights = values["x"][0], values["weight"]
+    matrices = weights[0] if len(weights) == 1 else weights
     ends = values["group_list"].tolist()
     if values["group_type"] != 0 or values["split_item"] not in (2, 3) or ends[-1] != len(x):
         raise RuntimeError("npu_grouped_matmul: the reference has group type 0 and one output only")
+    if len(weights) > 128 or (len(weights) > 1 and x.dtype == torch.float32):
+        raise RuntimeError(f"npu_grouped_matmul: {len(weights)} weights of {x.dtype}")
     products = [
         x[start:end].float() @ matrix.float()
-        for (start, end), matrix in zip(itertools.pairwise((0, *ends)), weight, strict=True)
+        for (start, end), matrix in zip(itertools.pairwise((0, *ends)), matrices, strict=True)
     ]
     return (torch.cat(products).to(x.dtype),)

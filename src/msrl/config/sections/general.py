@@ -304,7 +304,8 @@ class LogConfig(Section):
     prometheus: Port | None = Field(
         default=None,
         description="Port on 127.0.0.1 at which Prometheus reads the metrics of the last step "
-        "(/metrics). Default: none.",
+        "(/metrics). Engine N serves vLLM's metrics at the port plus 1 + N on its machine. "
+        "Default: none.",
     )
     profile: ProfileConfig = Field(
         default=ProfileConfig(), description="Traces of operations on training ranks."

@@ -11,7 +11,6 @@ feed-forward channels of this rank, i inputs and o outputs of a linear layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -22,9 +21,6 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from msrl import platforms
-
-# Bytes that the rows of operands of `grouped_mm` must be a multiple of (torch 2.13, CUDA).
-_ROW_ALIGNMENT = 16
 
 
 class GroupedExperts(SequentialMLP):
@@ -150,32 +146,17 @@ def grouped_product(
 ) -> Tensor:  # [n, o]
     """Return the products of the tokens of each expert with its matrix.
 
-    torch's `grouped_mm` needs all matrices in one tensor. On CPU it is a loop over the experts, so
-    the loop here gives the same bits without the copy.
+    On CPU, torch's `grouped_mm` is a loop over the experts that needs all matrices in one tensor,
+    so the loop here gives the same bits without the copy.
     """
-    columns = matrices[0].shape[1]
-    if _uses_kernel(x, columns):
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-        return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
-    output, start = x.new_empty((len(x), columns)), 0
+    product = platforms.get(x.device.type).grouped_product(x, matrices, counts)
+    if product is not None:
+        return product
+    output, start = x.new_empty((len(x), matrices[0].shape[1])), 0
     for matrix, count in zip(matrices, counts, strict=True):
         torch.mm(x[start : start + count], matrix, out=output[start : start + count])
         start += count
     return output
-
-
-def _uses_kernel(x: Tensor, columns: int) -> bool:
-    """Return True if the device has a kernel of `grouped_mm` for these products.
-
-    Versions of torch before 2.10 have no `grouped_mm`.
-    """
-    if not hasattr(F, "grouped_mm"):
-        return False
-    dtypes = platforms.get(x.device.type).grouped_product_dtypes
-    is_aligned = not any(
-        width * x.element_size() % _ROW_ALIGNMENT for width in (x.shape[1], columns)
-    )
-    return str(x.dtype).removeprefix("torch.") in dtypes and is_aligned
 
 
 class _WeightedSwiGlu(torch.autograd.Function):

@@ -9,25 +9,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
-from msrl.algorithms.samples import sequence_counts, token_sequences
+from msrl.algorithms.samples import sequence_counts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
-from msrl.tracking.rollouts import RolloutRecord, write_records
+from msrl.tracking.rollouts import write_columns
 from msrl.types import (
     Completion,
-    Episode,
     Floats,
     Prompt,
     ScoredGroup,
-    TokenSequence,
     TrainingSample,
 )
+from msrl.workflows.rl.rollout_columns import messages, record_columns
 
 RolloutFormat = Literal["jsonl", "parquet"]
 
@@ -76,90 +75,24 @@ class RolloutLog:
         if not self._is_on:
             return None
         if self._format == "parquet":
-            columns = _token_columns(sequences, values or {})
-            records = self._records(step, groups, samples, dropped_groups, columns, times or {})
+            columns = record_columns(
+                step,
+                groups,
+                samples,
+                dropped_groups,
+                values=_values_of_tokens(sequences, values or {}),
+                times=times or {},
+                text=self._text,
+            )
             path = self._run_dir / "rollouts" / f"step_{step:06d}.parquet"
             path.parent.mkdir(exist_ok=True)
-            return write_records(path, list(records))
+            return write_columns(path, columns)
         rows: list[dict[str, object]] = []
         for row, own in zip(self._rows(groups), _by_completion(groups, samples), strict=True):
             rows.append({**row, "advantage": _mean_advantage(own), "is_learnt": own[0].is_trained})
         for row in self._rows(dropped_groups):
             rows.append({**row, "advantage": 0.0, "is_learnt": False})
         return self._write("rollouts", step, rows)
-
-    def _records(
-        self,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        samples: Sequence[TrainingSample],
-        dropped_groups: Sequence[ScoredGroup],
-        columns: Mapping[str, Mapping[int, Floats]],
-        times: Mapping[str, float],
-    ) -> Iterator[RolloutRecord]:
-        positions = [(g, c) for g, group in enumerate(groups) for c in range(len(group.rewards))]
-        number = 0
-        for (g, c), own in zip(positions, _by_completion(groups, samples), strict=True):
-            for index, sample in enumerate(own):
-                arrays = {name: rows[number] for name, rows in columns.items() if number in rows}
-                number += 1
-                yield self._record((step, g, c, index), groups[g], sample, times, arrays)
-        for g, group in enumerate(dropped_groups, start=len(groups)):
-            for c in range(len(group.rewards)):
-                for index in range(len(_sequences(group, c))):
-                    yield self._record((step, g, c, index), group, None, times, {})
-
-    def _record(
-        self,
-        position: tuple[int, int, int, int],  # step, group, sample, sequence
-        group: ScoredGroup,
-        sample: TrainingSample | None,
-        times: Mapping[str, float],
-        arrays: Mapping[str, Any],  # of tokens, [T], by column
-    ) -> RolloutRecord:
-        step, g, c, number = position
-        prompt, completion = group.rollout.prompt, group.rollout.completions[c]
-        sequence = _sequences(group, c)[number]
-        is_sampled, span = sequence.is_sampled, _sampled_span(group, c, number)
-        is_trained = sample is not None and sample.is_trained
-        advantages, behavior = (np.zeros(len(is_sampled), np.float32) for _ in range(2))
-        loss_mask = is_sampled & is_trained
-        if sample is not None:
-            advantages[len(sample.prompt_ids) :] = sample.advantages
-            if sample.is_sampled is not None:
-                loss_mask[len(sample.prompt_ids) :] &= sample.is_sampled
-        behavior[is_sampled] = completion.logprobs[span]
-        return RolloutRecord(
-            step=step,
-            group=g,
-            sample=c,
-            sequence=number,
-            prompt_index=prompt.index,
-            token_ids=sequence.token_ids,
-            loss_mask=loss_mask,
-            is_sampled=is_sampled,
-            behavior_logprobs=behavior,
-            versions=_version_runs(completion, span),
-            trainer_version=step - 1,
-            advantages=advantages,
-            reward=group.rewards[c].total,
-            scores=dict(group.rewards[c].scores),
-            finish_reason=completion.finish_reason,
-            messages=self._messages(prompt, completion),
-            answer=prompt.answer,
-            times=times,
-            **_episode_columns(completion.episode),
-            tag=prompt.extra.get(TAG, ""),
-            **arrays,
-        )
-
-    def _messages(self, prompt: Prompt, completion: Completion) -> list[tuple[str, str]]:
-        """Return the turns as (role, text). A rendered prompt has the role `prompt`."""
-        if completion.episode is None:
-            return [("prompt", self._text(prompt)), ("assistant", completion.text)]
-        turns = [(item["role"], item["content"]) for item in completion.episode.messages]
-        begins_with_row = not turns or turns[0][0] == "assistant"
-        return [("prompt", self._text(prompt)), *turns] if begins_with_row else turns
 
     def write_evaluation(
         self,
@@ -222,10 +155,10 @@ class RolloutLog:
         if episode is None:
             return {}
         reason, detail = episode.fault
-        messages = self._messages(prompt, completion)
+        turns = messages(self._text(prompt), completion)
         return {
             "turns": [asdict(turn) for turn in episode.turns],
-            "messages": [{"role": role, "content": text} for role, text in messages],
+            "messages": [{"role": role, "content": text} for role, text in turns],
             "sequences": [
                 {"token_ids": item.token_ids.tolist(), "is_sampled": item.is_sampled.tolist()}
                 for item in episode.sequences
@@ -259,37 +192,6 @@ def _mean_advantage(samples: Sequence[TrainingSample]) -> float:
     return float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
 
 
-def _sequences(group: ScoredGroup, c: int) -> tuple[TokenSequence, ...]:
-    return token_sequences(group.rollout.prompt, group.rollout.completions[c])
-
-
-def _sampled_span(group: ScoredGroup, c: int, number: int) -> slice:
-    """Return the span of a sequence's sampled tokens among those of its completion."""
-    counts = [int(sequence.is_sampled.sum()) for sequence in _sequences(group, c)]
-    start = sum(counts[:number])
-    return slice(start, start + counts[number])
-
-
-def _version_runs(completion: Completion, span: slice) -> tuple[tuple[int, int], ...]:
-    """Return the versions of a span of sampled tokens as (version, number of tokens)."""
-    runs: list[tuple[int, int]] = []
-    position = 0
-    for run in completion.version_runs:
-        start, end = max(position, span.start), min(position + run.num_tokens, span.stop)
-        if start < end:
-            runs.append((run.version, end - start))
-        position += run.num_tokens
-    return tuple(runs)
-
-
-def _episode_columns(episode: Episode | None) -> dict[str, Any]:
-    """Return the columns of the rollout record that only episodes have."""
-    if episode is None:
-        return {}
-    turns = [{**asdict(turn), "tool_calls": json.dumps(turn.tool_calls)} for turn in episode.turns]
-    return {"turns": turns, "success": episode.success, "fault": episode.fault[0]}
-
-
 # Columns of the rollout record by the field of the sequences that holds them.
 _COLUMNS = {
     "old_logprobs": "trainer_logprobs",
@@ -298,7 +200,7 @@ _COLUMNS = {
 }
 
 
-def _token_columns(
+def _values_of_tokens(
     sequences: Sequences | None, values: Mapping[str, Mapping[int, Floats]]
 ) -> Mapping[str, Mapping[int, Floats]]:
     """Return the arrays [T] of the record by column and number of the sample."""

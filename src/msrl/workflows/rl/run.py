@@ -38,7 +38,7 @@ from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
-from msrl.workflows.rl.setup import RLSetup, prepare, rollout_engine_settings
+from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.teacher_servers import TeacherServers
 from msrl.workflows.rl.teacher_servers import connect as connect_teachers
@@ -351,14 +351,14 @@ def _workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iter
         ports = None if cluster.ports is None else Ports.parse(cluster.ports)
         engine_env = engine_environments(placed, platform, env, ports)
         trainers = _model_groups(job, scorer, session, placed)
-        arguments = (rollout_engine_settings(job.plan), platform.name, job.episodes)
+        engine_settings = numbered_engine_settings(job.plan)
         engines = EngineGroup(
             RayWorkers(
                 session,
                 placed,
                 "rollout",
                 RolloutActor,
-                [arguments] * len(engine_env),
+                [(settings, platform.name, job.episodes) for settings in engine_settings],
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
                 silence_s=cluster.rpc_timeout_s,

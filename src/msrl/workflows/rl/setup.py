@@ -27,6 +27,7 @@ from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.engine_limits import check_limits
+from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
@@ -149,6 +150,17 @@ def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
         records_routes=plan.train.router.replay == "engine",
         weight_backend=way if way in DEVICE_WAYS else None,
     )
+
+
+def numbered_engine_settings(plan: RunPlan) -> list[EngineSettings]:
+    """Return the settings of each engine, which has its own port for `log.prometheus`."""
+    settings, port = rollout_engine_settings(plan), plan.config.log.prometheus
+    if port is None:
+        return [settings] * plan.num_engines
+    endpoints = [
+        EngineMetrics(port + 1 + number, plan.config.run.name) for number in range(plan.num_engines)
+    ]
+    return [replace(settings, metrics=metrics) for metrics in endpoints]
 
 
 def _check_async_platform(plan: RunPlan, platform: Platform) -> None:

@@ -48,16 +48,19 @@ class TokenValues:
         sequences = _sequences(prepared, numbers, self.trainers.dp_size)
         limits = _limits(self.config)
         temperature = self.config.rollout.sampling.temperature
-        values: dict[str, Sequence[Floats]] = {}
-        if "old_logprobs" not in prepared.sequences.fields:
+        fields, values = prepared.sequences.fields, dict[str, Sequence[Floats]]()
+        if "old_logprobs" not in fields and "entropies" not in fields:
+            both = self.trainers.logprobs_and_entropies(sequences, limits, temperature)
+            values["trainer_logprobs"], values["entropies"] = both
+        elif "old_logprobs" not in fields:
             values["trainer_logprobs"] = self.trainers.logprobs(sequences, limits, temperature)
-        if needs_reference(self.config) and "reference_logprobs" not in prepared.sequences.fields:
-            values["reference_logprobs"] = self.trainers.logprobs(
-                sequences, limits, temperature, of_reference=True
-            )
-        if "entropies" not in prepared.sequences.fields:
+        elif "entropies" not in fields:
             values["entropies"] = self.trainers.token_statistic(
                 sequences, limits, temperature, "entropy"
+            )
+        if needs_reference(self.config) and "reference_logprobs" not in fields:
+            values["reference_logprobs"] = self.trainers.logprobs(
+                sequences, limits, temperature, of_reference=True
             )
         return {name: dict(zip(numbers, arrays, strict=False)) for name, arrays in values.items()}
 

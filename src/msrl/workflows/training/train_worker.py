@@ -160,6 +160,12 @@ class TrainWorker:
         """Return a statistic of the policy's distribution at the labels, [N] per micro-batch."""
         return self._training_rank.token_statistic(micro_batches, temperature, name)
 
+    def logprobs_and_entropies(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> tuple[list[Floats], list[Floats]] | None:
+        """Return the policy's log-probabilities and entropies at the labels from one pass."""
+        return self._training_rank.logprobs_and_entropies(micro_batches, temperature)
+
     # Critic and reward models
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:

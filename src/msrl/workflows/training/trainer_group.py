@@ -140,6 +140,17 @@ class TrainerGroup:
         """Return a statistic of the policy's distribution at every token, [T] each; 0 if masked."""
         return self._per_token("token_statistic", sequences, limits, temperature, name)
 
+    def logprobs_and_entropies(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float
+    ) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
+        """Return `logprobs` of the policy and its entropies, [T] each, from one pass."""
+        begun = self._begin_per_token("logprobs_and_entropies", sequences, limits, temperature)
+        results = begun.workers.wait(begun.calls)
+        logprobs, entropies = (
+            begun.collect([None if pair is None else pair[i] for pair in results]) for i in (0, 1)
+        )
+        return logprobs, entropies
+
     # Critic and reward models
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:

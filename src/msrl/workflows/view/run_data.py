@@ -29,6 +29,7 @@ from msrl.workflows.view.verdicts import Verdicts, read_config
 
 _SAVED = re.compile(SAVED.partition(" to ")[0].format(step=r"(\d+)") + " to ")
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
+_OF_EVALUATION = "eval/"  # first part of the names of metrics of an evaluation
 _PREVIEW = 100  # characters of a text in a table
 _BYTES_PER_NUMBER = 8
 # Sections of other commands, which are the same in every run folder.
@@ -67,7 +68,7 @@ class RunData:
             "attempts": attempts,
             "lineage": lineage(self.folder, config),
             "metrics": metric_columns(reports),
-            "markers": _markers(self.folder, attempts),
+            "markers": _markers(self.folder, attempts, reports),
             "tables": tables,
             "hasPieces": pieces,
         }
@@ -139,12 +140,23 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return values
 
 
-def _markers(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the steps of checkpoints and restarts."""
+def _markers(
+    folder: Path, attempts: Sequence[Mapping[str, Any]], reports: Sequence[StepReport]
+) -> dict[str, list[int]]:
+    """Return the steps of checkpoints, evaluations and restarts."""
     path = folder / LOG_FILE
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     saved = sorted({int(match[1]) for match in _SAVED.finditer(text)})
-    return {"checkpoints": saved, "restarts": list(_restarts(folder, attempts))}
+    evaluated = [
+        report.step
+        for report in reports
+        if any(name.startswith(_OF_EVALUATION) for name in report.metrics)
+    ]
+    return {
+        "checkpoints": saved,
+        "evaluations": evaluated,
+        "restarts": list(_restarts(folder, attempts)),
+    }
 
 
 def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:

@@ -32,7 +32,8 @@ class ViewSample:
     Attributes:
         group: Number of the prompt's group in the file.
         sample: Number of the sample in its group.
-        turns: Text of the turns as (role, text); the first one is the prompt.
+        turns: Text of the turns as (role, text). Without an environment, prompt and response.
+        response: Text of all answers of the policy, which verifiers score.
         verdict: True for a right answer, None if it is not recorded.
         values: Arrays [T] by name (behavior, trainer, reference, entropy), those that are recorded.
     """
@@ -42,6 +43,7 @@ class ViewSample:
     sample: int
     prompt_index: int
     turns: Turns
+    response: str
     answer: str
     reward: float
     scores: Mapping[str, float]
@@ -61,11 +63,6 @@ class ViewSample:
     @property
     def prompt(self) -> str:
         return self.turns[0][1] if self.turns else ""
-
-    @property
-    def response(self) -> str:
-        """Text of the last turn, which verifiers score."""
-        return self.turns[-1][1] if len(self.turns) > 1 else ""
 
     @property
     def num_response_tokens(self) -> int:
@@ -104,6 +101,7 @@ def _from_record(record: RolloutRecord) -> ViewSample:
         sample=record.sample,
         prompt_index=record.prompt_index,
         turns=record.messages,
+        response="\n".join(text for role, text in record.messages if role == "assistant"),
         answer=record.answer,
         reward=record.reward,
         scores=record.scores,
@@ -136,20 +134,20 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
 
 
 def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> ViewSample:
-    num_prompt, num_response = len(row["prompt_ids"]), len(row["response_ids"])
-    is_sampled = np.arange(num_prompt + num_response) >= num_prompt
+    token_ids, is_sampled = _tokens(row)
     is_trained = bool(row.get("is_learnt", False))
-    behavior = np.zeros(num_prompt + num_response, np.float32)
-    behavior[num_prompt:] = row["logprobs"]
+    behavior = np.zeros(len(token_ids), np.float32)
+    behavior[is_sampled] = row["logprobs"]
     version = int(row.get("policy_version", step))
-    recorded = row.get("versions") or [[version, num_response]]
+    recorded = row.get("versions") or [[version, len(row["response_ids"])]]
     versions = tuple((int(number), int(count)) for number, count in recorded)
     return ViewSample(
         step=step,
         group=group,
         sample=sample,
         prompt_index=int(row["prompt_index"]),
-        turns=(("prompt", row["prompt"]), ("assistant", row["response"])),
+        turns=_turns(row),
+        response=row["response"],
         answer=row["answer"],
         reward=float(row["reward"]),
         scores={name: float(score) for name, score in row["scores"].items()},
@@ -159,9 +157,30 @@ def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> Vie
         verdict=row.get("is_right"),
         versions=versions,
         staleness=0 if "is_right" in row else max(step - 1 - number for number, _ in versions),
-        token_ids=np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64),
+        token_ids=token_ids,
         is_sampled=is_sampled,
         advantages=np.where(is_sampled, np.float32(row.get("advantage", 0.0)), np.float32(0)),
         loss_mask=is_sampled & is_trained,
         values={"behavior": behavior},
     )
+
+
+def _turns(row: Mapping[str, Any]) -> Turns:
+    """Return the conversation of an episode, otherwise prompt and response."""
+    if messages := row.get("messages"):
+        return tuple((message["role"], message["content"]) for message in messages)
+    return ("prompt", row["prompt"]), ("assistant", row["response"])
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[Ints, Bools]:  # [T], [T]
+    """Return the tokens of a row and which of them the policy sampled.
+
+    An episode whose history was edited has several sequences. Its answers follow the prompt then,
+    without the messages of the environment.
+    """
+    sequences = row.get("sequences", ())
+    if len(sequences) == 1:
+        (sequence,) = sequences
+        return np.asarray(sequence["token_ids"], np.int64), np.asarray(sequence["is_sampled"], bool)
+    token_ids = np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64)
+    return token_ids, np.arange(len(token_ids)) >= len(row["prompt_ids"])

@@ -111,10 +111,18 @@ function axis() {
   };
 }
 
-/** Draw the steps of checkpoints (triangles) and restarts (dashed lines). */
+/** Draw the steps of checkpoints (triangles), evaluations (circles) and restarts (dashed lines). */
 function drawMarkers(u, markers) {
   const { ctx, bbox } = u;
+  const size = 4 * devicePixelRatio;
   ctx.save();
+  ctx.strokeStyle = color("quiet");
+  ctx.lineWidth = devicePixelRatio;
+  for (const step of markers.evaluations) {
+    ctx.beginPath();
+    ctx.arc(u.valToPos(step, "x", true), bbox.top + 0.7 * size, 0.7 * size, 0, 2 * Math.PI);
+    ctx.stroke();
+  }
   for (const step of markers.restarts) {
     const x = Math.round(u.valToPos(step, "x", true));
     ctx.strokeStyle = color("bad");
@@ -125,7 +133,6 @@ function drawMarkers(u, markers) {
     ctx.stroke();
   }
   ctx.fillStyle = color("accent");
-  const size = 4 * devicePixelRatio;
   const bottom = bbox.top + bbox.height;
   for (const step of markers.checkpoints) {
     const x = u.valToPos(step, "x", true);

@@ -40,7 +40,7 @@ function problemRunSelect(run) {
 function accuracy() {
   const names = [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics.values)))]
     .filter((name) => /^eval\/(pass@|mean@|reward$|loss$|response_length$)/.test(name)).sort();
-  const markers = { checkpoints: [], restarts: [] };
+  const markers = { checkpoints: [], evaluations: [], restarts: [] };
   return el("div", { class: "grid" }, names.map((name) => curveCard(name, state.runs
     .map((run, number) => ({ run: number, label: run.name, steps: run.metrics.steps, values: run.metrics.values[name] }))
     .filter(({ values }) => values), markers)));

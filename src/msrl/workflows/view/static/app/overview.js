@@ -100,17 +100,20 @@ function toggles(grid, search) {
 }
 
 function legend() {
-  const { checkpoints, restarts } = allMarkers();
+  const { checkpoints, evaluations, restarts } = allMarkers();
   return el("p", { class: "quiet small" }, "Drag in a chart to zoom, double-click to reset.",
-    checkpoints.length ? " Triangles mark checkpoints." : "",
+    checkpoints.length ? " Triangles at the bottom mark checkpoints." : "",
+    evaluations.length ? " Circles at the top mark evaluations." : "",
     restarts.length ? " Dashed lines mark restarts." : "");
 }
 
 function allMarkers() {
   const shown = state.runs.filter((_, number) => !state.hidden.has(number));
+  const steps = (kind) => [...new Set(shown.flatMap((run) => run.markers[kind]))];
   return {
-    checkpoints: [...new Set(shown.flatMap((run) => run.markers.checkpoints))],
-    restarts: [...new Set(shown.flatMap((run) => run.markers.restarts))],
+    checkpoints: steps("checkpoints"),
+    evaluations: steps("evaluations"),
+    restarts: steps("restarts"),
   };
 }
 

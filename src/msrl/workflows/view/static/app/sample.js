@@ -7,6 +7,13 @@ import { chunk, details, stepTable, tableEntry } from "./data.js";
 
 const MAX_TOKENS = 20000; // elements on the page; the rest is shown on request
 const LEVELS = 8; // token colors per direction in style.css
+// Calls in the formats of environments/tool_formats/: hermes and glm, deepseek, mistral, llama3.
+const TOOL_CALLS = new RegExp(`(${[
+  "<tool_call>[^]*?(?:</tool_call>|(?=<tool_call>)|$)",
+  "<\uff5ctool\u2581calls\u2581begin\uff5c>[^]*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|$)",
+  "\\[TOOL_CALLS\\][^]*",
+  "<\\|python_tag\\|>[^]*",
+].join("|")})`);
 
 /**
  * Values by which tokens are colored. `value(sample, i)` is the value of the token i after the
@@ -120,9 +127,9 @@ export function turnViews(turns) {
   });
 }
 
-/** Return a text as nodes, with the calls of tools folded. */
+/** Return a text as nodes, with the calls of tools folded. The last call may lack its end. */
 function toolCalls(text) {
-  return text.split(/(<tool_call>[\s\S]*?<\/tool_call>)/).map((part) => (part.startsWith("<tool_call>")
+  return text.split(TOOL_CALLS).map((part, i) => (i % 2 // the parts between are the matches
     ? el("details", { class: "call" }, el("summary", {}, "tool call"), el("pre", {}, visible(part)))
     : visible(part)));
 }
