@@ -274,7 +274,7 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         options["grouping"] = center
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
-        options["normalise"] = _method(top) in _SCALED
+        options["normalize"] = _method(top) in _SCALED
     if options:
         origin = top.origin("adv_estimator")
         translation.set(_OPTIONS_KEY, wrap(options, origin))

@@ -138,7 +138,8 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
 def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> ViewSample:
     num_prompt, num_response = len(row["prompt_ids"]), len(row["response_ids"])
     is_sampled = np.arange(num_prompt + num_response) >= num_prompt
-    is_trained = bool(row.get("is_learnt", False))
+    # Earlier versions wrote `is_learnt`.
+    is_trained = bool(row.get("is_trained", row.get("is_learnt", False)))
     behavior = np.zeros(num_prompt + num_response, np.float32)
     behavior[num_prompt:] = row["logprobs"]
     version = int(row.get("policy_version", step))
