@@ -24,6 +24,7 @@ from msrl.cli.app import app
 from msrl.config.facts import settable_keys
 from msrl.config.loader import load
 from msrl.config.presets import preset_names
+from msrl.config.unsupported import REFUSED
 from msrl.registry.declarations import declaration
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer
@@ -44,6 +45,7 @@ PAGES = sorted(
 SITE = sorted(page for page in DOCS.glob("*.md") if not page.name.endswith(".zh.md"))
 CHINESE = sorted([*DOCS.glob("*.zh.md"), ROOT / "README.zh.md"])
 LANGUAGES = {"bash", "sh", "yaml", "python", "json", "text", "", "{toctree}"}
+SUFFIXES = {"bin", "json", "jsonl", "md", "png", "py", "sh", "txt", "yaml"}
 IMMEDIATE = ("--install-completion", "--show-completion", "--version")
 
 
@@ -237,6 +239,27 @@ def test_every_message_of_troubleshooting_is_in_the_code():
         assert len(fragments) >= 25
         for fragment in fragments:
             assert any(fragment in text for text in texts), f"{page}: {fragment}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_keys_in_the_prose_exist(page: Path):
+    if page.name.startswith("from-"):
+        return  # these pages name keys of other systems, too
+    keys = {*settable_keys(), *REFUSED}
+    known = {key.rsplit(".", count)[0] for key in keys for count in range(key.count(".") + 1)}
+    known |= {key.replace(".0", "") for key in known}  # positions in lists may be absent
+    known |= {key.removeprefix("cluster.roles.") for key in known}  # rows of docs/devices.md
+    sections = {key.partition(".")[0] for key in keys}
+    texts = re.findall(r"`([^`\n]*)`", prose(page))
+    named = {
+        name
+        for text in texts
+        for name in re.findall(r"(?<![\w./-])[a-z_]+(?:\.\w+)+(?![\w<])", text)
+    }
+    for name in named:
+        is_key = name.partition(".")[0] in sections and Path(name).suffix[1:] not in SUFFIXES
+        is_option = ".options." in name
+        assert name in known or is_option or not is_key, f"{page_id(page)}: no key {name}"
 
 
 def test_the_keys_of_the_verl_page_exist():
