@@ -247,7 +247,8 @@ def _command_section(command: Any, path: tuple[str, ...], context: Any) -> str:
     )
     text = f"\n{'#' * (len(path) + 1)} msrl {' '.join(path)}\n\n{summary}\n"
     if not hasattr(command, "commands"):
-        rows = [_option_row(parameter, path) for parameter in command.get_params(context)]
+        shown = (item for item in command.get_params(context) if not getattr(item, "hidden", False))
+        rows = [_option_row(parameter, path) for parameter in shown]
         text += "\n" + table(("option", "values", "meaning"), rows)
     return text + f"\n```sh\n{command.epilog}\n```\n"
 
