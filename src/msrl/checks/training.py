@@ -117,7 +117,8 @@ def check_recompute(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         if name not in names and resolved.is_changed(f"train.recompute.{name}"):
             yield resolved.mistake(
                 f"train.recompute.{name}",
-                f"has no effect with train.recompute.granularity={recompute.granularity}",
+                f"has no effect with train.recompute.granularity={recompute.granularity}. "
+                "Remove it.",
             )
     if shape is not None and recompute.granularity == "selective":
         if shape.mla is not None and "core_attn" in recompute.modules:

@@ -720,7 +720,7 @@ Serve = Annotated[
     bool,
     _option(
         "--serve",
-        help="Serve the pages on 127.0.0.1 and update them while the runs go on, until Ctrl-C.",
+        help="Serve the pages on 127.0.0.1 and update them while the runs continue, until Ctrl-C.",
     ),
 ]
 DiagnosedTarget = Annotated[

@@ -1,4 +1,4 @@
-"""Limits of vLLM that are known before an engine starts. `--dry-run` makes the same checks."""
+"""Limits of vLLM that are known before an engine starts. `--dry-run` runs the same checks."""
 
 from __future__ import annotations
 

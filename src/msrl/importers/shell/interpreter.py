@@ -46,7 +46,7 @@ class Script:
     """Commands of a script in order, and the variables that it sets.
 
     `sources` are the files that it includes by `source`; None for a file that was not read.
-    `repairs` are lines that bash reads otherwise, with the reason.
+    `repairs` are lines that bash reads differently, with the reason.
     """
 
     name: str
