@@ -117,7 +117,7 @@ def _check_devices(settings: EngineSettings, shape: Shape) -> None:
         )
     if shape.mla is None and groups % tp and tp % groups:
         raise MsrlError(
-            f"rollout.engine.tp={tp}: must divide the {groups} key-value heads of "
+            f"rollout.engine.tp={tp}: must divide the {groups} KV heads of "
             f"{settings.model_dir}, or be a multiple of them. Choose another value."
         )
 
