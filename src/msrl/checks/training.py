@@ -203,8 +203,8 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
         if name in config.rollout.engine.options:
             yield resolved.mistake(
                 f"rollout.engine.options.{name}",
-                "changes which process computes a token, or when, so that train.router.replay="
-                "engine cannot assign the experts. Remove it.",
+                "changes which process computes a token, or when, so train.router.replay=engine "
+                "cannot assign the experts. Remove it.",
             )
 
 

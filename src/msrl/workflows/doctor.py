@@ -267,7 +267,7 @@ def _configured_ports(resolved: Resolved | None) -> Iterator[Finding]:
     except MsrlError:
         return  # it is among the findings on the configuration
     if ports.first <= high and low <= ports.last:
-        text = f"overlaps the kernel's ports {low}-{high}, so that some may be in use. Change it."
+        text = f"overlaps the kernel's ports {low}-{high}, so some may be in use. Change it."
         yield Finding("note", what, text)
     is_up = any(record.alive for record in recorded_nodes())
     try:

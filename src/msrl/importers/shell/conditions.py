@@ -1,6 +1,6 @@
 """Conditions of shell scripts: `[ ... ]`, `test ...` and `[[ ... ]]`.
 
-The value is None if only a run knows it: a test of files, the output of a program, or a placeholder
+The value is None if it is known only at run time: a test of files, the output of a program, or a placeholder
 that the user must replace. An unset variable is empty.
 """
 

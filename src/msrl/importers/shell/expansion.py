@@ -355,7 +355,7 @@ class _Expander:
     def _default(self, value: Variable, action: str, argument: str, *, is_set: bool) -> Variable:
         """Return the value of `${NAME:-word}`, `${NAME:=word}` or `${NAME:+word}`."""
         if is_set and value.problem:
-            return value  # only a run knows whether it is empty
+            return value  # whether it is empty is known only at run time
         has_value = is_set and (value.text != "" or not action.startswith(":"))
         if has_value != action.endswith("+"):
             return value if has_value else EMPTY
