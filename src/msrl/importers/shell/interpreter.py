@@ -2,9 +2,8 @@
 
 The script is interpreted as bash would run it: variables, arrays, functions, branches, loops and
 conditions that compare texts. No program is started: `$NAME` is the value that the script assigns,
-else that of the environment. A value that is known only at run time has a
-problem instead of a text, and so has a variable that differs between the branches of a condition
-on such a value.
+else that of the environment. A value that is known only at run time has a problem instead of a
+text, and so has a variable that differs between the branches of a condition on such a value.
 """
 
 from __future__ import annotations
