@@ -137,7 +137,7 @@ def _versions(platform: Platform) -> Iterator[Finding]:
 def _devices(platform: Platform) -> Iterator[Finding]:
     count = platform.device_count()
     memory = platform.memory_bytes()
-    each = "the machine's memory" if platform.shares_main_memory else "each"
+    each = "of main memory" if platform.shares_main_memory else "each"
     text = f"{count} of {platform.name}" + (f", {memory / GB:.1f} GB {each}" if memory else "")
     yield Finding(
         "ok" if count else "wrong",
