@@ -208,3 +208,14 @@ def test_texts_have_no_phrases_of_another_language():
         for match in re.finditer(phrase, " ".join(text.split()))
     ]
     assert not violations, "\n".join(violations)
+
+
+def test_messages_about_settings_without_effect_name_a_remedy():
+    violations = [
+        f"{path.name}:{line}: {text}"
+        for folder in ("checks", "plan")
+        for path in (SOURCE / folder).rglob("*.py")
+        for line, text in texts(ast.parse(path.read_text(encoding="utf-8")))
+        if text.startswith("has no effect") and not re.search(r"\b(Add|Remove|Set|Use)\b", text)
+    ]
+    assert not violations, "\n".join(violations)

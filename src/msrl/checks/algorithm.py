@@ -69,7 +69,7 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
     ):
         yield resolved.mistake(
             "algo.advantage.lambda",
-            f"has no effect with algo.advantage.estimator={name}. Only gae reads it.",
+            f"has no effect with algo.advantage.estimator={name}. Use gae or remove it.",
         )
     if resolved.config.algo.advantage.gamma != 1.0 and not plugin.has_parameter(
         "advantages", "gamma"
