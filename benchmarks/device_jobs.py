@@ -128,7 +128,7 @@ class Scale:
     lr: float  # low enough that ten steps do not amplify rounding errors much
 
     def trainings(self, *, has_fused: bool) -> list[Training]:
-        """Return all ways to train on one device in both dtypes.
+        """Return all variants of training on one device, in both dtypes.
 
         Deterministic ones are last, since they need a separate process.
         """

@@ -36,6 +36,33 @@ TYPES = {
     "object": "mapping",
     "null": "",
 }
+# What the conversions of msrl.importers.conversions do to a value, for readers of the key tables.
+CONVERSIONS = {
+    "aggregate": "`seq-mean-token-sum-norm` becomes `seq-sum-over-constant`",
+    "bf16": "true becomes `bfloat16`, false `float32`",
+    "convert_dtype": "`bfloat16`, `float16` and `float32` become `bf16`, `fp16` and `fp32`",
+    "cp_algo": "`ulysses_cp_algo` becomes `ulysses`, `megatron_cp_algo` and `adaptive_cp_algo` "
+    "`ring`, the hybrid ones `hybrid`",
+    "fraction": "a fraction of all updates",
+    "int_list": "a list, or a text such as `11,13,19,21`",
+    "inverse_recompute": "true becomes `none`, false `full`",
+    "legacy_names": "true becomes `legacy`",
+    "negated": "true becomes false, false true",
+    "no_sleep_level": "true becomes 0, false 1",
+    "one_path": "several prefixes with weights become `data.blend`",
+    "ratio": "`seq` becomes `sequence`",
+    "recompute": "true becomes `full`, false `none`",
+    "routing_replay": "`R2` becomes `trainer`, `R3` `engine`, `disable` `none`",
+    "schedule": "`WSD` and `warmup_stable_decay` become `wsd`, `cosine_with_min_lr` `cosine`, "
+    "`constant_with_warmup` `constant`",
+    "sleep_level": "true becomes 1, false 0",
+    "some_right": "true becomes `[0.0, 1.0]`, false null",
+    "text": "written as text",
+    "text_list": "a list, or one text",
+    "token_level": "true becomes `token-mean`, false `seq-mean-token-mean`",
+    "top_k": "0 becomes -1",
+    "zero_is_off": "0 becomes null",
+}
 CONFIGURATION_HEAD = """\
 # Configuration reference
 
@@ -220,7 +247,8 @@ def _command_section(command: Any, path: tuple[str, ...], context: Any) -> str:
     )
     text = f"\n{'#' * (len(path) + 1)} msrl {' '.join(path)}\n\n{summary}\n"
     if not hasattr(command, "commands"):
-        rows = [_option_row(parameter, path) for parameter in command.get_params(context)]
+        shown = (item for item in command.get_params(context) if not getattr(item, "hidden", False))
+        rows = [_option_row(parameter, path) for parameter in shown]
         text += "\n" + table(("option", "values", "meaning"), rows)
     return text + f"\n```sh\n{command.epilog}\n```\n"
 
@@ -298,7 +326,7 @@ def _target(row: Any) -> str:
         "dropped": row.dropped,
         "none: same results": row.same,
     }
-    return next((effect for effect, reason in effects.items() if reason), "read")
+    return next((effect for effect, reason in effects.items() if reason), "read by the importer")
 
 
 def _note(row: Any) -> str:
@@ -309,7 +337,7 @@ def _note(row: Any) -> str:
     )  # fmt: skip
     texts = [reason for reason in reasons if reason]
     if row.via:
-        texts.append(f"converted ({row.via.replace('_', ' ')})")
+        texts.append(CONVERSIONS[row.via])
     if row.has_default:
         texts.append(f"default of the original: {code(_yaml(row.default))}")
     if row.only:

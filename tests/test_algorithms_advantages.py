@@ -352,7 +352,7 @@ def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
     got = estimate("gigpo", token_rewards, turns=turns, omega=omega, step_gamma=0.5)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-7)
     plain = estimate(
-        "gigpo", token_rewards, turns=turns, omega=omega, step_gamma=0.5, normalise=False
+        "gigpo", token_rewards, turns=turns, omega=omega, step_gamma=0.5, normalize=False
     )
     np.testing.assert_allclose(plain[:2], [0.5 + omega * (0.25 - 5 / 12), 0.5], atol=1e-12)
 

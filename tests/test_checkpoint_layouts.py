@@ -233,7 +233,7 @@ def test_a_plan_counts_what_all_ranks_hold() -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "message"),
-    [(4, 1, ("tp=4", "query groups")), (1, 3, ("pp=3", "2 layers")), (5, 1, ("tp=5", "96", "ffn"))],
+    [(4, 1, ("tp=4", "KV heads")), (1, 3, ("pp=3", "2 layers")), (5, 1, ("tp=5", "96", "ffn"))],
 )
 def test_a_layout_that_does_not_divide_is_refused(
     tp: int, pp: int, message: tuple[str, ...]

@@ -122,7 +122,7 @@ def test_missing_files_are_reported_by_key(folder: Path):
             ("cluster.devices_per_node=3", "train.parallel.tp=2", "train.global_batch=2"),
             ("--set: cluster.devices_per_node=3", "train.parallel", "2 ranks"),
         ),
-        (("train.parallel.tp=8",), ("--set: train.parallel.tp=8", "query groups")),
+        (("train.parallel.tp=8",), ("--set: train.parallel.tp=8", "KV heads")),
         (("train.parallel.ep=2",), ("--set: train.parallel.ep=2", "experts")),
         (("train.parallel.pp=2", "train.parallel.vpp=2"),
             ("--set: train.parallel.vpp=2", "virtual", "2 layers")),
@@ -284,7 +284,7 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     )
     assert_each_mentions(
         mistakes("convert-ckpt", flags=flags),
-        ("--tp: convert.tp=3", "query groups"),
+        ("--tp: convert.tp=3", "KV heads"),
         ("--tp: convert.tp=3", "attention heads"),
         ("--save: convert.save=full", "empty"),
     )

@@ -19,9 +19,13 @@ import pytest
 import typer.main
 import yaml
 
+from msrl import registry
 from msrl.cli.app import app
 from msrl.config.facts import settable_keys
 from msrl.config.loader import load
+from msrl.config.presets import preset_names
+from msrl.config.unsupported import REFUSED
+from msrl.registry.declarations import declaration
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer
 
@@ -41,6 +45,7 @@ PAGES = sorted(
 SITE = sorted(page for page in DOCS.glob("*.md") if not page.name.endswith(".zh.md"))
 CHINESE = sorted([*DOCS.glob("*.zh.md"), ROOT / "README.zh.md"])
 LANGUAGES = {"bash", "sh", "yaml", "python", "json", "text", "", "{toctree}"}
+SUFFIXES = {"bin", "json", "jsonl", "md", "png", "py", "sh", "txt", "yaml"}
 IMMEDIATE = ("--install-completion", "--show-completion", "--version")
 
 
@@ -172,6 +177,50 @@ def test_the_references_are_complete():
             assert re.search(rf"^#+ msrl {name} ?{below}$", commands, re.M), (name, below)
 
 
+# Page with the table of a kind of plugin, and the functions whose options the table lists.
+PLUGIN_TABLES = {
+    registry.ADVANTAGES: ("algorithms.md", ("advantages",)),
+    registry.DIVERGENCES: ("preference.md", ("divergence",)),
+    registry.ENVIRONMENTS: ("environments.md", ("environment",)),
+    registry.HANDLERS: ("data.md", ("conversation", "text", "preference", "steps")),
+    registry.LOSSES: ("algorithms.md", ("policy_loss",)),
+    registry.PREFERENCES: ("preference.md", ("preference_loss",)),
+    registry.TOOL_FORMATS: ("environments.md", ()),
+    registry.TRACKERS: ("monitoring.md", ("open_tracker",)),
+    registry.VERIFIERS: ("rewards.md", ("score",)),
+}
+
+
+@pytest.mark.parametrize("package", PLUGIN_TABLES)
+def test_every_plugin_is_in_a_table_with_its_options(package: str):
+    page, functions = PLUGIN_TABLES[package]
+    for name in registry.names(package):
+        rows = rows_about(DOCS / page, name)
+        assert rows, f"docs/{page}: {name} of {package} is in no table"
+        plugin = declaration(package, name, key="plugin")
+        present = [function for function in functions if function in plugin.functions]
+        options = {option for function in present for option in plugin.options(function)}
+        missing = [
+            option for option in options if not re.search(rf"`(?:[\w.]+\.)?{option}\b", rows)
+        ]
+        assert not missing, f"docs/{page}: {name} has no description of {missing}"
+
+
+def rows_about(page: Path, name: str) -> str:
+    """Return the rows of tables that begin with a name, and the sections that they link to."""
+    text = page.read_text(encoding="utf-8")
+    rows = [row for row in re.findall(r"^\| .*", text, re.M) if f"`{name}`" in row.split("|")[1]]
+    for file, anchor in re.findall(r"\]\(([^)#]*)#([^)]*)\)", "\n".join(rows)):
+        sections = re.split(r"^#+ ", (page.parent / (file or page.name)).read_text(), flags=re.M)
+        rows += [section for section in sections if slug(section.partition("\n")[0]) == anchor]
+    return "\n".join(rows)
+
+
+def test_every_preset_is_in_the_tables_of_the_algorithms():
+    for name in preset_names():
+        assert rows_about(DOCS / "algorithms.md", name), name
+
+
 def test_drawings_are_files_without_references():
     for path in DOCS.glob("images/*.svg"):
         tree = ElementTree.parse(path)
@@ -190,6 +239,27 @@ def test_every_message_of_troubleshooting_is_in_the_code():
         assert len(fragments) >= 25
         for fragment in fragments:
             assert any(fragment in text for text in texts), f"{page}: {fragment}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_keys_in_the_prose_exist(page: Path):
+    if page.name.startswith("from-"):
+        return  # these pages name keys of other systems, too
+    keys = {*settable_keys(), *REFUSED}
+    known = {key.rsplit(".", count)[0] for key in keys for count in range(key.count(".") + 1)}
+    known |= {key.replace(".0", "") for key in known}  # positions in lists may be absent
+    known |= {key.removeprefix("cluster.roles.") for key in known}  # rows of docs/devices.md
+    sections = {key.partition(".")[0] for key in keys}
+    texts = re.findall(r"`([^`\n]*)`", prose(page))
+    named = {
+        name
+        for text in texts
+        for name in re.findall(r"(?<![\w./-])[a-z_]+(?:\.\w+)+(?![\w<])", text)
+    }
+    for name in named:
+        is_key = name.partition(".")[0] in sections and Path(name).suffix[1:] not in SUFFIXES
+        is_option = ".options." in name
+        assert name in known or is_option or not is_key, f"{page_id(page)}: no key {name}"
 
 
 def test_the_keys_of_the_verl_page_exist():
@@ -269,16 +339,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ROWS = re.findall(
-    r"^## (.*?)$|^```json\n(.*?)^```\n+(?:[^`]*?)^```bash\n(.*?)^```",
-    (DOCS / "own-data.md").read_text(encoding="utf-8"),
-    re.S | re.M,
-)
+ROWS = [
+    (row, command)
+    for page in ("own-data.md", "own-data.zh.md")
+    for row, command in re.findall(
+        r"^```json\n(.*?)^```\n+(?:[^`]*?)^```bash\n(.*?)^```",
+        (DOCS / page).read_text(encoding="utf-8"),
+        re.S | re.M,
+    )
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "command"), [(row, command) for _, row, command in ROWS if row], ids=str
-)
+@pytest.mark.parametrize(("row", "command"), ROWS, ids=str)
 def test_every_row_of_own_data_is_read_by_its_command(
     row: str, command: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -316,6 +388,16 @@ def test_a_chinese_page_is_not_older_than_its_english_page(page: Path):
         f"{page_id(original)} has changed since it was translated. Update {page_id(page)}, then "
         f"record the digest: python docs/translations.py"
     )
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=page_id)
+def test_a_chinese_page_has_the_commands_and_settings_of_its_english_page(page: Path):
+    original = page.with_name(page.name.replace(".zh.md", ".md"))
+    assert blocks(page, "bash", "sh") == blocks(original, "bash", "sh")
+    ours, theirs = (
+        [yaml.safe_load(block) for block in blocks(p, "yaml")] for p in (page, original)
+    )
+    assert ours == theirs
 
 
 # --- site

@@ -101,7 +101,7 @@ def test_sizes_that_the_engine_refuses_are_refused_before_it_starts(
 def test_key_value_heads_must_fit_the_devices_of_an_engine(tmp_path: Path) -> None:
     sizes = {"hidden_size": 192, "num_attention_heads": 6}
     settings = write_config(tmp_path, **sizes, num_key_value_heads=3)
-    assert_mentions(refusal(settings, tp=2), "rollout.engine.tp=2", "3 key-value heads")
+    assert_mentions(refusal(settings, tp=2), "rollout.engine.tp=2", "3 KV heads")
     assert refusal(settings, tp=3) == refusal(settings, tp=6) == ""
 
 

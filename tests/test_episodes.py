@@ -661,7 +661,7 @@ def test_rollout_files_have_the_sequences_and_turns_of_episodes(
     if format == "jsonl":
         lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         first, second, *dropped = map(json.loads, lines)
-        assert first["advantage"] == 2.0 and first["is_learnt"] and not second["is_learnt"]
+        assert first["advantage"] == 2.0 and first["is_trained"] and not second["is_trained"]
         assert [turn["reward"] for turn in first["turns"]] == [0.5, 1.0]
         assert first["response_ids"] == [5, 6, 7] and len(dropped) == 2
         return

@@ -141,7 +141,7 @@ def test_packed_tensors_are_split_by_head_and_by_half(
 
 @pytest.mark.parametrize("name", ["internlm 2", "chatglm 2", "baichuan 2", "glm 4"])
 def test_packed_groups_and_halves_are_not_split(name: str) -> None:
-    with pytest.raises(MsrlError, match=mentions("tp=8", "query groups")):
+    with pytest.raises(MsrlError, match=mentions("tp=8", "KV heads")):
         ParallelLayout(8).check(families.shape(FAMILIES[name].config))
 
 

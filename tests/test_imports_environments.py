@@ -97,14 +97,14 @@ def test_tags_of_roll_become_a_mixture_with_weights(tmp_path: Path):
     assert (environment["max_turns"], environment["max_turn_tokens"]) == (7, 64)
 
 
-@pytest.mark.parametrize(("method", "normalise"), [("mean", False), ("mean_std", True)])
-def test_gigpo_of_roll_keeps_its_weights(method: str, normalise: bool, tmp_path: Path):
+@pytest.mark.parametrize(("method", "normalize"), [("mean", False), ("mean_std", True)])
+def test_gigpo_of_roll_keeps_its_weights(method: str, normalize: bool, tmp_path: Path):
     text = changed(
         AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"), (": mean}", f": {method}}}")
     )
     text += "step_reward_weight: 0.5\nepisode_reward_weight: 1.0\nstep_reward_gamma: 0.9\n"
     native = tree(imported(text, tmp_path))
-    assert native["algo"]["options"] == {"omega": 0.5, "step_gamma": 0.9, "normalise": normalise}
+    assert native["algo"]["options"] == {"omega": 0.5, "step_gamma": 0.9, "normalize": normalize}
     assert "norm" not in native.get("reward", {})
 
 

@@ -176,3 +176,46 @@ def test_the_search_reports_pinned_sentences_in_all_forms():
         'assert labels == ["a.b", "1 of 4 groups", "tp 2 pp 1"]',
     ):
         assert not sentences(ast.parse(source), known), source
+
+
+# Phrases that a native reader would not write in this sense, and the words to use instead.
+PHRASES = {
+    r"\bbehind (?:the|each|a|it)\b": "after",
+    r"\bbeside the (?:training|trainer|rollouts|policy)\b": "alongside",
+    r"\b(?:goes|go|went) on\b": "continue",
+    r"\bmakes? (?:every|all|the same|these|its) (?:checks?|tests?|evaluations?)\b": "run",
+    r"\bmeanwhile\.": "during this call, in the meantime",
+    r"\botherwise than\b": "differently",
+    r"\bmodel takes\b": "the model supports",
+    r"\bat once, (?:also|even)\b": "immediately",
+}
+
+
+def test_texts_have_no_phrases_of_another_language():
+    prose = [
+        (path, node.lineno, node.value)
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    root = TESTS.parent
+    for path in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
+        prose += [(path, 1, path.read_text(encoding="utf-8"))]
+    violations = [
+        f"{path.relative_to(root)}:{line}: {match[0]}: write {word}"
+        for path, line, text in prose
+        for phrase, word in PHRASES.items()
+        for match in re.finditer(phrase, " ".join(text.split()))
+    ]
+    assert not violations, "\n".join(violations)
+
+
+def test_messages_about_settings_without_effect_name_a_remedy():
+    violations = [
+        f"{path.name}:{line}: {text}"
+        for folder in ("checks", "plan")
+        for path in (SOURCE / folder).rglob("*.py")
+        for line, text in texts(ast.parse(path.read_text(encoding="utf-8")))
+        if text.startswith("has no effect") and not re.search(r"\b(Add|Remove|Set|Use)\b", text)
+    ]
+    assert not violations, "\n".join(violations)

@@ -86,7 +86,7 @@ def test_names_count_from_the_virtual_stage_and_skip_empty_layers() -> None:
         (ParallelLayout(noop_layers=(1, 10)), [("noop_layers=1,10", "positions", "9")]),
         (ParallelLayout(noop_layers=(1, 1)), [("noop_layers=1,1", "positions", "9")]),
         (ParallelLayout(ep=2, etp=1), [("ep=2", "experts"), ("etp=1", "experts")]),
-        (ParallelLayout(tp=4, pp=3), [("tp=4", "query groups"), ("pp=3", "8 layers")]),
+        (ParallelLayout(tp=4, pp=3), [("tp=4", "KV heads"), ("pp=3", "8 layers")]),
     ],
 )
 def test_every_size_that_does_not_fit_is_reported(

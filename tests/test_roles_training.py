@@ -146,7 +146,7 @@ def test_the_rollout_record_has_the_values_of_every_token(inputs: Path, shared: 
         difference = record.trainer_logprobs[sampled] - record.behavior_logprobs[sampled]
         assert np.abs(difference).max() < 1e-4
         assert float(record.advantages[sampled].mean(dtype=np.float64)) == line["advantage"]
-        assert np.array_equal(record.loss_mask, sampled & line["is_learnt"])
+        assert np.array_equal(record.loss_mask, sampled & line["is_trained"])
         assert record.times["rollout"] <= record.times["reward"] <= record.times["update"]
 
 

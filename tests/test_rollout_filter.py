@@ -163,7 +163,7 @@ def test_a_refill_samples_as_many_prompts_as_are_likely_needed():
     ]
     assert step.metrics == {
         "rollout/prompts": 8,
-        "rollout/teaching": 5 / 8,
+        "rollout/informative": 5 / 8,
         "rollout/refills": 1,
         "rollout/missing": 0,
     }
@@ -256,7 +256,7 @@ def test_without_refill_a_step_keeps_its_groups_and_reports_only_metrics():
     engine = RecordingEngine({1, 3})
     step = make_rollouts(engine, FilterConfig(kind="all_equal")).generate(0, Clock())
     assert indices(step.train_groups) == [0, 1, 2, 3] and step.scores.notes == ("one",)
-    assert step.metrics["rollout/missing"] == 2 and step.metrics["rollout/teaching"] == 0.5
+    assert step.metrics["rollout/missing"] == 2 and step.metrics["rollout/informative"] == 0.5
 
 
 def test_groups_are_filtered_by_the_configured_source():

@@ -963,7 +963,7 @@ def test_presets_run_and_their_first_step_agrees_with_their_formula(preset_run):
         )
         assert abs(steps[0]["train/kl"]) < 1e-6 < steps[2]["train/kl"]
     if name == "reinforce_pp":
-        is_trained = [row["is_learnt"] for row in samples]
+        is_trained = [row["is_trained"] for row in samples]
         assert is_trained == [row["finish_reason"] == "stop" for row in samples]
         assert steps[0].get("train/masked", 0.0) == pytest.approx(1 - np.mean(is_trained))
         assert (advantages * lengths).sum() == pytest.approx(0, abs=1e-4), "z-scores over tokens"

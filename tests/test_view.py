@@ -164,6 +164,15 @@ def test_repeated_prompts_are_separate_groups(tmp_path: Path):
     assert [sample.group for sample in read_samples(path, 4)] == [0] * 4 + [1] * 4
 
 
+def test_rollouts_of_earlier_versions_show_which_responses_were_trained(tmp_path: Path):
+    path = tmp_path / "step_000001.jsonl"
+    rows = [view_runs.jsonl_row("a", 7), view_runs.jsonl_row("b", 7, is_trained=False)]
+    for row in rows:
+        row["is_learnt"] = row.pop("is_trained")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [sample.is_trained for sample in read_samples(path)] == [True, False]
+
+
 def test_a_damaged_rollout_file_is_one_message(tmp_path: Path):
     path = tmp_path / "step_000001.jsonl"
     path.write_text('{"prompt_index": 1}\n')

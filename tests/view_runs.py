@@ -80,7 +80,7 @@ def jsonl_row(text: str, prompt_index: int, **changes: Any) -> dict[str, Any]:
         "finish_reason": "stop",
         "policy_version": 0,
         "advantage": 0.5 if is_right else -0.5,
-        "is_learnt": True,
+        "is_trained": True,
     }
     return row | changes
 

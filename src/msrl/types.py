@@ -243,7 +243,7 @@ class Episode:
             tokens, end to end, are those of the completion.
         turns: Turns in order. Their tokens, end to end, are those of the completion.
         messages: Conversation as {role, content}. A rendered prompt has the role `prompt`.
-        success: True or False if the environment says so.
+        success: True or False if the environment reports it.
         fault: Kind and detail of the environment's failure; empty without one.
         truncated_messages: Number of messages that were too long and truncated.
         environment: Name of the environment in `environment.mixture`; empty without a mixture.

@@ -1,7 +1,7 @@
 """Conversions between Hugging Face folders and mcore checkpoints of any parallel layout.
 
 Tensors are written in parallel, each at its position in the file, so that reading one overlaps with
-writing another; torch, checksums and system calls release the GIL meanwhile. At most one tensor per
+writing another; torch, checksums and system calls release the GIL. At most one tensor per
 thread is in memory. The target folder is written atomically.
 """
 

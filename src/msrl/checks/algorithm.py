@@ -33,7 +33,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     if algo.aggregate.constant is not None and algo.aggregate.mode != "seq-sum-over-constant":
         yield resolved.mistake(
             "algo.aggregate.constant",
-            f"has no effect with algo.aggregate.mode={algo.aggregate.mode}",
+            f"has no effect with algo.aggregate.mode={algo.aggregate.mode}. Remove it.",
         )
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
@@ -69,7 +69,7 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
     ):
         yield resolved.mistake(
             "algo.advantage.lambda",
-            f"has no effect with algo.advantage.estimator={name}. Only gae reads it.",
+            f"has no effect with algo.advantage.estimator={name}. Use gae or remove it.",
         )
     if resolved.config.algo.advantage.gamma != 1.0 and not plugin.has_parameter(
         "advantages", "gamma"

@@ -95,7 +95,7 @@ def _check_unsupported(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "rollout.filter.extra_prompts",
             "has no effect with rollout.async.max_staleness above 0, where engines sample groups "
-            "of later steps meanwhile. Remove it.",
+            "of later steps anyway. Remove it.",
         )
     for number, section in enumerate(config.reward.sources):
         source = Source.of(section)

@@ -41,7 +41,8 @@ def check_tls_of_run(resolved: Resolved) -> Iterator[str]:
     if section.address is None and any(getattr(section.tls, name) for name in _NAMES):
         yield resolved.mistake(
             "cluster.tls",
-            "has no effect without cluster.address: a run on one machine listens on loopback.",
+            "has no effect without cluster.address: a run on one machine listens on loopback. "
+            "Remove it.",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
-from msrl.config.sections.rollout import DEVICE_WAYS
+from msrl.config.sections.rollout import DEVICE_TRANSFERS
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.rewards import sources
@@ -92,7 +92,7 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
 
 
 def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
-    """Yield a line if the ranks cannot reach the engines in the configured way."""
+    """Yield a line if the ranks cannot reach the engines by the configured transfer."""
     config = resolved.config
     if config.rollout.weights.adapters_only:
         yield from _check_adapters_only(resolved)
@@ -102,14 +102,18 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             f"needs all workers on one machine, but cluster.nodes is {config.cluster.nodes}. Set "
             "it to ray or auto.",
         )
-    way, platform = config.rollout.weights.transfer, config.cluster.platform
-    if way in DEVICE_WAYS and platform != "auto" and not _has_weight_engine(get(platform), way):
+    transfer, platform = config.rollout.weights.transfer, config.cluster.platform
+    if (
+        transfer in DEVICE_TRANSFERS
+        and platform != "auto"
+        and not _has_weight_engine(get(platform), transfer)
+    ):
         yield resolved.mistake(
             "rollout.weights.transfer",
             f"needs an accelerator with this engine, but cluster.platform is {platform}. Set it to "
             "auto.",
         )
-    if way in DEVICE_WAYS and config.rollout.asynchronous.is_on:
+    if transfer in DEVICE_TRANSFERS and config.rollout.asynchronous.is_on:
         yield resolved.mistake(
             "rollout.weights.transfer",
             "cannot send weights to engines that generate, as rollout.async requires. Set it to "
@@ -117,8 +121,8 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def _has_weight_engine(platform: Platform, way: str) -> bool:
-    return way in platform.weight_engines and not platform.shares_main_memory
+def _has_weight_engine(platform: Platform, transfer: str) -> bool:
+    return transfer in platform.weight_engines and not platform.shares_main_memory
 
 
 def _check_adapters_only(resolved: Resolved) -> Iterator[str]:
@@ -126,7 +130,8 @@ def _check_adapters_only(resolved: Resolved) -> Iterator[str]:
     config, key = resolved.config, "rollout.weights.adapters_only"
     if config.train.lora.rank is None:
         yield resolved.mistake(key, "needs LoRA adapters. Set train.lora.rank.")
-    way = config.rollout.weights.transfer
-    if way in DEVICE_WAYS:
-        message = f"needs a way through main memory, but rollout.weights.transfer={way}. Set it to "
-        yield resolved.mistake(key, f"{message}auto.")
+    transfer = config.rollout.weights.transfer
+    if transfer in DEVICE_TRANSFERS:
+        problem = "needs a transfer through main memory"
+        remedy = f"rollout.weights.transfer is {transfer}. Set it to auto."
+        yield resolved.mistake(key, f"{problem}, but {remedy}")

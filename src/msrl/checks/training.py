@@ -118,7 +118,8 @@ def check_recompute(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         if name not in names and resolved.is_changed(f"train.recompute.{name}"):
             yield resolved.mistake(
                 f"train.recompute.{name}",
-                f"has no effect with train.recompute.granularity={recompute.granularity}",
+                f"has no effect with train.recompute.granularity={recompute.granularity}. "
+                "Remove it.",
             )
     if shape is not None and recompute.granularity == "selective":
         if shape.mla is not None and "core_attn" in recompute.modules:
@@ -203,8 +204,8 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
         if name in config.rollout.engine.options:
             yield resolved.mistake(
                 f"rollout.engine.options.{name}",
-                "changes which process computes a token, or when, so that train.router.replay="
-                "engine cannot assign the experts. Remove it.",
+                "changes which process computes a token, or when, so train.router.replay=engine "
+                "cannot assign the experts. Remove it.",
             )
 
 

@@ -112,7 +112,7 @@ TrainModel = Annotated[
         "--model",
         metavar="DIR",
         panel=SETTINGS,
-        help="Model to train: a Hugging Face folder or an mcore checkpoint.",
+        help="Model to train: a Hugging Face folder, an mcore checkpoint, or a name on a hub.",
     ),
 ]
 Data = Annotated[
@@ -172,7 +172,7 @@ Load = Annotated[
         "--load-dir",
         metavar="DIR",
         panel=CHECKPOINT,
-        help="Checkpoint to read. Required here or in a file.",
+        help="Checkpoint to read: a folder, or a name on a hub. Required here or in a file.",
     ),
 ]
 Save = Annotated[
@@ -313,8 +313,8 @@ Input = Annotated[
     list[str] | None,
     _option(
         "--input", metavar="FILE...", panel=INPUT,
-        help="JSON, JSONL, CSV, Parquet, Arrow or text files, folders or globs. Required here "
-        "or in a file.",
+        help="JSON, JSONL, CSV, Parquet, Arrow or text files, folders or globs, or a dataset on a "
+        "hub. Required here or in a file.",
     ),
 ]  # fmt: skip
 MoreInput = Annotated[list[str] | None, typer.Argument(metavar="FILE", hidden=True)]
@@ -322,7 +322,8 @@ Tokenizer = Annotated[
     str | None,
     _option(
         "--tokenizer", "--tokenizer-name-or-path", metavar="DIR", panel=INPUT,
-        help="Folder of the Hugging Face tokenizer. Required here or in a file.",
+        help="Folder of the Hugging Face tokenizer, or a name on a hub. Required here or in a "
+        "file.",
     ),
 ]  # fmt: skip
 Handler = Annotated[
@@ -424,7 +425,8 @@ Model = Annotated[
         "--model",
         metavar="DIR",
         panel=MODEL,
-        help="Hugging Face folder or mcore checkpoint. Required here or in a file.",
+        help="Hugging Face folder, mcore checkpoint, or a name on a hub. Required here or in a "
+        "file.",
     ),
 ]
 EngineTp = Annotated[
@@ -560,7 +562,8 @@ ServedModel = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Hugging Face folder, mcore checkpoint or LoRA adapter. Required here or in a file.",
+        help="Hugging Face folder, mcore checkpoint, LoRA adapter, or a name on a hub. Required "
+        "here or in a file.",
         show_default=False,
     ),
 ]
@@ -717,7 +720,7 @@ Serve = Annotated[
     bool,
     _option(
         "--serve",
-        help="Serve the pages on 127.0.0.1 and update them while the runs go on, until Ctrl-C.",
+        help="Serve the pages on 127.0.0.1 and update them while the runs continue, until Ctrl-C.",
     ),
 ]
 DiagnosedTarget = Annotated[

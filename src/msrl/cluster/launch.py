@@ -281,7 +281,7 @@ def _check_head_can_listen(address: Address, dashboard: Address | None) -> None:
 
 
 def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
-    """Start a supervisor, record it at once, and record its processes once Ray has started."""
+    """Start a supervisor, record it immediately, and record its processes once Ray has started."""
     temp_dir = state.make_temp_dir()
     log = temp_dir / "start.log"
     with log.open("wb") as output:

@@ -103,7 +103,7 @@ def ray_settings(
 ) -> Iterator[None]:
     """Set Ray's process-wide settings for one session.
 
-    They are the token, TLS, no usage statistics, and that loopback addresses stay loopback.
+    They set the token and TLS, disable usage statistics, and keep loopback addresses.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]

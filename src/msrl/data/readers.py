@@ -1,8 +1,8 @@
 """Readers of data files. They yield batches of rows for worker processes.
 
 JSONL lines remain bytes until a worker parses them. Parquet and Arrow are read in batches of rows.
-A JSON array is read at once. CSV rows have the columns of the header, all as text. A line of a text
-file is a row with the column `text`. All but Parquet may be compressed.
+A JSON array is read into memory. CSV rows have the columns of the header, all as text. A line of a
+text file is a row with the column `text`. All but Parquet may be compressed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def full(translation: Translation) -> list[str]:
         lines.append("results differ from the original:")
         lines += [f"  {line}" for line in (*translation.differences, *translation.remarks)]
     if translation.notes:
-        lines.append("read otherwise than bash does:")
+        lines.append("read differently than by bash:")
         lines += [f"  {line}" for line in translation.notes]
     if translation.defaults:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")

@@ -69,7 +69,7 @@ class Translation:
     `tree` holds the supported native keys with the origins of the source keys, `later` the keys
     that this version does not support. `differences` are settings that msrl computes differently:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
-    reads otherwise, `remarks` what msrl computes differently by design. With `ignores_unknown`,
+    reads differently, `remarks` what msrl computes differently by design. With `ignores_unknown`,
     the original reads files with any additional keys, with `ignored_sections` only at these places.
     It passes other keys of the sections in `forwarded` on, to what their values name. `variables`
     are top-level keys that other keys refer to.

@@ -50,8 +50,8 @@ class Pass:
 class Spread:
     """Parallel sizes of a pass: tensor, expert-tensor and context, and sequence parallelism.
 
-    `head_ranks` context-parallel ranks exchange tokens for heads, unless they `gathers_keys`: then
-    every rank gathers all keys and values.
+    `head_ranks` context-parallel ranks exchange tokens for heads. With `gathers_keys`, every rank
+    gathers all keys and values instead.
     """
 
     tp: int = 1

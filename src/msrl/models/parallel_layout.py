@@ -178,9 +178,9 @@ class ParallelLayout:
                 continue
             layout, shapes = rule.unpacked
             if isinstance(layout, Qkv):
-                groups.append(("query groups", layout.num_groups))
+                groups.append(("KV heads", layout.num_groups))
             elif isinstance(layout, Sharded) and layout.units is not None:
-                groups.append(("query groups", layout.units))
+                groups.append(("KV heads", layout.units))
             elif isinstance(layout, GateUp):
                 columns.append(("ffn columns", shapes[0][0]))
         sizes = [*groups, ("attention heads", shape.num_attention_heads), *columns]
@@ -203,7 +203,7 @@ class ParallelLayout:
             f" and {len(self.noop_layers)} empty ones" if self.noop_layers else ""
         )
         if positions % self.pp:
-            yield "pp", f"must divide the model's {layers}"
+            yield "pp", f"must divide the model's {layers}, unless num_layer_list is set"
         elif self.vpp is not None:
             yield from self._virtual_problems(positions // self.pp)
 

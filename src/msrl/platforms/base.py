@@ -176,17 +176,18 @@ class Platform(ABC):
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank and select it for the process."""
 
-    def weight_engine(self, way: str) -> WeightEngine:
-        """Return vLLM's weight transfer engine for a way of the weights.
+    def weight_engine(self, transfer: str) -> WeightEngine:
+        """Return vLLM's weight transfer engine for a value of `rollout.weights.transfer`.
 
         Raises:
             MsrlError: The platform has none.
         """
-        if way not in self.weight_engines:
+        if transfer not in self.weight_engines:
             raise MsrlError(
-                f"rollout.weights.transfer={way}: not supported on {self.name}. Set it to auto."
+                f"rollout.weights.transfer={transfer}: not supported on {self.name}. "
+                "Set it to auto."
             )
-        return self.weight_engines[way]
+        return self.weight_engines[transfer]
 
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False

@@ -341,7 +341,7 @@ def _resident_bytes() -> int:
 
 
 def _kill_all() -> None:
-    """Kill and reap all other processes inside; repeat for processes that fork meanwhile."""
+    """Kill and reap all other processes inside; repeat for processes that fork in the meantime."""
     for _ in range(1000):
         try:
             os.kill(-1, signal.SIGKILL)

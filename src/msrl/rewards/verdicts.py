@@ -39,7 +39,7 @@ class Judge:
     def verdicts(self, group: ScoredGroup) -> Sequence[bool] | None:
         """Return for each answer of a group whether it is right, or None if no source decides.
 
-        Without a deciding source, an environment may say whether its episode was successful.
+        Without a deciding source, an environment may report whether its episode was successful.
         """
         label = self.source_for(group.rollout.prompt)
         if label is None:
@@ -48,7 +48,7 @@ class Judge:
 
 
 def _successes(group: ScoredGroup) -> list[bool] | None:
-    """Return whether each episode was successful; None if an environment does not say it.
+    """Return whether each episode was successful; None if an environment does not report it.
 
     A failed environment counts as no success.
     """

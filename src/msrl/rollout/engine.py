@@ -136,7 +136,7 @@ class Engine(Protocol):
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Generator[Piece, None, None]:
         """Yield the text of one completion as it is sampled; closing the iterator aborts it.
 
-        Nothing else may be generated meanwhile.
+        Nothing else may be generated during this call.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Limits of vLLM that are known before an engine starts. `--dry-run` makes the same checks."""
+"""Limits of vLLM that are known before an engine starts. `--dry-run` runs the same checks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _check_devices(settings: EngineSettings, shape: Shape) -> None:
         )
     if shape.mla is None and groups % tp and tp % groups:
         raise MsrlError(
-            f"rollout.engine.tp={tp}: must divide the {groups} key-value heads of "
+            f"rollout.engine.tp={tp}: must divide the {groups} KV heads of "
             f"{settings.model_dir}, or be a multiple of them. Choose another value."
         )
 

@@ -143,7 +143,7 @@ class TeacherServer:
         return named
 
     def _entries(self, token_ids: Sequence[int]) -> list[Any]:  # T of {id: {...}} or None
-        """Return what the server says about every token."""
+        """Return the entry of the server for every token."""
         request = {
             "model": self.name,
             "prompt": list(token_ids),
@@ -202,7 +202,7 @@ def _prompt_logprobs(answer: Any) -> list[Any] | None:
 
 
 def _token(entry: Any, token_id: int) -> Mapping[str, Any]:
-    """Return what an entry says about a token; nothing if it is about other tokens."""
+    """Return the entry of a token; nothing if there are entries of other tokens only."""
     values = entry.get(str(token_id)) if isinstance(entry, dict) else None
     return cast("dict[str, Any]", values) if isinstance(values, dict) else {}
 

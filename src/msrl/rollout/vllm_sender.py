@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
-"""Function that returns all weights under their Hugging Face names, for every version anew.
+"""Function that returns all weights under their Hugging Face names, again for every version.
 
 It communicates, so all ranks must call it. Iterating on ranks without the weights yields none."""
 

@@ -109,7 +109,7 @@ def send_to_workers(
 
 
 def _unpack_experts(model: Any) -> None:
-    """Discard the CPU kernel of experts, so that a reload creates it anew.
+    """Discard the CPU kernel of experts, so that a reload creates it again.
 
     The kernel's creation packs the experts' weights. A reload with an existing kernel would treat
     unpacked weights as packed.

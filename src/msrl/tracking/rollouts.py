@@ -52,7 +52,7 @@ class RolloutRecord:
         reference_logprobs: The same of the reference model.
         sequence: Number of the sequence in its episode.
         turns: Turns of an episode as fields of `msrl.types.EpisodeTurn`; `tool_calls` is JSON.
-        success: True or False if the environment says so.
+        success: True or False if the environment reports it.
         fault: Kind of the environment's failure; empty without one.
         entropies: Entropies of the trainer's distributions before the first update, in nats.
         tag: Tag of the row of the data, which selects its reward sources.

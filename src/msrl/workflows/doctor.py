@@ -137,7 +137,7 @@ def _versions(platform: Platform) -> Iterator[Finding]:
 def _devices(platform: Platform) -> Iterator[Finding]:
     count = platform.device_count()
     memory = platform.memory_bytes()
-    each = "the machine's memory" if platform.shares_main_memory else "each"
+    each = "of main memory" if platform.shares_main_memory else "each"
     text = f"{count} of {platform.name}" + (f", {memory / GB:.1f} GB {each}" if memory else "")
     yield Finding(
         "ok" if count else "wrong",
@@ -267,7 +267,7 @@ def _configured_ports(resolved: Resolved | None) -> Iterator[Finding]:
     except MsrlError:
         return  # it is among the findings on the configuration
     if ports.first <= high and low <= ports.last:
-        text = f"overlaps the kernel's ports {low}-{high}, so that some may be in use. Change it."
+        text = f"overlaps the kernel's ports {low}-{high}, so some may be in use. Change it."
         yield Finding("note", what, text)
     is_up = any(record.alive for record in recorded_nodes())
     try:

@@ -385,7 +385,8 @@ def _check_not_empty(
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
         reason = f"all rows were dropped ({reasons})" if reasons else "there are no rows"
         raise MsrlError(
-            f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}"
+            f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}. "
+            "Check the handler, its columns (preprocess.map_keys) and preprocess.seq_length."
         )
 
 

@@ -1,6 +1,6 @@
 """LoRA adapters merged into weights on the CPU: W' = W + s B A (arXiv:2106.09685, section 4.1).
 
-The score head of a reward model, which is trained beside its adapters, replaces that of the base
+The score head of a reward model, which is trained alongside its adapters, replaces that of the base
 model, or its output layer.
 
 A is [r, in], B is [out, r], W is [out, in] per Hugging Face tensor. s = alpha / r, or alpha /

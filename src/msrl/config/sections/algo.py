@@ -316,7 +316,7 @@ class RewardModelConfig(Section):
     reward_tokens: tuple[Text, ...] = Field(
         default=("+", "-"),
         description="Tokens that label the steps of the data. The model predicts them at the "
-        "placeholder behind each step. For kind process.",
+        "placeholder after each step. For kind process.",
     )
 
 

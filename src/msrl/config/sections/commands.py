@@ -29,8 +29,8 @@ class ConvertConfig(LayoutConfig):
     )
     load: Text | None = Field(
         default=None,
-        description="Checkpoint to read: a Hugging Face folder (hf2mcore, hf2hf) or an mcore "
-        "folder.",
+        description="Checkpoint to read: a Hugging Face folder or the name of a model on a hub "
+        "(hf2mcore, hf2hf), or an mcore folder.",
     )
     save: Text | None = Field(default=None, description="Folder to write. It must be new or empty.")
     hf_config: Text | None = Field(
@@ -86,10 +86,11 @@ class PreprocessConfig(Section):
     input: tuple[Text, ...] = Field(
         default=(),
         description="Data files (JSON, JSONL, Parquet, Arrow, CSV, text), folders or globs to "
-        "read.",
+        "read, or datasets on a hub (ORG/NAME, ORG/NAME:PATTERN).",
     )
     tokenizer: Text | None = Field(
-        default=None, description="Folder of the Hugging Face tokenizer."
+        default=None,
+        description="Folder of the Hugging Face tokenizer, or the name of a model on a hub.",
     )
     kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"] | None = Field(
         default=None,
@@ -157,7 +158,9 @@ class ResponseConfig(SamplingConfig):
     """Model, prompt format and sampling of `msrl generate` and `msrl chat`."""
 
     model: Text | None = Field(
-        default=None, description="Hugging Face folder or mcore checkpoint folder."
+        default=None,
+        description="Hugging Face folder, mcore checkpoint folder, or the name of a model on a "
+        "hub.",
     )
     dtype: Dtype | None = Field(
         default=None,
@@ -209,8 +212,8 @@ class ServeConfig(Section):
 
     model: Text | None = Field(
         default=None,
-        description="Hugging Face folder, mcore checkpoint folder, or LoRA adapter whose base "
-        "model is on this machine.",
+        description="Hugging Face folder, mcore checkpoint folder, LoRA adapter whose base model "
+        "is on this machine, or the name of a model on a hub.",
     )
     name: Text | None = Field(
         default=None,

@@ -53,7 +53,8 @@ class ModelConfig(Section):
 
     path: Text | None = Field(
         default=None,
-        description="Hugging Face folder or mcore checkpoint folder of the initial weights.",
+        description="Initial weights: a Hugging Face folder, an mcore checkpoint folder, or the "
+        "name of a model on a hub (ORG/NAME or ORG/NAME@REVISION).",
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
@@ -61,7 +62,9 @@ class ModelConfig(Section):
         "only a config.json (train-sft only). run.seed determines them for every parallel layout.",
     )
     tokenizer: Text | None = Field(
-        default=None, description="Folder of the tokenizer. Default: the tokenizer of model.path."
+        default=None,
+        description="Folder of the tokenizer, or the name of a model on a hub. Default: the "
+        "tokenizer of model.path.",
     )
     dtype: Dtype = Field(
         default="bfloat16",

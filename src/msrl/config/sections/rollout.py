@@ -106,8 +106,8 @@ class EngineConfig(Section):
     )
 
 
-DEVICE_WAYS = ("ipc", "nccl")  # of weights, from device to device
-COLOCATED_WAYS = ("ipc",)  # between processes that share devices
+DEVICE_TRANSFERS = ("ipc", "nccl")  # of weights, from device to device
+COLOCATED_TRANSFERS = ("ipc",)  # between processes that share devices
 
 
 class WeightsConfig(Section):
@@ -115,9 +115,9 @@ class WeightsConfig(Section):
 
     transfer: Literal["auto", "shared_memory", "ray", "ipc", "nccl"] = Field(
         default="auto",
-        description="Way of the weights: memory that processes of one machine share, Ray objects, "
-        "or vLLM's engines for colocated (ipc) and separate devices (nccl, which is HCCL on Ascend "
-        "NPUs). auto: shared_memory on one machine, ray on several.",
+        description="Transfer of the weights: by memory that processes of one machine share, "
+        "by Ray objects, or by vLLM's engines for colocated (ipc) and separate devices (nccl, "
+        "which is HCCL on Ascend NPUs). auto: shared_memory on one machine, ray on several.",
     )
     bucket_bytes: Annotated[int, Strict(), Field(ge=1 << 16)] = Field(
         default=1 << 26,

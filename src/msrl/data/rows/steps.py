@@ -1,6 +1,6 @@
 """Step rewards: the tokens that mark the end of a step and that label it. T tokens of a text.
 
-The label of a step is a token, which the model predicts at the placeholder behind the step. Source
+The label of a step is a token, which the model predicts at the placeholder after the step. Source
 of the format: `--stage prm` of MindSpeed-LLM 2.0 to 2.2 (Math-Shepherd, arXiv:2312.08935).
 """
 
@@ -30,7 +30,7 @@ class StepTokens:
         text: Text of the placeholder.
         placeholder: Its id.
         rewards: Id of each label.
-        is_joined: Whether the placeholder behind a space has the same id. Else the text between
+        is_joined: Whether the placeholder after a space has the same id. Else the text between
             placeholders is encoded separately, as byte-level tokenizers need it.
     """
 
@@ -47,7 +47,7 @@ class StepTokens:
         return [self._with_placeholders(pieces) for pieces in steps]
 
     def _with_placeholders(self, pieces: Sequence[Sequence[int]]) -> Ints:
-        """Join the token ids of the text before, between and behind the placeholders."""
+        """Join the token ids of the text before, between and after the placeholders."""
         ids: list[int] = []
         for piece in pieces:
             ids += [*piece, self.placeholder]

@@ -311,7 +311,7 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         translation.report_difference(entry, text)
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
-        options["normalise"] = _method(top) in _SCALED
+        options["normalize"] = _method(top) in _SCALED
     if options:
         origin = top.origin("adv_estimator")
         translation.set(_OPTIONS_KEY, wrap(options, origin))

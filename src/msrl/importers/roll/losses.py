@@ -155,7 +155,7 @@ class Losses:
                 self.translation.approximate(entry, native, True, text)
 
     def _removed(self) -> None:
-        """Translate keys that v0.2.0 removed as the versions that read them."""
+        """Translate keys that v0.2.0 removed, in the way in which earlier versions read them."""
         self._reward_norm()
         for key in ("sft_loss_coef", "postive_loss_coef"):
             entry = self.top.get(key)

@@ -1,7 +1,7 @@
 """Conditions of shell scripts: `[ ... ]`, `test ...` and `[[ ... ]]`.
 
-The value is None if only a run knows it: a test of files, the output of a program, or a placeholder
-that the user must replace. An unset variable is empty.
+The value is None if it is known only at run time: a test of files, the output of a program, or a
+placeholder that the user must replace. An unset variable is empty.
 """
 
 from __future__ import annotations

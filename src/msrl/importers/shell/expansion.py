@@ -170,7 +170,7 @@ class _Expander:
     def _add_unquoted(self) -> None:
         """Add an unquoted expansion: its words, of which the first and last may be parts of words.
 
-        A text before the expansion belongs to its first word, a text behind it to the last one.
+        A text before the expansion belongs to its first word, a text after it to the last one.
         """
         is_start = self.pieces is None
         begin, line = self.pos, self.line
@@ -245,7 +245,7 @@ class _Expander:
         return arithmetic(expand_text(body, self.line, self.scope), self.scope)
 
     def _inside(self, opening: str, closing: str, skip: int) -> str:
-        """Return the text in brackets and move behind the closing one."""
+        """Return the text in brackets and move past the closing one."""
         depth, pos, quote = 1, self.pos + skip, ""
         while pos < len(self.source) and depth:
             char = self.source[pos]
@@ -355,7 +355,7 @@ class _Expander:
     def _default(self, value: Variable, action: str, argument: str, *, is_set: bool) -> Variable:
         """Return the value of `${NAME:-word}`, `${NAME:=word}` or `${NAME:+word}`."""
         if is_set and value.problem:
-            return value  # only a run knows whether it is empty
+            return value  # whether it is empty is known only at run time
         has_value = is_set and (value.text != "" or not action.startswith(":"))
         if has_value != action.endswith("+"):
             return value if has_value else EMPTY

@@ -2,8 +2,8 @@
 
 The script is interpreted as bash would run it: variables, arrays, functions, branches, loops and
 conditions that compare texts. No program is started: `$NAME` is the value that the script assigns,
-else that of the environment. What only a run knows has no text but a problem, also a variable that
-differs between the branches of such a condition.
+else that of the environment. A value that is known only at run time has a problem instead of a
+text, and so has a variable that differs between the branches of a condition on such a value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Script:
     """Commands of a script in order, and the variables that it sets.
 
     `sources` are the files that it includes by `source`; None for a file that was not read.
-    `repairs` are lines that bash reads otherwise, with the reason.
+    `repairs` are lines that bash reads differently, with the reason.
     """
 
     name: str
@@ -86,7 +86,7 @@ def parse_script(text: str, name: str) -> Script:
 
 
 class _Interpreter:
-    """Execution of commands. The status of a command is None if only a run knows it."""
+    """Execution of commands. The status of a command is None if it is known only at run time."""
 
     def __init__(self, script: Script) -> None:
         self.script, self.scope = script, script.scope
@@ -238,7 +238,7 @@ class _Interpreter:
                 break
             first = node.condition[0] if node.condition else None
             if isinstance(first, syntax.Simple) and first.text in ("true", "false", ":"):
-                break  # ends by a condition that only a run knows
+                break  # ends by a condition that is known only at run time
         return True
 
     def _repeat(self, body: Sequence[syntax.Node]) -> bool:

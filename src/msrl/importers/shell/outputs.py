@@ -21,7 +21,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def output(commands: Sequence[Sequence[str]]) -> str | None:
-    """Return the output of commands that `&&` or `;` connects; None if only a run knows it."""
+    """Return the output of commands that `&&` or `;` connects; None if unknown before a run."""
     if len(commands) == 2 and commands[0][:1] == ["["]:
         words = [Word(text, None) for text in commands[0][1:] if text != "]"]
         holds = evaluated([(word, "") for word in words])

@@ -147,7 +147,7 @@ def parse(text: str, name: str) -> tuple[Node, ...]:
 
 
 def skip_quoted(text: str, pos: int) -> int:
-    """Return the position behind the quote, expansion or escape at `pos`; the end if it is open."""
+    """Return the position after the quote, expansion or escape at `pos`; the end if it is open."""
     char = text[pos]
     if char == "\\":
         return pos + 2
@@ -179,7 +179,7 @@ def _skip_until(text: str, pos: int, closing: str) -> int:
 
 
 def word_end(text: str, pos: int) -> int:
-    """Return the position behind the word at `pos`."""
+    """Return the position after the word at `pos`."""
     start = pos
     while pos < len(text):
         char = text[pos]
@@ -203,7 +203,7 @@ def _prepared(text: str) -> str:
 
 
 def repairs(text: str) -> list[tuple[int, str]]:
-    """Return the lines that bash reads otherwise than their author meant them, with the reason."""
+    """Return the lines that bash does not read as their author meant them, with the reason."""
     lines = [line.rstrip("\r") for line in text.split("\n")]
     reasons = [(1, _CARRIAGE_RETURNS)] if text.count("\r\n") > len(lines) // 2 else []
     reasons += [
@@ -228,7 +228,7 @@ _BLANK = (
 )
 _COMMENT = (
     "a comment inside of a continued command ends it in bash (in quotes, it becomes words); msrl "
-    "reads the flags behind it as a part of the command"
+    "reads the flags after it as a part of the command"
 )
 
 

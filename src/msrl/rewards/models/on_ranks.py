@@ -79,7 +79,7 @@ class RankModel:
         reason = reason or option_refusal(template, prompt_column, batch, max_tokens)
         limit = shape.max_position_embeddings
         if reason is None and max_tokens > limit:
-            return f"options.max_tokens={max_tokens}: the model takes at most {limit} tokens"
+            return f"options.max_tokens={max_tokens}: the model supports at most {limit} tokens"
         return reason
 
     def connect(self, score: RankScore) -> None:

@@ -70,7 +70,7 @@ def text_ids(tokenizer: Any, template: str, prompt: str, response: str) -> list[
 
 def length_error(num_tokens: int, limit: int) -> str:
     """Return the error for a text that is empty or longer than the limit."""
-    return f"the text has {num_tokens} tokens; the reward model takes from 1 to {limit}"
+    return f"the text has {num_tokens} tokens; the reward model supports 1 to {limit}"
 
 
 class Classifier:

@@ -1,6 +1,6 @@
 r"""Choice of a letter, as ROLL scores CrossThink-QA (roll/pipeline/rlvr/rewards, 8eb27cc2).
 
-The choice is the first capital letter in the last box without braces inside, else behind the last
+The choice is the first capital letter in the last box without braces inside, else after the last
 `answer is`, else in the whole response. Only what follows the last thought counts.
 
 | choice | box | loose | soft | strict |
@@ -45,7 +45,7 @@ def answer_refusal(answer: str, **_: object) -> str | None:
 
 
 def _statement(text: str) -> str:
-    """Return the text behind the last `answer is`, or all of it."""
+    """Return the text after the last `answer is`, or all of it."""
     start = text.lower().rfind(_STATEMENT)
     return text if start < 0 else text[start + len(_STATEMENT) :]
 

@@ -294,7 +294,7 @@ class EpisodeRunner:
     def _edit(
         self, episode: _Running, history: Sequence[Message], messages: Sequence[Message]
     ) -> None:
-        """Render the whole conversation. A sequence goes on if its tokens are a prefix."""
+        """Render the whole conversation. A sequence continues if its tokens are a prefix."""
         if not episode.has_opening:
             raise MsrlError(
                 "environment.history: the environment begins with the prompt of the row, whose "

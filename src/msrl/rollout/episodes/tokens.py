@@ -100,7 +100,7 @@ class EpisodeTokens:
     def restart(self, prompt_ids: Ints) -> None:
         """Continue with an edited history.
 
-        If it only appends to the present tokens, the sequence goes on.
+        If it only appends to the present tokens, the sequence continues.
         """
         present = self.prompt
         if len(prompt_ids) >= len(present) and np.array_equal(prompt_ids[: len(present)], present):

@@ -1,4 +1,4 @@
-"""Episodes with an engine that nothing else uses meanwhile."""
+"""Episodes with an engine that nothing else uses during the episodes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def receive(address: ChannelAddress, version: int, timeout_s: float) -> Iterator
 
 
 def hang_up(address: ChannelAddress, version: int, timeout_s: float = 1.0) -> None:
-    """End a send that waits for a lost receiver: connect in its place, and leave at once.
+    """End a send that waits for a lost receiver: connect in its place, and leave immediately.
 
     Raises:
         ChannelError: The sender does not wait for receivers of this version.

@@ -1,8 +1,8 @@
 """Writing of a checkpoint: every rank writes its files, then the first rank publishes it.
 
-Nothing here communicates with other ranks, so it may run beside the training. The first rank finds
-the parts by the lists that their writers leave in the staged folder. A checkpoint is flushed to
-disk before it becomes visible.
+Nothing here communicates with other ranks, so it may run alongside the training. The first rank
+finds the parts by the lists that their writers leave in the staged folder. A checkpoint is flushed
+to disk before it becomes visible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from msrl.trainer.checkpointing.resume import STATE, Retention, training_dir
 from msrl.trainer.settings import Layout
 from msrl.types import ChatFormat
 
-WEIGHT = "weight"  # kind of the critic's weights, beside the kinds of its optimizer state
+WEIGHT = "weight"  # kind of the critic's weights, in addition to the kinds of its optimizer state
 _POLL_S = 0.02
 
 

@@ -154,7 +154,7 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
 
 
 def _saved_weights(replica: ModelReplica) -> Mapping[str, Tensor]:
-    """Return the weights that checkpoints contain: all of them, or those beside frozen ones."""
+    """Return the weights that checkpoints contain: all weights, or those of the adapters."""
     return named_weights(replica.model) if replica.adapters is None else replica.adapters.named()
 
 
@@ -253,8 +253,8 @@ def _saved_states(
 def _restore_random(position: RankPosition, saved: SavedTraining, layout: ParallelLayout) -> None:
     """Restore the states of this rank's random-number generators.
 
-    A rank that the saved layout did not have and a device of another kind keep the states of their
-    seed. So do all ranks if the tensor-parallel size has changed: ranks that hold copies must draw
+    Ranks that the saved layout lacks, and devices of another kind, keep the states that their seed
+    gives. So do all ranks if the tensor-parallel size has changed: ranks that hold copies must draw
     the same numbers, and the saved states are of ranks without copies.
     """
     path = saved.training_dir / random_file(dist.get_rank())

@@ -7,7 +7,7 @@ one its own columns of A and all of B, as in the files of `checkpoint/adapters`;
 has all of both. Adapters are submodules of the layers that they adapt, which keep their names. q, k
 and v (gate and up) share one A; where only some of them are adapted, the rows of B of the others
 stay zero. Every expert of a mixture has its own adapter, on the ranks that hold it. The score head
-of a reward model has no adapter; its weight is trained beside them.
+of a reward model has no adapter; its weight is trained alongside them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training of a process reward model on labeled steps (`msrl train-rm`, kind process).
 
-The training ranks hold a language model. At the placeholder behind each step it predicts the reward
+The training ranks hold a language model. At the placeholder after each step it predicts the reward
 token that labels the step. T tokens of an example.
 """
 

@@ -89,9 +89,9 @@ class RolloutLog:
             return write_columns(path, columns)
         rows: list[dict[str, object]] = []
         for row, own in zip(self._rows(groups), _by_completion(groups, samples), strict=True):
-            rows.append({**row, "advantage": _mean_advantage(own), "is_learnt": own[0].is_trained})
+            rows.append({**row, "advantage": _mean_advantage(own), "is_trained": own[0].is_trained})
         for row in self._rows(dropped_groups):
-            rows.append({**row, "advantage": 0.0, "is_learnt": False})
+            rows.append({**row, "advantage": 0.0, "is_trained": False})
         return self._write("rollouts", step, rows)
 
     def write_evaluation(

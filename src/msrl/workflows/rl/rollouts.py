@@ -134,7 +134,7 @@ class Rollouts:
         if self._filter.kind != "none":
             metrics = {
                 "rollout/prompts": float(len(informative)),
-                "rollout/teaching": float(informative.mean()),
+                "rollout/informative": float(informative.mean()),
                 "rollout/refills": float(num_refills),
                 "rollout/missing": float(missing),
             }

@@ -14,7 +14,7 @@ import numpy as np
 
 from msrl.cluster.placement import Placement
 from msrl.config.schema import Config
-from msrl.config.sections.rollout import DEVICE_WAYS
+from msrl.config.sections.rollout import DEVICE_TRANSFERS
 from msrl.data.dataset import PromptDataset, PromptMixture, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
@@ -142,13 +142,13 @@ def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
     if plan.has_separate_engines:
         settings = replace(settings, engine=settings.engine.model_copy(update={"sleep": 0}))
     rollout = plan.config.rollout
-    way = rollout.weights.transfer
+    transfer = rollout.weights.transfer
     return replace(
         settings,
         tokenizer_dir=plan.tokenizer_dir,
         is_stepped=rollout.asynchronous.is_on,
         records_routes=plan.train.router.replay == "engine",
-        weight_backend=way if way in DEVICE_WAYS else None,
+        weight_backend=transfer if transfer in DEVICE_TRANSFERS else None,
     )
 
 

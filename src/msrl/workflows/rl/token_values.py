@@ -82,8 +82,8 @@ class TokenValues:
         self._is_over = size > limit * 1e9
         if self._is_over:
             self.note(
-                f"log.tokens_max_gb={limit:g}: {self.folder} has reached the limit, so that "
-                "log.tokens adds no more values of tokens"
+                f"log.tokens_max_gb={limit:g}: {self.folder} has reached the limit, so "
+                "log.tokens adds no more values"
             )
         return self._is_over
 

@@ -338,7 +338,7 @@ class Updater:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
         A step with one update needs those of the policy only for the penalty: its loss computes
-        them. A reference on separate devices computes beside the policy.
+        them. A reference on separate devices computes alongside the policy.
         """
         sequences = padded(unpadded, self._trainers.dp_size)
         kl, temperature, limits = (

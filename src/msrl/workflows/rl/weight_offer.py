@@ -25,7 +25,7 @@ class WeightOffer:
             buckets of each sender.
         verify: Whether the engine returns digests.
         timeout_s: Longest time to wait for a sender, in seconds.
-        adapter_scale: Factor of adapters that are sent beside the base weights, or alone. None if
+        adapter_scale: Factor of adapters that are sent with the base weights, or alone. None if
             the weights are complete.
     """
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msrl.cluster.waiting import WorkerError
-from msrl.config.sections.rollout import COLOCATED_WAYS, DEVICE_WAYS, WeightsConfig
+from msrl.config.sections.rollout import COLOCATED_TRANSFERS, DEVICE_TRANSFERS, WeightsConfig
 from msrl.errors import MsrlError
 from msrl.rollout.weights.channel import ChannelError, hang_up
 from msrl.rollout.weights.digest import Digests
@@ -294,7 +294,7 @@ class DeviceTransfer(WeightTransfer):
             self._engines.workers.actors,
             self._processes_per_engine,
             self._config.bucket_bytes,
-            is_colocated=self._config.transfer in COLOCATED_WAYS,
+            is_colocated=self._config.transfer in COLOCATED_TRANSFERS,
         )
         self._ranks.call("connect_devices", group)
 
@@ -339,7 +339,7 @@ def connect(
     shares_devices: bool,
     adapter_scale: float | None = None,
 ) -> WeightTransfer:
-    """Return the configured way from the ranks to the engines, which have started.
+    """Return the configured transfer from the ranks to the engines, which have started.
 
     Args:
         trainers: Ranks that hold the weights.
@@ -353,9 +353,9 @@ def connect(
         adapter_scale: Factor of adapters, if engines add them to the base weights; else None.
 
     Raises:
-        MsrlError: The workers are not where the configured way needs them.
+        MsrlError: The workers are not where the configured transfer needs them.
     """
-    if config.transfer not in DEVICE_WAYS:
+    if config.transfer not in DEVICE_TRANSFERS:
         return _connect_host(
             trainers, engines, config, timeout_s, is_staged=is_staged, adapter_scale=adapter_scale
         )
@@ -363,7 +363,7 @@ def connect(
         raise MsrlError(
             f"rollout.weights.transfer={config.transfer}: needs an accelerator. Set it to auto."
         )
-    if shares_devices != (config.transfer in COLOCATED_WAYS):
+    if shares_devices != (config.transfer in COLOCATED_TRANSFERS):
         relation = "share devices" if shares_devices else "are on separate devices"
         raise MsrlError(
             f"rollout.weights.transfer={config.transfer}: ranks and engines {relation}. Set it to "
@@ -390,8 +390,8 @@ def _connect_host(
             "machines. Set it to ray or auto."
         )
     uses_memory = config.transfer != "ray" and len(machines) == 1
-    way = SharedMemoryTransfer if uses_memory else RayTransfer
-    return way(
+    kind = SharedMemoryTransfer if uses_memory else RayTransfer
+    return kind(
         trainers,
         engines,
         senders,

@@ -100,7 +100,7 @@ class _RowFile:
 
 @contextlib.contextmanager
 def _standard_output() -> Generator[WriteLines, None, None]:
-    """Yield a function that writes to a file or pipe at once, but to a terminal only at the end.
+    """Yield a function that writes to a file or pipe immediately, to a terminal only at the end.
 
     On a terminal, a progress bar is drawn until then, which also replaces sys.stdout.
     """

@@ -49,7 +49,7 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
         longest = config.data.seq_length or 0
         if longest > shape.max_position_embeddings:
             raise MsrlError(
-                f"data.seq_length={longest}: the model takes at most "
+                f"data.seq_length={longest}: the model supports at most "
                 f"{shape.max_position_embeddings} tokens. Lower it."
             )
         return
@@ -58,9 +58,9 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
         longest = min(longest, config.data.seq_length)  # longer rows are dropped or truncated
     if not manifest.pack and longest > shape.max_position_embeddings:
         raise MsrlError(
-            f"data prefix {prefix}: the longest example has {longest} tokens, but the model takes "
-            f"{shape.max_position_embeddings}. Preprocess with a shorter seq_length, or set "
-            "data.seq_length, and data.too_long to drop or truncate."
+            f"data prefix {prefix}: the longest example has {longest} tokens, but the model "
+            f"supports {shape.max_position_embeddings}. Preprocess with a shorter seq_length, or "
+            "set data.seq_length, and data.too_long to drop or truncate."
         )
 
 

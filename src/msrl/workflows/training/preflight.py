@@ -1,4 +1,4 @@
-"""Last checks of a training before ranks and engines start. `--dry-run` makes the same checks."""
+"""Last checks of a training before ranks and engines start. `--dry-run` runs the same checks."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _teacher_settings(plan: RunPlan) -> dict[str, ReplicaSettings]:
 def separate_critic(plan: RunPlan, saved: SavedTraining) -> SavedTraining:
     """Return the checkpoint that holds the critic of a training's checkpoint.
 
-    A critic with separate devices has separate checkpoints, in a folder beside the policy's.
+    A critic with separate devices has separate checkpoints, in a folder next to the policy's.
     """
     if plan.separate_model("critic") is None:
         return saved

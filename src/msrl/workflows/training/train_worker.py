@@ -72,7 +72,7 @@ class DeviceGroup:
     """Engines that receive weights on their devices.
 
     Attributes:
-        way: Name of vLLM's weight transfer engine.
+        backend: Name of vLLM's weight transfer engine.
         address: Host and port for the rendezvous of rank 0 with the engines.
         engines: Ray actors of the engines.
         processes_per_engine: Number of processes of an engine.
@@ -80,7 +80,7 @@ class DeviceGroup:
         is_colocated: Whether the engines use the devices of the ranks.
     """
 
-    way: str
+    backend: str
     address: str
     engines: tuple[Any, ...]
     processes_per_engine: int
@@ -250,7 +250,7 @@ class TrainWorker:
         platform = self._training_rank.policy.position.platform
         self._device_sender = DeviceSender(
             TransferGroup(
-                platform.weight_engine(group.way),
+                platform.weight_engine(group.backend),
                 self._rank,
                 (host[0], int(host[2])),
                 len(group.engines) * group.processes_per_engine,

@@ -52,7 +52,7 @@ class TrainerGroup:
         return started[0][1]
 
     def end(self) -> None:
-        """End all ranks at once, also ones that hang. Only `restart` may follow."""
+        """End all ranks immediately, even hung ones. Only `restart` may follow."""
         self._workers.end()
 
     def restart(self, resume: SavedTraining | None, saves: SavePlan) -> dict[str, Any]:

@@ -135,7 +135,8 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
 
 def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> ViewSample:
     token_ids, is_sampled = _tokens(row)
-    is_trained = bool(row.get("is_learnt", False))
+    # Earlier versions wrote `is_learnt`.
+    is_trained = bool(row.get("is_trained", row.get("is_learnt", False)))
     behavior = np.zeros(len(token_ids), np.float32)
     behavior[is_sampled] = row["logprobs"]
     version = int(row.get("policy_version", step))

@@ -1,4 +1,4 @@
-"""Server of a view on the loopback interface, which updates the view while its runs go on."""
+"""Server of a view on the loopback interface, which updates the view while its runs continue."""
 
 from __future__ import annotations
 

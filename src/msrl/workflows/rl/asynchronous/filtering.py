@@ -44,7 +44,7 @@ class GroupFilter:
         num_informative = self._num_informative(groups)
         return {
             "rollout/prompts": float(num_groups),
-            "rollout/teaching": num_informative / num_groups,
+            "rollout/informative": num_informative / num_groups,
             "rollout/missing": float(len(groups) - num_informative),
         }
 

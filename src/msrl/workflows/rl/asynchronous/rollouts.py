@@ -1,4 +1,4 @@
-"""Rollouts of an asynchronous run: generation and scoring in threads beside the training.
+"""Rollouts of an asynchronous run: generation and scoring in threads alongside the training.
 
 The generation thread starts groups as the buffer allows, exchanges messages with the engines and
 passes finished groups to the scoring thread. The thread of the training takes batches.
@@ -203,9 +203,10 @@ class AsyncRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
-        """Return groups that `policy_version` samples, beside the rollouts and not counted there.
+        """Return groups that `policy_version` samples alongside the rollouts.
 
-        The trainer must not publish another version meanwhile.
+        They do not count as rollouts. The trainer must not publish another version until this call
+        returns.
         """
         count, seeds = sampling.num_samples, sample_seeds(prompts, sampling, policy_version)
         keys: list[str] = []
@@ -247,7 +248,7 @@ class AsyncRollouts:
     def _replace_weights(self, version: int) -> None:
         """Send the trainer's weights again after engines were restarted.
 
-        The caller holds the lock, which is released meanwhile.
+        The caller holds the lock, which is released during the wait.
         """
         if not self._needs_weights:
             return

@@ -30,7 +30,7 @@ class Workers(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End all workers at once, also ones that hang. Only `restart` may follow."""
+        """End all workers immediately, even hung ones. Only `restart` may follow."""
 
     @abstractmethod
     def restart(self) -> None:

@@ -70,7 +70,7 @@ class RayWorkers(Workers):
         self._actors = [self._start(worker) for worker in range(self.size)]
 
     def end(self, workers: Sequence[int] | None = None) -> None:
-        """End some workers at once, also ones that hang; by default all workers."""
+        """End some workers immediately, even hung ones; by default all workers."""
         workers = range(self.size) if workers is None else workers
         for worker in workers:
             self._heartbeats.end(self._actors[worker])
