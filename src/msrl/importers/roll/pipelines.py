@@ -77,7 +77,7 @@ def _is(node: Node | None, value: object) -> bool:
 def _trains(entries: Mapping[str, Node]) -> bool:
     """Return whether a file gives its trainer devices, also with misspelled keys.
 
-    Misspelled keys have errors of their own, which name them.
+    Misspelled keys have their own errors, which name them.
     """
     trainers = get_close_matches("actor_train", entries, n=1, cutoff=0.9)
     keys = list(_section(entries, trainers[0])) if trainers else []
