@@ -478,6 +478,6 @@ def key_path(system: str, section: str, key: str) -> str:
         return roll_key_path(section, key)
     if system == "mindspeed_rl":
         return RL_SECTIONS.get(section, f"{section}.") + key
-    if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun"):
+    if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun", "top"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key
