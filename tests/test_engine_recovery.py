@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fake_workers import FakeWorkers
-from msrl.cluster.waiting import WorkerError
+from msrl.cluster.waiting import Watch, WorkerError
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.training.restarts import Restarts
@@ -127,3 +128,29 @@ def test_too_many_losses_and_lost_ranks_end_the_call():
     with pytest.raises(WorkerError):
         engines.generate(prompts(1), SAMPLING, 0)
     assert not any(call.startswith("restart") for call in workers.calls)
+
+
+class ReadyActor:
+    """Stand-in for an actor that answers; `on_ping` is called at each ping."""
+
+    def __init__(self, on_ping: Callable[[], None] = lambda: None) -> None:
+        def remote() -> str:
+            on_ping()
+            return "ready"
+
+        self.__ray_ready__ = SimpleNamespace(remote=remote)
+
+
+def test_an_engine_may_be_restarted_while_another_thread_watches_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ray = SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=lambda ref: ref)
+    monkeypatch.setattr("msrl.cluster.waiting.ray", ray)
+    workers: dict[tuple[str, int], Any] = {("rollout", 0): ReadyActor()}
+
+    def restart_engine() -> None:
+        del workers["rollout", 0]
+        workers["rollout", 1] = ReadyActor()
+
+    workers |= {("actor", 0): ReadyActor(restart_engine), ("actor", 1): ReadyActor()}
+    assert Watch(workers, {"actor": "training rank"}).dead() == {}

@@ -71,7 +71,7 @@ class Watch:
         """Return the workers that have died, by name, without waiting for any."""
         pings: dict[Any, Any] = {}
         failures: dict[str, RayError] = {}
-        for (role, number), actor in self._workers.items():
+        for (role, number), actor in self._present():
             if role not in self._names:
                 continue
             ref = self._pings.get(actor) or actor.__ray_ready__.remote()
@@ -85,13 +85,17 @@ class Watch:
         self._pings = pings
         return {**self._silent(), **failures}
 
+    def _present(self) -> list[tuple[tuple[str, int], Any]]:
+        """Return the present workers. Another thread may restart some of them meanwhile."""
+        return list(self._workers.items())
+
     def _silent(self) -> dict[str, RayError]:
         """Return the workers without heartbeats, by name."""
         if self._heartbeats is None:
             return {}
         names = {
             actor: f"{self._names[role]} {number}"
-            for (role, number), actor in self._workers.items()
+            for (role, number), actor in self._present()
             if role in self._names
         }
         silent = [names[actor] for actor in self._heartbeats.silent() if actor in names]
