@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +106,12 @@ class LocalEngines(FakeWorkers):
 
         self.loops[n].update(version, apply)
 
+    def pause_loop(self, n: int) -> None:
+        self.loops[n].pause()
+
+    def resume_loop(self, n: int) -> None:
+        self.loops[n].resume()
+
     def stop_loop(self, n: int) -> None:
         self.loops[n].close()
 
@@ -140,10 +146,14 @@ def make_job(
     order = RowOrder(ROWS, BATCH, seed=0, shuffle=True)
     config = SimpleNamespace(
         rollout=SimpleNamespace(
-            prompts_per_step=BATCH, asynchronous=options, filter=groups or FilterConfig()
+            prompts_per_step=BATCH,
+            samples_per_prompt=SAMPLING.num_samples,
+            asynchronous=options,
+            filter=groups or FilterConfig(),
         ),
         algo=SimpleNamespace(advantage=SimpleNamespace(estimator=estimator)),
         cluster=SimpleNamespace(rpc_timeout_s=timeout_s),
+        train=SimpleNamespace(updates=SimpleNamespace(samples_per_update=None, epochs=2)),
     )
     return SimpleNamespace(
         config=config,
@@ -368,6 +378,110 @@ def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_aft
                 versions = np.repeat(*np.transpose(completion.version_runs))
                 assert versions.tolist() == completion.token_ids.tolist()
                 assert step - 1 <= versions.min() <= versions.max() <= step
+
+
+class FailingEngines(LosingEngines):
+    """Engines of which one is lost in the second call of a method of the trainer's thread.
+
+    If the process has ended, exchanges fail too until the engine is restarted.
+    """
+
+    def __init__(self, method: str, *, has_ended: bool) -> None:
+        super().__init__(loss_after=0)
+        self.method, self.has_ended, self.is_lost = method, has_ended, False
+        self.num_calls = 0
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        self.num_calls += method == self.method
+        self.is_lost = self.is_lost or (method == self.method and self.num_calls == 2)
+        if self.is_lost and (method == self.method or (method == "exchange" and self.has_ended)):
+            raise WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+        return super().begin_each(method, arguments)
+
+    def restart_lost(self, error: WorkerError) -> list[int]:
+        self.is_lost = False
+        return super().restart_lost(error)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+@pytest.mark.parametrize("method", ["update_weights", "pause_loop", "resume_loop"])
+def test_an_engine_that_is_lost_in_a_call_of_the_trainer_is_restarted_and_called_again(
+    method: str, has_ended: bool
+) -> None:
+    workers = FailingEngines(method, has_ended=has_ended)
+    options = AsyncConfig(max_staleness=2, partial=True)
+    batches, sums = list[tuple[ScoredGroup, ...]](), Counter[str]()
+    with make_rollouts(options, workers) as rollouts:
+        for step in range(STEPS):
+            batch = rollouts.take(step, Clock())
+            batches.append(batch.train_groups)
+            assert min(batch.metrics.values()) >= 0, "counters of a lost engine must not be lost"
+            sums.update(batch.metrics)
+            rollouts.pause()
+            rollouts.publish(step + 1)
+            rollouts.resume()
+    assert workers.num_restarts == 1
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, batch_groups in enumerate(batches):
+        for group in batch_groups:
+            versions = [run for c in group.rollout.completions for run, _ in c.version_runs]
+            assert step - 2 <= min(versions) <= max(versions) <= step
+    assert sums["rollout/dropped_groups"] == 0
+
+
+def test_a_lost_rank_is_raised_by_the_call_of_the_trainer() -> None:
+    class LostRank(FailingEngines):
+        def restart_lost(self, error: WorkerError) -> list[int]:
+            raise error  # as EngineGroup does for workers of other roles
+
+    workers = LostRank("update_weights", has_ended=False)
+    rollouts = make_rollouts(AsyncConfig(max_staleness=1), workers)
+    with pytest.raises(WorkerError, match="engine 1"), rollouts:
+        train(rollouts, range(STEPS))
+
+
+def test_no_engine_is_restarted_after_the_end_of_the_rollouts() -> None:
+    workers = FailingEngines("stop_loop", has_ended=True)
+    with make_rollouts(AsyncConfig(max_staleness=1), workers) as rollouts:
+        train(rollouts, range(1))
+        rollouts._is_closing = True
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+    assert workers.num_restarts == 0
+
+
+def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
+    workers = LosingEngines(loss_after=0)
+    slow: Any = workers.engines[1]
+    step, slow.random = slow.step, SimpleNamespace(randint=lambda _, high: high, choice=max)
+
+    def step_slowly() -> list[NewTokens]:
+        time.sleep(0.15)
+        return step()
+
+    slow.step = step_slowly
+    options, sums = AsyncConfig(max_staleness=1, on_stale="drop"), Counter[str]()
+    with make_rollouts(options, workers) as rollouts:
+        for number in range(3):
+            sums.update(rollouts.take(number, Clock()).metrics)
+            rollouts.publish(number + 1)
+        dropped, reissued = (sums[f"rollout/{name}_groups"] for name in ("dropped", "reissued"))
+        assert dropped == reissued > 0
+        assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
+        before = rollouts._repeated
+        workers.engines[0].hangs = True
+        wait_until(lambda: any(rollouts._dispatcher.num_tokens(key) for key in rollouts._tickets))
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        after = rollouts._repeated
+    assert after.dropped_groups == before.dropped_groups
+    assert after.reissued_groups > before.reissued_groups
+    assert after.reissued_tokens > before.reissued_tokens
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class RowScoring(Scoring):

@@ -115,8 +115,6 @@ class GroupBuffer(Generic[Group]):
             slot = _Slot(item.ticket, "finished", item.oldest_version, item.group)
             self._slots[item.ticket.number] = slot
         self._filtered = list(state.filtered)
-        self.num_dropped = 0
-        self.num_reissued = 0
 
     def state(self) -> BufferState[Group]:
         """Return the state for a checkpoint. Groups that are not finished are pending in it."""
@@ -228,8 +226,6 @@ class GroupBuffer(Generic[Group]):
                 dropped.append(slot.ticket)
                 again = Ticket(slot.ticket.number, slot.ticket.attempt + 1)
                 self._slots[again.number] = _Slot(again, "pending", version)
-        self.num_dropped += len(dropped)
-        self.num_reissued += len(dropped)
         return dropped
 
     def take(self, version: int) -> tuple[FinishedGroup[Group], ...] | None:

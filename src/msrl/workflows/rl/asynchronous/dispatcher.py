@@ -50,11 +50,17 @@ class Dispatcher:
         self._progress: dict[str, int] = {}
         self._mail = [_Mail() for _ in range(engines.size)]
         self.statuses = [EngineStatus(version)] * engines.size
+        self._lost_counters: list[LoopCounters] = []
 
     @property
     def version(self) -> int:
         """Oldest policy version of all engines."""
         return min(status.version for status in self.statuses)
+
+    @property
+    def counters(self) -> list[LoopCounters]:
+        """Last counters of all loops since the start, those of lost engines included."""
+        return [*self._lost_counters, *(status.counters for status in self.statuses)]
 
     def exchange(
         self, requests: Sequence[GroupRequest], aborted: Sequence[str]
@@ -62,6 +68,7 @@ class Dispatcher:
         """Start and abort groups; wait briefly and return groups that finished, by key."""
         for key in aborted:
             engine = self._engine_by_key.pop(key, None)
+            self._progress.pop(key, None)
             if engine is not None:
                 self._mail[engine].abort(key)
         for request in requests:
@@ -74,22 +81,31 @@ class Dispatcher:
             finished |= self._receive(engine, report)
         return finished
 
-    def lose(self, engine: int, version: int) -> list[str]:
-        """Forget all requests of an engine that was restarted with `version`; return their keys."""
-        lost = [key for key, holder in self._engine_by_key.items() if holder == engine]
+    def lose(self, engine: int, version: int) -> dict[str, int]:
+        """Forget all requests of an engine that was restarted with `version`.
+
+        Returns:
+            The number of tokens of each lost group, by key.
+        """
+        keys = [key for key, holder in self._engine_by_key.items() if holder == engine]
+        lost = {key: self._progress.pop(key, 0) for key in keys}
         for key in lost:
             del self._engine_by_key[key]
-            self._progress.pop(key, None)
         self._mail[engine] = _Mail()
+        self._lost_counters.append(self.statuses[engine].counters)
         self.statuses[engine] = EngineStatus(version)
         return lost
+
+    def num_tokens(self, key: str) -> int:
+        """Return the number of tokens of a running group in the last report of its engine."""
+        return self._progress.get(key, 0)
 
     def describe(self, key: str) -> str:
         """Return where a running group is, for messages."""
         engine = self._engine_by_key.get(key)
         if engine is None:
             return "no engine has it yet"
-        return f"rollout engine {engine} has it, with {self._progress.get(key, 0)} tokens so far"
+        return f"rollout engine {engine} has it, with {self.num_tokens(key)} tokens so far"
 
     def _least_loaded(self) -> int:
         loads = [0] * self._engines.size
@@ -101,7 +117,9 @@ class Dispatcher:
         """Record a report and return the finished groups that were not aborted."""
         self._mail[engine] = _Mail(received=list(report.finished))
         self.statuses[engine] = EngineStatus(report.version, report.counters)
-        self._progress |= report.progress
+        for key, count in report.progress.items():
+            if key in self._engine_by_key:  # not aborted meanwhile
+                self._progress[key] = count
         finished: dict[str, RolloutGroup] = {}
         for key, group in report.finished.items():
             self._progress.pop(key, None)

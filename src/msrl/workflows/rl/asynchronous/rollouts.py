@@ -16,7 +16,7 @@ from typing import Any
 
 from msrl.cluster.waiting import WorkerError
 from msrl.errors import MsrlError, ProcessFailedError
-from msrl.plan.derived import needs_greedy
+from msrl.plan.derived import needs_greedy, updates_per_step
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
@@ -27,7 +27,7 @@ from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.filtering import GroupFilter
 from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
 from msrl.workflows.rl.asynchronous.records import decode, encode
-from msrl.workflows.rl.asynchronous.statistics import StepStatistics, Totals
+from msrl.workflows.rl.asynchronous.statistics import Repeated, StepStatistics, Totals
 from msrl.workflows.rl.rollouts import StepRollouts, greedy_sampling, with_greedy
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
@@ -60,30 +60,36 @@ class AsyncRollouts:
         greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
         self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, greedy)
         self._filter = GroupFilter(job.config.rollout.filter, batch, len(job.prompts.rows))
+        initial = self._initial_state(state)
         self._buffer = GroupBuffer[ScoredGroup](
             batch,
             self._options.max_staleness,
             on_stale=self._options.on_stale,
             max_running=self._options.max_running_groups,
             num_groups=job.num_steps * batch,
-            state=self._initial_state(state),
+            state=initial,
         )
         self._dispatcher = Dispatcher(engines, job.start_step)
         self._condition = threading.Condition()
         self._tickets: dict[str, Ticket] = {}  # by the key of the request
+        self._num_tokens = {  # of generated groups in the buffer, by their number
+            item.ticket.number: _count_tokens(item.group.rollout) for item in initial.finished
+        }
         self._aborted: list[str] = []
         self._to_score: list[tuple[Ticket, RolloutGroup]] = []  # with greedy completions
         self._direct: list[GroupRequest] = []
         self._direct_requests: dict[str, GroupRequest] = {}
         self._direct_results: dict[str, RolloutGroup | None] = {}
         self._transfer = threading.Lock()  # while engines are restarted or called by the trainer
+        self._loss: WorkerError | None = None  # in a call of the trainer
+        self._num_restarts = 0
         self._needs_weights = False  # since engines were restarted
-        self._num_lost = 0
+        self._repeated = Repeated()
         self._num_direct = 0
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
         self._is_closing = False
-        self._statistics = StepStatistics()
+        self._statistics = StepStatistics(updates_per_step(job.config))
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("generation", self._generate), ("scoring", self._score))
@@ -108,7 +114,11 @@ class AsyncRollouts:
         for thread in self._threads:
             thread.join(_END_S)
         # After the loss of a worker, the run may be repeated with the engines that remain.
-        with nullcontext() if error is None else suppress(MsrlError, ProcessFailedError):
+        is_used_again = error is None or isinstance(error, ProcessFailedError)
+        with (
+            nullcontext() if error is None else suppress(MsrlError, ProcessFailedError),
+            self._transfer if is_used_again else nullcontext(),  # until a restart is complete
+        ):
             self._engines.stop()
 
     def state(self) -> dict[str, Any]:
@@ -144,18 +154,42 @@ class AsyncRollouts:
 
     def publish(self, version: int) -> None:
         """Send the weights of the trainer to the engines. They load them between two steps."""
-        with self._transfer:
+
+        def send() -> None:
             self._publish(version)
+            with self._condition:
+                self._needs_weights = False
+
+        self._call_engines(send)
 
     def pause(self) -> None:
         """Stop generation after the current step of each engine."""
-        with self._transfer:
-            self._engines.pause()
+        self._call_engines(self._engines.pause)
 
     def resume(self) -> None:
         """Continue generation."""
-        with self._transfer:
-            self._engines.resume()
+        self._call_engines(self._engines.resume)
+
+    def _call_engines(self, call: Callable[[], None]) -> None:
+        """Call the engines, and again after those that are lost in it have been restarted.
+
+        The thread of the generation restarts them, since it knows their prompts.
+
+        Raises:
+            WorkerError: They cannot be restarted, or a training rank was lost.
+        """
+        while True:
+            with self._transfer:
+                num_restarts = self._num_restarts
+                try:
+                    return call()
+                except WorkerError as error:
+                    with self._condition:
+                        self._loss = error
+            with self._condition:
+                while self._num_restarts == num_restarts:
+                    self._raise_error()
+                    self._condition.wait()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
@@ -208,7 +242,6 @@ class AsyncRollouts:
         """
         if not self._needs_weights:
             return
-        self._needs_weights = False
         self._condition.release()
         try:
             self.publish(version)
@@ -228,6 +261,8 @@ class AsyncRollouts:
                 self._drop_stale(step)
                 groups = self._buffer.take(step)
                 if groups is not None:
+                    for item in groups:
+                        self._num_tokens.pop(item.ticket.number, None)
                     self._condition.notify_all()
                     return groups, self._buffer.count("finished")
                 if time.monotonic() > end:
@@ -236,8 +271,11 @@ class AsyncRollouts:
 
     def _drop_stale(self, step: int) -> None:
         for ticket in self._buffer.drop_stale(step):
-            self._aborted.append(_key(ticket))
-            self._tickets.pop(_key(ticket), None)
+            key = _key(ticket)
+            count = self._num_tokens.pop(ticket.number, self._dispatcher.num_tokens(key))
+            self._repeated += Repeated(1, count, 1, count)
+            self._aborted.append(key)
+            self._tickets.pop(key, None)
 
     def _timeout_message(self, step: int, limit_s: float) -> str:
         """Return a message that names the missing prompts and who holds them."""
@@ -259,9 +297,7 @@ class AsyncRollouts:
         return "waits for its start"
 
     def _totals(self) -> Totals:
-        counters = [status.counters for status in self._dispatcher.statuses]
-        num_reissued = self._buffer.num_reissued + self._num_lost
-        return Totals.of(counters, self._buffer.num_dropped, num_reissued)
+        return Totals.of(self._engines.size, self._dispatcher.counters, self._repeated)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -283,7 +319,11 @@ class AsyncRollouts:
             with self._condition:
                 if self._is_closing or self._error is not None:
                     return
-                requests, aborted = self._next_requests()
+                loss = self._loss
+                requests, aborted = ([], []) if loss is not None else self._next_requests()
+            if loss is not None:
+                self._restart_engines(loss)
+                continue
             try:
                 finished = self._dispatcher.exchange(requests, aborted)
             except WorkerError as error:
@@ -297,20 +337,23 @@ class AsyncRollouts:
     def _restart_engines(self, error: WorkerError) -> None:
         """Restart lost engines, and issue their groups again."""
         with self._transfer:
+            if self._is_closing:
+                return
             lost = self._engines.restart(error)
-        with self._condition:
-            for engine in lost:
-                for key in self._dispatcher.lose(engine, NO_WEIGHTS):
-                    self._issue_again(key)
-            self._needs_weights = True
-            self._condition.notify_all()
+            with self._condition:
+                for engine in lost:
+                    for key, count in self._dispatcher.lose(engine, NO_WEIGHTS).items():
+                        self._issue_again(key, count)
+                self._loss, self._needs_weights = None, True
+                self._num_restarts += 1
+                self._condition.notify_all()
 
-    def _issue_again(self, key: str) -> None:
+    def _issue_again(self, key: str, num_tokens: int) -> None:
         if key in self._direct_requests:
             self._direct.append(self._direct_requests[key])
         ticket = self._tickets.pop(key, None)
-        if ticket is not None:
-            self._num_lost += len(self._buffer.requeue([ticket]))
+        if ticket is not None and self._buffer.requeue([ticket]):
+            self._repeated += Repeated(reissued_groups=1, reissued_tokens=num_tokens)
 
     def _next_requests(self) -> tuple[list[GroupRequest], list[str]]:
         """Return the requests to send and the keys to abort."""
@@ -331,6 +374,7 @@ class AsyncRollouts:
         sampled = group.completions[: self._job.sampling.num_samples]
         oldest = min(completion.policy_version for completion in sampled)
         if ticket is not None and self._buffer.generated(ticket, oldest):
+            self._num_tokens[ticket.number] = _count_tokens(group)
             self._to_score.append((ticket, group))
 
     def _score(self) -> None:
@@ -362,7 +406,8 @@ class AsyncRollouts:
         if not self._filter.must_replace(group, self._buffer.num_filtered):
             self._buffer.scored(ticket, group)
             return
-        self._buffer.filter_out(ticket, group)
+        if self._buffer.filter_out(ticket, group):
+            self._num_tokens.pop(ticket.number, None)
         if self._buffer.num_filtered >= self._job.config.rollout.prompts_per_step:
             # Before a source without scores makes the run sample more and more prompts.
             self._scores.require_scores("the replacement of filtered groups")
@@ -373,6 +418,10 @@ class AsyncRollouts:
             return decode(state["rollouts"], self._prompts.find)
         first = int(state.get("prompts_taken", start_step * batch))
         return BufferState(next_number=first, taken=start_step * batch)
+
+
+def _count_tokens(group: RolloutGroup) -> int:
+    return sum(len(completion.token_ids) for completion in group.completions)
 
 
 def _key(ticket: Ticket) -> str:

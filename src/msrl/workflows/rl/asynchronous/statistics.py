@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from msrl.rollout.runtime.engine_loop import LoopCounters
 from msrl.types import ScoredGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Work that is done again, since the start of the run.
+
+    Dropped groups became too old. Reissued groups are these and those of lost engines.
+    """
+
+    dropped_groups: int = 0
+    dropped_tokens: int = 0
+    reissued_groups: int = 0
+    reissued_tokens: int = 0
+
+    def __add__(self, other: Repeated) -> Repeated:
+        return Repeated(
+            self.dropped_groups + other.dropped_groups,
+            self.dropped_tokens + other.dropped_tokens,
+            self.reissued_groups + other.reissued_groups,
+            self.reissued_tokens + other.reissued_tokens,
+        )
+
+    def since(self, before: Repeated) -> dict[str, float]:
+        """Return the metrics of the time since `before`."""
+        return {
+            f"rollout/{item.name}": float(getattr(self, item.name) - getattr(before, item.name))
+            for item in fields(self)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +50,28 @@ class Totals:
     aborted_tokens: int = 0
     busy_s: float = 0.0
     update_s: float = 0.0
-    dropped_groups: int = 0
-    reissued_groups: int = 0
+    repeated: Repeated = field(default_factory=lambda: Repeated())
 
     @classmethod
-    def of(cls, counters: Sequence[LoopCounters], dropped: int, reissued: int) -> Totals:
-        """Return the sums of the engines' counters."""
+    def of(cls, num_engines: int, counters: Sequence[LoopCounters], repeated: Repeated) -> Totals:
+        """Return the sums of counters, which may be those of several loops of an engine."""
         return cls(
-            num_engines=len(counters),
+            num_engines=num_engines,
             generated_tokens=sum(item.generated_tokens for item in counters),
             recomputed_tokens=sum(item.recomputed_tokens for item in counters),
             aborted_tokens=sum(item.aborted_tokens for item in counters),
             busy_s=sum(item.busy_s for item in counters),
             update_s=sum(item.update_s for item in counters),
-            dropped_groups=dropped,
-            reissued_groups=reissued,
+            repeated=repeated,
         )
 
 
 class StepStatistics:
     """Metrics of a step: the differences of the totals since the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates_per_step: int) -> None:
         self._totals, self._time = Totals(), time.perf_counter()
+        self._num_updates = updates_per_step
 
     def step(
         self,
@@ -61,20 +88,24 @@ class StepStatistics:
         busy = totals.busy_s - before.busy_s + totals.update_s - before.update_s
         generated = totals.generated_tokens - before.generated_tokens
         return {
-            **_version_metrics(version, groups),
+            **_version_metrics(version, groups, self._num_updates),
             "rollout/buffer_depth": float(depth),
             "rollout/tokens_per_s": generated / elapsed,
             "rollout/recomputed_tokens": float(totals.recomputed_tokens - before.recomputed_tokens),
             "rollout/aborted_tokens": float(totals.aborted_tokens - before.aborted_tokens),
-            "rollout/dropped_groups": float(totals.dropped_groups - before.dropped_groups),
-            "rollout/reissued_groups": float(totals.reissued_groups - before.reissued_groups),
+            **totals.repeated.since(before.repeated),
             "perf/engine_idle": min(max(1.0 - busy / (elapsed * totals.num_engines), 0.0), 1.0),
             "perf/trainer_idle": min(waited_s / elapsed, 1.0),
         }
 
 
-def _version_metrics(version: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the staleness of groups and the number of versions of samples."""
+def _version_metrics(
+    version: int, groups: Sequence[ScoredGroup], num_updates: int
+) -> dict[str, float]:
+    """Return the staleness of groups and the number of versions of samples.
+
+    In optimizer updates, update u of U, counted from 0, trains with the staleness U s + u.
+    """
     staleness, num_versions = list[int](), list[int]()
     for group in groups:
         completions = group.rollout.completions
@@ -83,6 +114,10 @@ def _version_metrics(version: int, groups: Sequence[ScoredGroup]) -> dict[str, f
     return {
         "rollout/staleness": float(np.mean(staleness)),
         "rollout/staleness_max": float(max(staleness)),
+        "rollout/staleness_updates": float(
+            np.mean(staleness) * num_updates + (num_updates - 1) / 2
+        ),
+        "rollout/staleness_updates_max": float((max(staleness) + 1) * num_updates - 1),
         "rollout/versions_per_sample": float(np.mean(num_versions)),
         "rollout/versions_per_sample_max": float(max(num_versions)),
     }
