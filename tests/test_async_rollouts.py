@@ -258,6 +258,50 @@ def test_a_resumed_run_trains_each_prompt_once_and_keeps_finished_groups() -> No
         assert group.rewards[0].total == finished[0]["rewards"][0][0]
 
 
+def saved_state(options: AsyncConfig, **changes: Any) -> tuple[list[Any], Any]:
+    """Return the batches of two steps, and a state with groups of many versions."""
+    with make_rollouts(options, **changes) as rollouts:
+        batches = train(rollouts, range(2))
+        wait_until(lambda: rollouts._buffer.count("finished") == 4 * BATCH)
+        return batches, json.loads(json.dumps(rollouts.state()))
+
+
+def test_a_resumed_run_with_a_smaller_bound_samples_outdated_groups_again() -> None:
+    first, state = saved_state(AsyncConfig(max_staleness=4))
+    options = AsyncConfig(max_staleness=1)
+    with make_rollouts(options, state=state, start_step=2) as rollouts:
+        batch = rollouts.take(2, Clock())
+        assert any("do not fit rollout.async" in note for note in batch.scores.notes)
+        second = [batch.train_groups]
+        rollouts.publish(3)
+        second += train(rollouts, range(3, STEPS))
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    for step, groups in enumerate(second, 2):
+        for group in groups:
+            assert step - 1 <= min(c.policy_version for c in group.rollout.completions)
+
+
+@pytest.mark.parametrize("change", ["samples", "estimator"])
+def test_a_resumed_run_samples_groups_of_other_completions_again(change: str) -> None:
+    options = AsyncConfig(max_staleness=4)
+    first, state = saved_state(options)
+    changes: dict[str, Any] = {"estimator": "remax"} if change == "estimator" else {}
+    if change == "samples":
+        for item in state["rollouts"]["finished"]:
+            for name in ("completions", "rewards"):
+                item[name] *= 2
+    with make_rollouts(options, state=state, start_step=2, **changes) as rollouts:
+        batch = rollouts.take(2, Clock())
+        assert any("checkpoint" in note for note in batch.scores.notes)
+        second = [batch.train_groups]
+        rollouts.publish(3)
+        second += train(rollouts, range(3, STEPS))
+    assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
+    for group in (group for groups in second for group in groups):
+        assert len(group.rewards) == SAMPLING.num_samples
+        assert (group.greedy is not None) == (change == "estimator")
+
+
 def test_a_checkpoint_of_an_asynchronous_run_is_refused_by_a_synchronous_one() -> None:
     with make_rollouts(AsyncConfig(max_staleness=1)) as rollouts:
         train(rollouts, range(1))

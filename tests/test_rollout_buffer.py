@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl.rollout.runtime.admission import admission
-from msrl.rollout.runtime.buffer import GroupBuffer, OnStale, Ticket
+from msrl.rollout.runtime.buffer import GroupBuffer, OnStale, Ticket, outdated
 
 
 def test_admission_is_limited_by_the_free_places_and_by_the_bound() -> None:
@@ -102,6 +102,7 @@ class _Run:
     num_steps: int
     random: random.Random
     is_filtered: Callable[[int], bool]
+    settings_change: bool = False  # at each resume
     trainer_version: int = 0
     engine_version: int = 0
     is_training: bool = False
@@ -118,12 +119,13 @@ class _Run:
         return names
 
     def issue(self) -> None:
-        for ticket in self.buffer.issue(self.engine_version):
+        tickets = self.buffer.issue(self.engine_version)
+        for ticket in tickets:
             assert ticket not in self.running
             self.running[ticket] = self.engine_version
         bound = (self.staleness + self.engine_version + 1) * self.batch
         existing = sum(self.buffer.count(stage) for stage in ("running", "scoring", "finished"))
-        assert len(self.trained) + existing <= max(bound, len(self.trained))
+        assert not tickets or len(self.trained) + existing <= bound
 
     def generate(self) -> None:
         ticket = self.random.choice(list(self.running))
@@ -166,12 +168,18 @@ class _Run:
         """Continue from a checkpoint between two steps."""
         if self.is_training:
             return
+        state = self.buffer.state()
+        assert outdated(state, self.batch, self.staleness, self.on_stale) == []
+        if self.settings_change:
+            self.staleness = self.random.randint(0, 4)
+            self.on_stale = self.random.choice(["wait", "drop"])
+            state = state.without(outdated(state, self.batch, self.staleness, self.on_stale))
         self.buffer = GroupBuffer(
             self.batch,
             self.staleness,
             on_stale=self.on_stale,
             num_groups=self.num_steps * self.batch,
-            state=self.buffer.state(),
+            state=state,
         )
         self.engine_version = self.trainer_version
         self.running, self.scoring = {}, []
@@ -186,6 +194,7 @@ class _Run:
     seed=st.integers(0, 2**32),
     has_failures=st.booleans(),
     filtered_share=st.sampled_from([0.0, 0.3, 0.7]),
+    settings_change=st.booleans(),
 )
 def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_delays(
     batch: int,
@@ -195,6 +204,7 @@ def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_delays(
     seed: int,
     has_failures: bool,
     filtered_share: float,
+    settings_change: bool,
 ) -> None:
     num_steps = 8
     buffer = GroupBuffer[int](
@@ -209,6 +219,7 @@ def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_delays(
         return random.Random(seed + number).random() < filtered_share
 
     run = _Run(buffer, batch, staleness, on_stale, num_steps, random.Random(seed), is_filtered)
+    run.settings_change = settings_change
     for _ in range(20_000):
         if run.trainer_version == num_steps:
             break
@@ -225,7 +236,7 @@ def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_delays(
     assert all(is_filtered(number) for number in filtered)
     trainable = [number for number in issued if not is_filtered(number)]
     assert len(run.trained) == num_steps * batch and set(run.trained) <= set(trainable)
-    if on_stale == "wait":
+    if on_stale == "wait" and not settings_change:
         assert run.trained == trainable[: num_steps * batch]
 
 

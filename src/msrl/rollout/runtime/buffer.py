@@ -17,8 +17,8 @@ at most (S + 1) B groups exist at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from msrl.rollout.runtime.admission import admission
@@ -62,6 +62,49 @@ class BufferState(Generic[Group]):
     pending: tuple[Ticket, ...] = ()
     finished: tuple[FinishedGroup[Group], ...] = ()
     filtered: tuple[FinishedGroup[Group], ...] = ()
+
+    def without(self, tickets: Collection[Ticket]) -> BufferState[Group]:
+        """Return the state in which these finished groups are pending."""
+        pending = sorted([*self.pending, *tickets], key=lambda ticket: ticket.number)
+        finished = tuple(item for item in self.finished if item.ticket not in tickets)
+        return replace(self, pending=tuple(pending), finished=finished)
+
+
+def outdated(
+    state: BufferState[Any], batch: int, max_staleness: int, on_stale: OnStale
+) -> list[Ticket]:
+    """Return the finished groups of a checkpoint that would exceed the staleness bound.
+
+    There are none with the bound and the treatment of stale groups of the run that saved them.
+    """
+    version = state.taken // batch
+    ranks = _ranks(state) if on_stale == "wait" else _second_ranks(state, batch, max_staleness)
+    return [
+        item.ticket
+        for item in state.finished
+        if item.ticket in ranks
+        and item.oldest_version + max_staleness < version + ranks[item.ticket] // batch
+    ]
+
+
+def _ranks(state: BufferState[Any]) -> dict[Ticket, int]:
+    """Return the positions of all groups in the order in which they are trained."""
+    tickets = [*state.pending, *(item.ticket for item in state.finished)]
+    ordered = sorted(tickets, key=lambda ticket: ticket.number)
+    return {ticket: rank for rank, ticket in enumerate(ordered)}
+
+
+def _second_ranks(state: BufferState[Any], batch: int, max_staleness: int) -> dict[Ticket, int]:
+    """Return the positions of the second attempts, which are not dropped, by their deadlines.
+
+    A group that misses its deadline leaves its position to the next one.
+    """
+    version, rank, ranks = state.taken // batch, 0, dict[Ticket, int]()
+    for item in sorted(state.finished, key=lambda item: item.oldest_version):
+        if item.ticket.attempt > 1:
+            ranks[item.ticket] = rank
+            rank += item.oldest_version + max_staleness >= version + rank // batch
+    return ranks
 
 
 @dataclass(slots=True)

@@ -19,7 +19,13 @@ from msrl.errors import MsrlError, ProcessFailedError
 from msrl.plan.derived import needs_greedy, updates_per_step
 from msrl.rewards.score import Scorer, Scores
 from msrl.rollout.engine import sample_seeds
-from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, GroupBuffer, Ticket
+from msrl.rollout.runtime.buffer import (
+    BufferState,
+    FinishedGroup,
+    GroupBuffer,
+    Ticket,
+    outdated,
+)
 from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
@@ -57,9 +63,10 @@ class AsyncRollouts:
         self._job, self._engines, self._scorer, self._publish = job, engines, scorer, publish
         self._options = job.config.rollout.asynchronous
         batch = job.config.rollout.prompts_per_step
-        greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
-        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, greedy)
+        self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
+        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, self._greedy)
         self._filter = GroupFilter(job.config.rollout.filter, batch, len(job.prompts.rows))
+        self._notes: tuple[str, ...] = ()  # for the first step
         initial = self._initial_state(state)
         self._buffer = GroupBuffer[ScoredGroup](
             batch,
@@ -144,7 +151,8 @@ class AsyncRollouts:
             replaced = tuple(item.group for item in self._buffer.take_filtered())
             totals = self._totals()
         scores.require_scores(f"step {step + 1}")
-        notes = (*scores.notes, *self._filter.notes(groups, replaced))
+        notes = (*self._notes, *scores.notes, *self._filter.notes(groups, replaced))
+        self._notes = ()
         metrics = {
             **self._statistics.step(step, groups, totals, clock.seconds["wait"], depth),
             **self._filter.metrics(groups, replaced),
@@ -415,9 +423,34 @@ class AsyncRollouts:
     def _initial_state(self, state: Mapping[str, Any]) -> BufferState[ScoredGroup]:
         batch, start_step = self._job.config.rollout.prompts_per_step, self._job.start_step
         if "rollouts" in state:
-            return decode(state["rollouts"], self._prompts.find)
+            return self._usable(decode(state["rollouts"], self._prompts.find))
         first = int(state.get("prompts_taken", start_step * batch))
         return BufferState(next_number=first, taken=start_step * batch)
+
+    def _usable(self, state: BufferState[ScoredGroup]) -> BufferState[ScoredGroup]:
+        """Return the state without groups that do not fit the settings, which have changed since.
+
+        Their prompts are sampled again, except those that a filter has replaced.
+        """
+        batch, options = self._job.config.rollout.prompts_per_step, self._options
+        misfits = [item.ticket for item in state.finished if not self._fits(item.group)]
+        filtered = tuple(item for item in state.filtered if self._fits(item.group))
+        fitting = replace(state.without(misfits), filtered=filtered)
+        late = outdated(fitting, batch, options.max_staleness, options.on_stale)
+        count = len(misfits) + len(late)
+        if count:
+            self._notes = (
+                f"{count} finished groups of the checkpoint do not fit rollout.async, "
+                "rollout.samples_per_prompt or algo.advantage.estimator, which have changed; their "
+                "prompts are sampled again",
+            )
+        return fitting.without(late)
+
+    def _fits(self, group: ScoredGroup) -> bool:
+        """Return True if a group has the completions that a new one would have."""
+        has_greedy = group.greedy is not None
+        is_complete = len(group.rewards) == self._job.sampling.num_samples
+        return is_complete and (has_greedy or self._greedy is None)
 
 
 def _count_tokens(group: RolloutGroup) -> int:
