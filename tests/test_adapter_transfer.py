@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,41 +207,67 @@ def make_actor(sent: Sent, engine: RecordingEngine) -> RolloutActor:
     return actor
 
 
+def send_to(actor: RolloutActor, sent: Sent, version: int, method: str) -> tuple[Any, list[Any]]:
+    """Let an actor receive a version through shared memory.
+
+    Returns:
+        The result of its method, and the digests of the ranks.
+    """
+    (ranks,) = sent.stages
+    senders = [WeightSender(BUCKET_BYTES, 20) for _ in ranks]
+    has_base = actor.has_base()
+    addresses = tuple(sender.address for sender in senders)
+    offer = WeightOffer(version, (addresses,), verify=True, timeout_s=20, adapter_scale=SCALE)
+    with ThreadPoolExecutor(len(senders)) as threads:
+        sending = [
+            threads.submit(
+                sender.send,
+                [] if has_base else weights,
+                version,
+                1,
+                verify=True,
+                factors=sent.factors(weights, version),
+            )
+            for sender, weights in zip(senders, ranks, strict=True)
+        ]
+        result = getattr(actor, method)(offer)
+        digests = [each.result() for each in sending]
+    for sender in senders:
+        sender.close()
+    return result, digests
+
+
 @pytest.mark.parametrize("way", ["load", "hold", "generate"])
 def test_an_actor_loads_sums_through_shared_memory_in_all_ways(sent: Sent, way: str) -> None:
     engine = RecordingEngine(sent)
     actor = make_actor(sent, engine)
-    (ranks,) = sent.stages
-    senders = [WeightSender(BUCKET_BYTES, 20) for _ in ranks]
     for version in (1, 2):
-        has_base = actor.has_base()
-        addresses = tuple(sender.address for sender in senders)
-        offer = WeightOffer(version, (addresses,), verify=True, timeout_s=20, adapter_scale=SCALE)
-        with ThreadPoolExecutor(len(senders)) as threads:
-            sending = [
-                threads.submit(
-                    sender.send,
-                    [] if has_base else weights,
-                    version,
-                    1,
-                    verify=True,
-                    factors=sent.factors(weights, version),
-                )
-                for sender, weights in zip(senders, ranks, strict=True)
-            ]
-            if way == "load":
-                received = actor.load_weights(offer)
-            elif way == "hold":
-                actor.receive_weights(offer)
-                received = actor.apply_weights()
-            else:
-                actor.update_weights(offer)
-                received = actor.loaded_digests()[version]
-            check_digests([each.result() for each in sending], {0: received})
+        if way == "load":
+            received, digests = send_to(actor, sent, version, "load_weights")
+        elif way == "hold":
+            _, digests = send_to(actor, sent, version, "receive_weights")
+            received = actor.apply_weights()
+        else:
+            _, digests = send_to(actor, sent, version, "update_weights")
+            received = actor.loaded_digests()[version]
+        check_digests(digests, {0: received})
         expected = sent.merged(version)
         assert engine.loaded.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(engine.loaded[name], tensor), name
     assert actor.has_base()
-    for sender in senders:
-        sender.close()
+
+
+def test_the_digests_of_a_version_do_not_change_when_the_next_one_arrives(sent: Sent) -> None:
+    actor = make_actor(sent, RecordingEngine(sent))
+    updates: list[Callable[[], None]] = []
+    vars(actor)["_loop"] = SimpleNamespace(update=lambda _, apply: updates.append(apply))
+    digests = {
+        version: send_to(actor, sent, version, "update_weights")[1] for version in (1, 2, 3)
+    }
+    for apply in updates:  # the loop still loads a version while the next one is received
+        apply()
+    loaded = actor.loaded_digests()
+    assert list(loaded) == [1, 2, 3]
+    for version, received in loaded.items():
+        check_digests(digests[version], {0: received})

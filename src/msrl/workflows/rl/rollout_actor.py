@@ -97,7 +97,8 @@ class RolloutActor:
 
     def load_weights(self, offer: WeightOffer) -> Sequence[Digests]:
         """Receive and load weights, tensor by tensor; return digests if the offer requests them."""
-        return self._load_tensors(self._tensors(offer), offer)
+        tensors = self._tensors(offer)
+        return self._load_tensors(tensors, offer, self._adapter_digests(offer))
 
     def has_base(self) -> bool:
         """Return True if the actor has the base weights, to which it adds adapters."""
@@ -109,8 +110,9 @@ class RolloutActor:
 
     def apply_weights(self) -> Sequence[Digests]:
         """Load the weights that were received; return digests if their offer requested them."""
-        assert self._offer is not None
-        return self._load_tensors(self._received.items(), self._offer)
+        offer = self._offer
+        assert offer is not None
+        return self._load_tensors(self._received.items(), offer, self._adapter_digests(offer))
 
     def _tensors(
         self, offer: WeightOffer, memory: Mapping[str, Tensor] | None = None
@@ -124,20 +126,32 @@ class RolloutActor:
         self._adapted.receive(offered_buckets(offer), offer.version)
         return self._adapted.merged(offer.version, offer.adapter_scale, memory)
 
+    def _adapter_digests(self, offer: WeightOffer) -> Digests | None:
+        """Return the digests of the adapters that arrived last, if the offer requests them.
+
+        They are None if the ranks send complete weights.
+        """
+        if offer.adapter_scale is None or not offer.verify:
+            return None
+        return self._adapted.digests()
+
     def _load_tensors(
-        self, tensors: Iterable[tuple[str, Tensor]], offer: WeightOffer
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        offer: WeightOffer,
+        adapter_digests: Digests | None,
     ) -> Sequence[Digests]:
         """Load weights; return the digests of what the ranks sent, if the offer requests them.
 
         For adapters that the actor adds, the digests of the sums are compared here: those of the
         actor with those of each process of the engine.
         """
-        if offer.adapter_scale is None or not offer.verify:
+        if adapter_digests is None:
             return self._engine.load_weights(tensors, verify=offer.verify)
         sums = dict[str, TensorDigest]()
         recorded = record_digests(tensors, stack_sizes(self._shape), sums)
         check_digests([sums], {0: self._engine.load_weights(recorded, verify=True)})
-        return (self._adapted.digests(),)
+        return (adapter_digests,)
 
     def call_vllm(self, method: str, *arguments: Any) -> None:
         """Call a method of vLLM's workers, for transfers from device to device."""
@@ -177,16 +191,19 @@ class RolloutActor:
         """Receive weights, which the loop loads between two steps. Does not wait for that."""
         memory, self._received = self._received, {}  # None of the versions that the loop may read
         tensors = dict(self._tensors(offer, memory))
-        self._loop.update(offer.version, lambda: self._load(tensors, offer))
+        digests = self._adapter_digests(offer)  # before the adapters of the next version arrive
+        self._loop.update(offer.version, lambda: self._load(tensors, offer, digests))
 
     def loaded_digests(self) -> dict[int, Sequence[Digests]]:
         """Return the digests of the versions that the loop has loaded since the last call."""
         digests, self._digests = self._digests, {}
         return digests
 
-    def _load(self, tensors: dict[str, Tensor], offer: WeightOffer) -> None:
+    def _load(
+        self, tensors: dict[str, Tensor], offer: WeightOffer, adapter_digests: Digests | None
+    ) -> None:
         """Load the weights in the thread of the loop; the next version may use their memory."""
-        digests = self._load_tensors(tensors.items(), offer)
+        digests = self._load_tensors(tensors.items(), offer, adapter_digests)
         if offer.verify:
             self._digests[offer.version] = digests
         self._received = tensors
