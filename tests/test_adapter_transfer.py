@@ -262,9 +262,7 @@ def test_the_digests_of_a_version_do_not_change_when_the_next_one_arrives(sent: 
     actor = make_actor(sent, RecordingEngine(sent))
     updates: list[Callable[[], None]] = []
     vars(actor)["_loop"] = SimpleNamespace(update=lambda _, apply: updates.append(apply))
-    digests = {
-        version: send_to(actor, sent, version, "update_weights")[1] for version in (1, 2, 3)
-    }
+    digests = {version: send_to(actor, sent, version, "update_weights")[1] for version in (1, 2, 3)}
     for apply in updates:  # the loop still loads a version while the next one is received
         apply()
     loaded = actor.loaded_digests()

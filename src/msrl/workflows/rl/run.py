@@ -200,6 +200,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 session.save({**job.state, **rollouts.state(), **updater.state()})
+    workers.weights.verify_published()
 
 
 def _updater(job: RLSetup, workers: _Workers, state: Mapping[str, Any]) -> Updater:

@@ -72,6 +72,14 @@ class WeightTransfer(ABC):
         """
 
     @abstractmethod
+    def verify_published(self) -> None:
+        """Verify the published versions that engines have loaded since the last call.
+
+        Raises:
+            VerificationError: A tensor is missing or different.
+        """
+
+    @abstractmethod
     def _transfer(self) -> None:
         """Load the present version into all engines and leave the devices to them."""
 
@@ -138,18 +146,24 @@ class HostTransfer(WeightTransfer):
         Raises:
             VerificationError: A tensor of an earlier version is missing or different.
         """
-        self._verify_published()
+        self.verify_published()
         self._run("update_weights", version)
         if self._must_verify:
             self._unverified[version] = self._sent_digests
 
-    def _verify_published(self) -> None:
-        """Compare the digests of published versions that engines have loaded since."""
+    def verify_published(self) -> None:
+        """Verify the published versions that engines have loaded since the last call.
+
+        Raises:
+            VerificationError: A tensor is missing or different.
+        """
         if not self._unverified:
             return
         for engine, loaded in enumerate(self._engines.workers.call("loaded_digests")):
             for version, digests in loaded.items():
-                check_digests(self._unverified[version], {engine: digests})
+                # A version that did not reach all engines is published and verified again.
+                if version in self._unverified:
+                    check_digests(self._unverified[version], {engine: digests})
         newest = sorted(self._unverified)[-_MAX_UNVERIFIED:]  # a loop may skip versions
         self._unverified = {version: self._unverified[version] for version in newest}
 
@@ -296,6 +310,9 @@ class DeviceTransfer(WeightTransfer):
             f"rollout.weights.transfer={self._config.transfer}: cannot send weights to engines "
             "that generate. Set it to auto."
         )
+
+    def verify_published(self) -> None:
+        """Do nothing: no version is published."""
 
     def _transfer(self) -> None:
         """Load the present weights while ranks and engines hold their devices' memory."""
