@@ -28,7 +28,7 @@ from msrl.rewards.score import Scores
 from msrl.rollout.engine import NewTokens, sample_seeds
 from msrl.rollout.runtime.engine_loop import EngineLoop
 from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
-from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.run import _count_empty
@@ -471,6 +471,20 @@ def test_an_engine_that_is_lost_in_a_call_of_the_trainer_is_restarted_and_called
             versions = [run for c in group.rollout.completions for run, _ in c.version_runs]
             assert step - 2 <= min(versions) <= max(versions) <= step
     assert sums["rollout/dropped_groups"] == 0
+
+
+def test_the_prompts_of_a_lost_engine_run_elsewhere_before_it_has_weights_again() -> None:
+    workers = LosingEngines(loss_after=0)
+    workers.engines[1].hangs = True  # so that it has prompts when it is lost
+    with make_rollouts(AsyncConfig(max_staleness=2), workers) as rollouts:
+        wait_until(lambda: rollouts._buffer.count("running") == 3 * BATCH // 2)
+        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        # The trainer, which would send weights, is busy.
+        wait_until(lambda: rollouts._buffer.count("finished") == 3 * BATCH)
+        assert rollouts._dispatcher.statuses[1].version == NO_WEIGHTS
+        batches = train(rollouts, range(STEPS))
+        assert rollouts._dispatcher.statuses[1].version > NO_WEIGHTS
+    assert row_numbers(batches) == rows_in_order(make_job(AsyncConfig()), STEPS * BATCH)
 
 
 def test_a_lost_rank_is_raised_by_the_call_of_the_trainer() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msrl.rollout.runtime.engine_loop import GroupRequest, LoopCounters, LoopMessage, LoopReport
 from msrl.types import RolloutGroup
-from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 
 _POLL_S = 0.05  # longest time until an engine hears of new requests
 
@@ -54,8 +54,9 @@ class Dispatcher:
 
     @property
     def version(self) -> int:
-        """Oldest policy version of all engines."""
-        return min(status.version for status in self.statuses)
+        """Oldest policy version of the engines that have weights; NO_WEIGHTS if none has."""
+        versions = [status.version for status in self.statuses if status.version != NO_WEIGHTS]
+        return min(versions, default=NO_WEIGHTS)
 
     @property
     def counters(self) -> list[LoopCounters]:
@@ -65,7 +66,10 @@ class Dispatcher:
     def exchange(
         self, requests: Sequence[GroupRequest], aborted: Sequence[str]
     ) -> dict[str, RolloutGroup]:
-        """Start and abort groups; wait briefly and return groups that finished, by key."""
+        """Start and abort groups; wait briefly and return groups that finished, by key.
+
+        Groups start on engines that have weights.
+        """
         for key in aborted:
             engine = self._engine_by_key.pop(key, None)
             self._progress.pop(key, None)
@@ -81,8 +85,8 @@ class Dispatcher:
             finished |= self._receive(engine, report)
         return finished
 
-    def lose(self, engine: int, version: int) -> dict[str, int]:
-        """Forget all requests of an engine that was restarted with `version`.
+    def lose(self, engine: int) -> dict[str, int]:
+        """Forget all requests of an engine that was restarted without weights.
 
         Returns:
             The number of tokens of each lost group, by key.
@@ -93,7 +97,7 @@ class Dispatcher:
             del self._engine_by_key[key]
         self._mail[engine] = _Mail()
         self._lost_counters.append(self.statuses[engine].counters)
-        self.statuses[engine] = EngineStatus(version)
+        self.statuses[engine] = EngineStatus(NO_WEIGHTS)
         return lost
 
     def num_tokens(self, key: str) -> int:
@@ -108,10 +112,12 @@ class Dispatcher:
         return f"rollout engine {engine} has it, with {self.num_tokens(key)} tokens so far"
 
     def _least_loaded(self) -> int:
-        loads = [0] * self._engines.size
+        loads = {
+            engine: 0 for engine, status in enumerate(self.statuses) if status.version != NO_WEIGHTS
+        }
         for engine in self._engine_by_key.values():
             loads[engine] += 1
-        return loads.index(min(loads))
+        return min(loads, key=lambda engine: loads[engine])
 
     def _receive(self, engine: int, report: LoopReport) -> dict[str, RolloutGroup]:
         """Record a report and return the finished groups that were not aborted."""

@@ -350,7 +350,7 @@ class AsyncRollouts:
             lost = self._engines.restart(error)
             with self._condition:
                 for engine in lost:
-                    for key, count in self._dispatcher.lose(engine, NO_WEIGHTS).items():
+                    for key, count in self._dispatcher.lose(engine).items():
                         self._issue_again(key, count)
                 self._loss, self._needs_weights = None, True
                 self._num_restarts += 1
@@ -367,7 +367,7 @@ class AsyncRollouts:
         """Return the requests to send and the keys to abort."""
         aborted, self._aborted = self._aborted, []
         if self._dispatcher.version == NO_WEIGHTS:
-            return [], aborted  # of an engine that was restarted
+            return [], aborted  # all engines were restarted
         requests, self._direct = self._direct, []
         for ticket in self._buffer.issue(self._dispatcher.version):
             self._tickets[_key(ticket)] = ticket
