@@ -5,6 +5,7 @@ Every sampled token is scored again under the version that it records.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
@@ -273,5 +274,32 @@ def test_the_prompts_of_a_killed_engine_are_sampled_again_without_a_rewind(
     assert command.wait() == 0, command.output()
     assert "Restarting the lost engine" in command.output()
     assert "Continuing from" not in command.output(), "the training was not repeated"
+    assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
+    assert trained_rows(run_dir) == expected_rows(inputs)
+
+
+KILLS = {
+    "engine": {"role": "rollout", "worker": 0, "method": "update_weights", "call": 2},
+    "rank": {"role": "actor", "worker": 0, "method": "update", "call": 3},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", KILLS)
+def test_only_a_lost_rank_repeats_steps_and_each_prompt_is_trained_once(
+    inputs: Path, tmp_path: Path, victim: str
+) -> None:
+    """Kill an engine while it receives weights, or a rank in an update."""
+    name = f"killed-{victim}"
+    config = asynchronous(inputs, name, {"max_staleness": 2})
+    config["rollout"]["weights"] = {"verify": "every"}
+    file, run_dir = write_config(inputs / f"{name}.yaml", config), inputs / "runs" / name
+    program = (str(Path(__file__).with_name("killing_driver.py")), json.dumps([KILLS[victim]]))
+    log = inputs / f"{name}.log"
+    command = Command("train-grpo", "-c", str(file), log=log, tmp=make_tmp(), program=program)
+    assert command.wait() == 0, command.output()
+    restarted = {"engine": "the lost engine", "rank": "the training ranks"}[victim]
+    assert command.output().count(f"Restarting {restarted}") == 1, command.output()
+    assert ("Continuing from" in command.output()) == (victim == "rank"), command.output()
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
     assert trained_rows(run_dir) == expected_rows(inputs)
