@@ -30,6 +30,7 @@ from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
+from msrl.workflows.rl.background import BackgroundWriter
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.logprob_gap import GapMonitor
@@ -179,7 +180,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
     trainers.onload()
-    with session.training(trainers, evaluator), rollouts:
+    with session.training(trainers, evaluator), rollouts, BackgroundWriter() as files:
         session.evaluate_at_start()
         for step in session.steps():
             clock = Clock()
@@ -196,9 +197,11 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.resume()
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
             report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
-            _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
+            write = partial(_write_rollouts, rollout_log, step + 1, batch, prepared, clock, values)
+            files.begin(write)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
+                files.wait()  # a resume does not repeat the steps of a checkpoint
                 session.save({**job.state, **rollouts.state(), **updater.state()})
     workers.weights.verify_published()
 
