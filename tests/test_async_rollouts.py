@@ -498,12 +498,14 @@ def test_a_lost_rank_is_raised_by_the_call_of_the_trainer() -> None:
         train(rollouts, range(STEPS))
 
 
-def test_no_engine_is_restarted_after_the_end_of_the_rollouts() -> None:
+def test_an_engine_that_is_lost_at_the_end_is_neither_restarted_nor_an_error() -> None:
     workers = FailingEngines("stop_loop", has_ended=True)
+    workers.num_calls = 1
     with make_rollouts(AsyncConfig(max_staleness=1), workers) as rollouts:
         train(rollouts, range(1))
         rollouts._is_closing = True
         rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+    assert workers.is_lost
     assert workers.num_restarts == 0
 
 

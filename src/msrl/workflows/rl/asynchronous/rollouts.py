@@ -120,10 +120,11 @@ class AsyncRollouts:
             self._condition.notify_all()
         for thread in self._threads:
             thread.join(_END_S)
-        # After the loss of a worker, the run may be repeated with the engines that remain.
+        # An engine that is lost now is not needed, or is restarted if the run is repeated.
+        ignored = (ProcessFailedError,) if error is None else (ProcessFailedError, MsrlError)
         is_used_again = error is None or isinstance(error, ProcessFailedError)
         with (
-            nullcontext() if error is None else suppress(MsrlError, ProcessFailedError),
+            suppress(*ignored),
             self._transfer if is_used_again else nullcontext(),  # until a restart is complete
         ):
             self._engines.stop()
