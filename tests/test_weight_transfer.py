@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -336,6 +338,22 @@ def test_a_sender_that_waits_for_a_lost_receiver_can_be_released_and_sends_again
     again = run_in_thread(lambda: channel.send(shards(), 3, 1))
     assert [*read(channel, 3, source)] == ["large", "half", "bias"]
     again()
+
+
+def test_a_process_of_another_user_is_refused_and_does_not_end_the_transfer(
+    channel: WeightChannel, source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("msrl.rollout.weights.channel.os.geteuid", lambda: os.getuid() + 1)
+    wait = run_in_thread(lambda: channel.send(shards(), 0, 1))
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{channel.address.name}")
+        assert stranger.recv(1) == b"", "the connection was not closed"
+    with pytest.raises(ChannelError, match=mentions("another user")):
+        read(channel, 0, source)  # it refuses a sender of another user too
+    monkeypatch.undo()
+    assert [*read(channel, 0, source)] == ["large", "half", "bias"]
+    wait()
 
 
 def test_a_sender_without_receivers_gives_up(channel: WeightChannel) -> None:

@@ -107,7 +107,8 @@ class WeightChannel:
     def _accept(self, version: int) -> _Connection:
         """Return the connection of the next receiver of this version.
 
-        Connections of receivers that waited for an earlier version and have ended are closed.
+        Connections of receivers that waited for an earlier version and have ended are closed, and
+        those of other users.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -120,9 +121,9 @@ class WeightChannel:
                 ) from None
             except OSError as error:
                 raise ChannelError("weights: the channel was closed.") from error
-            _check_user(accepted)
             connection = _Connection(accepted, self._timeout_s)
             with contextlib.suppress(ChannelError, OSError):
+                _check_user(accepted)
                 if connection.receive().get("version") == version:
                     socket.send_fds(accepted, [b"\n"], [self._descriptor])
                     return connection
