@@ -17,6 +17,7 @@ from msrl.config.schema import Config
 from msrl.config.sections.algo import TeacherConfig
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
+from msrl.models.paths import TRACKER
 from msrl.plan.run_plan import resolve
 from msrl.rewards.score import Scorer
 from msrl.trainer.objective.losses import Distillation, teacher_weight
@@ -259,6 +260,14 @@ def test_the_policy_as_its_teacher_needs_no_copy_where_the_ranks_have_its_start(
 
     assert rank_teachers() == [inputs / "teacher", start]
     assert rank_teachers("train.lora.rank=4") == [inputs / "teacher"]
+    base = f"algo.distill.teachers=[{{model: {start}}}, {{model: self}}]"
+    assert rank_teachers("train.lora.rank=4", base) == []
+    (inputs / "adapters").mkdir()
+    (inputs / "adapters" / TRACKER).write_text("1")
+    # The policy before the training has the adapters that it starts from.
+    start_from = f"train.lora.load={inputs / 'adapters'}"
+    assert rank_teachers("train.lora.rank=4", start_from) == [inputs / "teacher"]
+    assert rank_teachers("train.lora.rank=4", start_from, base) == [start]
     reference = "algo.kl.loss.coef=0.1"
     assert rank_teachers(reference) == [inputs / "teacher"]
     other = f"cluster.roles.reference.load={inputs / 'second'}"

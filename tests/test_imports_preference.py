@@ -68,6 +68,25 @@ def test_the_reference_is_loaded_from_its_own_folder() -> None:
         imported("dpo", "--ref-model sft --refer-model-iter 7")
 
 
+LORA = "--lora-r 8 --lora-alpha 16 --lora-target-modules linear_qkv linear_proj --lora-load earlier"
+
+
+def test_adapters_start_from_those_of_an_earlier_training() -> None:
+    translation = imported("dpo", LORA)
+    assert not validate(translation).errors
+    assert native(translation)["train"]["lora"] == {
+        "rank": 8,
+        "alpha": 16.0,
+        "targets": ["linear_qkv", "linear_proj"],
+        "load": "earlier",
+    }
+    assert "cluster" not in native(translation)
+    text = TUNE.replace("--finetune", "--no-load-optim").format(stage="dpo", more=LORA)
+    tree = native(translate_arguments("mindspeed-llm", text.split()))
+    assert tree["cluster"]["roles"]["reference"] == {"load": "ckpt"}
+    assert tree["checkpoint"]["load"] == "ckpt"
+
+
 def test_stage_orm_becomes_train_rm() -> None:
     translation = imported("orm", "--load-checkpoint-loosely")
     assert validate(translation).commands == ("train-rm",)

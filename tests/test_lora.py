@@ -430,6 +430,15 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         MergedSource(base, read_adapter(tmp_path / "peft", base.shape))
 
 
+def test_the_adapter_of_a_narrower_model_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    layout = ParallelLayout(tp=2)
+    save_ranks(tmp_path / "adapter", tmp_path / "hf", layout, full_adapter(), base=False)
+    tiny.save(tmp_path / "other", intermediate_size=128)
+    with pytest.raises(MsrlError, match=mentions("adapter", "linear_fc1", 96, 128)):
+        read_adapter(tmp_path / "adapter", load_shape(tmp_path / "other"))
+
+
 def test_a_checkpoint_with_an_adapter_is_not_read_as_its_base(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     save_ranks(tmp_path / "both", tmp_path / "hf", ParallelLayout(), full_adapter(), base=True)

@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
+from msrl.config.sections.train import LoraConfig
 from msrl.errors import MsrlError
 from msrl.memory.estimate import memory_rows
+from msrl.memory.states import bytes_per_device
+from msrl.models.families import load_shape
+from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.select import is_layer
+from msrl.models.stages import stage_tensors
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import resolve
 from msrl.workflows.preference.batches import make_batch
@@ -91,6 +100,26 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ("train-sft", ("algo.preference.beta=0.3",), ("algo.preference.beta", 0.3, "train-dpo")),
         ("train-sft", (), ("data.train", "pairs", "sft")),
         ("train-rm", ("train.lora.rank=4", "train.freeze=['*']"), ("train.freeze", "train.lora")),
+        ("train-dpo", ("train.lora.load=x",), ("train.lora.load", "train.lora.rank")),
+        (
+            "train-dpo",
+            ("train.lora.rank=4", "train.lora.load=gone"),
+            ("train.lora.load", "gone", "not found"),
+        ),
+        (
+            "train-dpo",
+            ("train.lora.rank=4", "train.lora.load=tests"),
+            ("train.lora.load", "tests", "latest_checkpointed_iteration.txt"),
+        ),
+        (
+            "train-dpo",
+            (
+                "train.lora.rank=4",
+                "train.lora.load=tests",
+                "algo.preference.reference=precomputed",
+            ),
+            ("train.lora.load", "tests", "on-the-fly"),
+        ),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
         ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
         (
@@ -108,8 +137,13 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
     ],
 )
 def test_a_setting_that_is_invalid_or_has_no_effect_is_refused(
-    command: str, sets: tuple[str, ...], fragments: tuple[Any, ...], inputs: Path
+    command: str,
+    sets: tuple[str, ...],
+    fragments: tuple[Any, ...],
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         check(inputs, command, *sets)
 
@@ -210,3 +244,53 @@ def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[
     tokens = ["--set", "train.max_tokens_per_micro_batch=20"]
     assert msrl("train-dpo", "-c", file, *tokens, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "train.max_tokens_per_micro_batch=20", "longest")
+
+
+def save_adapters(
+    folder: Path, model: Path, layout: ParallelLayout, *, has_head: bool = False
+) -> None:
+    """Write new adapters of rank 4 as a training does, with the score head of a reward model."""
+    shape = load_shape(model)
+    for at in layout.ranks():
+        args = mcore.namespace(shape, layout)
+        vars(args).update(lora_r=4, lora_alpha=8.0, lora_target_modules=list(LoraConfig().targets))
+        tensors = {"rm_head.weight": torch.ones(1, shape.hidden_size)} if has_head else {}
+        for placed in stage_tensors(shape, layout, at):
+            if is_layer(placed.rule.mcore, placed.rule.hf, LoraConfig().targets):
+                rows, columns = shard_shape(placed.layout, placed.rule.shapes, placed.num_shards)
+                name = placed.name.removesuffix(".weight")
+                tensors[f"{name}.lora_A.default.weight"] = torch.ones(4, columns)
+                tensors[f"{name}.lora_B.default.weight"] = torch.zeros(rows, 4)
+        mcore.write_rank_file(mcore.rank_file(folder, 7, layout, at), tensors, args, 7)
+    mcore.publish(folder, 7)
+
+
+def test_a_dry_run_compares_the_settings_of_adapters_with_those_that_they_start_from(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_adapters(inputs / "adapters", inputs / "model", ParallelLayout(tp=2))
+    save_adapters(inputs / "scorer", inputs / "model", ParallelLayout(), has_head=True)
+
+    def dry_run(command: str, folder: str, **lora: object) -> tuple[int, str]:
+        values = {"rank": 4, "alpha": 8.0, "load": str(inputs / folder), **lora}
+        sets = [f"--set=train.lora.{name}={value}" for name, value in values.items()]
+        code = msrl(command, "-c", str(inputs / "dpo.yaml"), *sets, "--dry-run")
+        return code, capsys.readouterr().err
+
+    rank = ("train.lora.rank=4", "train.lora.alpha=8")
+    new, started = (
+        bytes_per_device(resolve(check(inputs, "train-dpo", *rank, *more).config, "train-dpo"))
+        for more in ((), (f"train.lora.load={inputs / 'adapters'}",))
+    )
+    assert started["weights"] - new["weights"] == new["gradients"]  # both are float32
+    assert started["gradients"] == new["gradients"]
+    assert dry_run("train-dpo", "adapters")[0] == 0
+    assert dry_run("train-rm", "adapters")[0] == 0
+    assert dry_run("train-rm", "scorer")[0] == 0
+    code, message = dry_run("train-dpo", "adapters", rank=2, alpha=32.0, targets="[linear_qkv]")
+    assert code == 2
+    assert_mentions(message, "train.lora.rank=2", "train.lora.alpha=32.0", 8.0)
+    assert_mentions(message, "train.lora.targets", "linear_qkv", "linear_proj", "linear_fc2")
+    code, message = dry_run("train-dpo", "scorer")
+    assert code == 2
+    assert_mentions(message, "train.lora.load", "scorer", "head")

@@ -270,6 +270,29 @@ def test_the_reference_of_adapters_is_the_model_without_them(inputs: Path) -> No
 
 
 @pytest.mark.full
+def test_adapters_that_start_from_earlier_ones_are_policy_and_reference(inputs: Path) -> None:
+    simpo = {"preference": {"loss": "simpo"}}
+    train = {"steps": STEPS, "global_batch": 4, "optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}
+    earlier = run_in_process(settings(inputs, "earlier", train=train, algo=simpo, checkpoint=SAVES))
+    start = {**train, "lora": {"rank": 4, "load": str(earlier / "checkpoints")}}
+    merged, adapted = (
+        metrics(run_in_process(settings(inputs, name, algo=simpo, **sections)))
+        for name, sections in (
+            ("merged", {"model": {"path": str(earlier / "hf")}}),
+            ("adapted", {"train": {**start, "parallel": {"pp": 2}}}),
+        )
+    )
+    assert adapted[0]["train/loss"] == pytest.approx(merged[0]["train/loss"], abs=1e-5)
+    assert abs(merged[0]["train/loss"] - metrics(earlier)[0]["train/loss"]) > 1e-3
+    config = settings(inputs, "continued", train=start, checkpoint=SAVES)
+    run = run_in_process(config)
+    steps = metrics(run)
+    assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert steps[-1]["train/margin"] != 0
+    assert_resumes_bit_by_bit(run, config, "train-dpo", adapters_of=inputs / "model")
+
+
+@pytest.mark.full
 def test_a_run_without_improvement_stops_early(inputs: Path) -> None:
     config = settings(
         inputs,

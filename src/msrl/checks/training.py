@@ -11,12 +11,13 @@ from msrl.checks.inputs import (
     check_model_path,
     check_required,
     check_template,
+    inside_of_run,
 )
 from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
-from msrl.models.paths import is_hf, is_mcore
+from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
 from msrl.models.select import check_layers, chosen
 from msrl.plan import derived
 from msrl.plan.context import layout_problems, size_problems
@@ -210,7 +211,7 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:
-        for name in ("alpha", "targets", "dropout"):
+        for name in ("alpha", "targets", "dropout", "load"):
             if resolved.is_changed(f"train.lora.{name}"):
                 yield resolved.mistake(
                     f"train.lora.{name}", "has no effect without train.lora.rank. Set it."
@@ -226,6 +227,32 @@ def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             check_layers(shape, lora.targets, key="train.lora.targets")
         except MsrlError as error:
             yield str(error)
+    if lora.load is not None:
+        yield from _start_adapters(resolved, plan, lora.load)
+
+
+def _start_adapters(resolved: Resolved, plan: RunPlan, path: str) -> Iterator[str]:
+    """Yield a line for each setting that contradicts adapters that start from earlier ones."""
+    key = "train.lora.load"
+    yield from check_folder(resolved, key)
+    if is_adapter_folder(path):
+        yield resolved.mistake(
+            key,
+            "is an adapter of PEFT. Merge it into the model (msrl convert-ckpt hf2hf --lora), and "
+            "set model.path to the result.",
+        )
+    elif Path(path).is_dir() and not is_mcore(path):
+        yield resolved.mistake(key, f"contains no {TRACKER} (mcore){inside_of_run(path)}")
+    has_copy = plan.reference is not None and not (
+        plan.has_reference_on_ranks or plan.has_own_reference
+    )
+    if has_copy:
+        yield resolved.mistake(
+            key,
+            "only the training ranks have the reference with these adapters. Compute the reference "
+            "there (algo.preference.reference=on-the-fly, no cluster.roles.reference.devices), or "
+            "set cluster.roles.reference.load.",
+        )
 
 
 def check_offload(resolved: Resolved) -> Iterator[str]:

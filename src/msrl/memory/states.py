@@ -73,7 +73,8 @@ def _parameter_counts(
         trained = adapters + [(tensor, _elements(tensor)) for tensor in heads]
     num_trained = sum(size for _, size in trained)
     num_experts = sum(size for tensor, size in trained if tensor.rule.expert is not None)
-    total = weights + sum(size for _, size in adapters)
+    copies = 1 if train.lora.load is None else 2  # the rank keeps the adapters of the start
+    total = weights + copies * sum(size for _, size in adapters)
     return _ParameterCounts(total, num_trained - num_experts, num_experts)
 
 

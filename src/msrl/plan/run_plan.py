@@ -13,7 +13,7 @@ from pathlib import Path
 from msrl.cluster.placement import Placement, Role
 from msrl.cluster.placement import plan as place
 from msrl.config.schema import Config
-from msrl.config.sections.algo import TeacherConfig
+from msrl.config.sections.algo import SELF, TeacherConfig
 from msrl.config.sections.general import DataConfig
 from msrl.config.sections.rollout import RolloutConfig
 from msrl.config.sections.train import TrainConfig
@@ -283,12 +283,21 @@ class RunPlan:
         return tuple(self.reward_models[str(name)] for name in names)
 
     @property
+    def start_adapters(self) -> Path | None:
+        """Checkpoint whose adapters the trained ones start from."""
+        load = self.train.lora.load
+        return None if load is None else Path(load).absolute()
+
+    @property
     def rank_teachers(self) -> Mapping[str, ModelPlan]:
         """Teachers with a replica on the training ranks.
 
         The others have the weights that the policy starts from, and the ranks have these already:
-        as the policy without its adapters, or as the reference.
+        as the policy without its adapters, or as the reference. Adapters that start from others
+        belong to the start, so that only the policy itself is such a teacher.
         """
+        if self.start_adapters is not None:
+            return {name: model for name, model in self.teachers.items() if name != SELF}
         has_start = self.train.lora.rank is not None or (
             self.has_reference_on_ranks and not self.has_own_reference
         )

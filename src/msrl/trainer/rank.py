@@ -197,7 +197,7 @@ class TrainingRank:
 
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:
-        """Provide the reference model: its own replica, or the policy without its adapters."""
+        """Provide the reference model: its own replica, or the policy before the training."""
         if self.reference is not None:
             yield self.reference
         else:
@@ -206,9 +206,9 @@ class TrainingRank:
 
     @contextmanager
     def _initial_policy(self) -> Iterator[LanguageModelReplica]:
-        """Provide the policy before the training: without its adapters, or the reference."""
+        """Provide the policy before the training: with its initial adapters, or the reference."""
         if self.policy.adapters is not None:
-            with self.policy.adapters.disabled():
+            with self.policy.adapters.initial():
                 yield self.policy
         else:
             assert self.reference is not None, "built without a reference"

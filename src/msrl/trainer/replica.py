@@ -122,6 +122,8 @@ class ModelReplica:
                 settings.lora,
                 position.seed,
             )
+            if settings.start_adapters is not None:
+                self.adapters.start_from(settings.start_adapters)
         if self.shape.moe is not None and balances_experts(settings.router, self.shape.moe):
             self.balance = ExpertBalance(
                 settings.router, self.shape.moe, self.model, position.device

@@ -69,6 +69,7 @@ class ReplicaSettings:
     optimizer: OptimizerConfig | None = None
     freeze: tuple[str, ...] = ()  # patterns of parameter names, as `models/select.py` reads them
     lora: LoraConfig = field(default_factory=LoraConfig)
+    start_adapters: Path | None = None  # checkpoint whose adapters these start from
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -109,7 +110,7 @@ class RankSettings:
     """Settings of a training rank: values shared by its replicas, and settings of each replica.
 
     Ranks of a model with separate devices have no policy. With adapters (`policy.lora`) and without
-    `reference`, the reference is the policy without them.
+    `reference`, the reference is the policy without them, or with those that they start from.
     """
 
     platform: str

@@ -23,7 +23,7 @@ _INPUTS = re.compile(
     r"model\.(path|tokenizer)|checkpoint\.(load|resume)|data\.(train|eval|blend\..*)"
     r"|eval\.(every_steps|at_start)|preprocess\.(input(\.\d+)?|tokenizer|output_prefix)"
     r"|convert\.(load|save|hf_config|lora)|(generate|chat)\.model|generate\.(prompt|input)"
-    r"|cluster\.(nodes|address|roles\.\w+\.load)|reward\.sources\.\d+\.model"
+    r"|cluster\.(nodes|address|roles\.\w+\.load)|reward\.sources\.\d+\.model|train\.lora\.load"
 )
 
 

@@ -63,6 +63,34 @@ def read_adapter(folder: Path, shape: Shape) -> Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Settings that a checkpoint records of its adapters."""
+
+    rank: int
+    alpha: float
+
+
+def adapter_settings(save: Path) -> AdapterSettings:
+    """Return the settings of the adapters in an mcore checkpoint.
+
+    Raises:
+        MsrlError: They are not recorded.
+    """
+    path = find_checkpoint(save).files[Coords()]
+    return _settings(read_rank_file(path)["args"], path)
+
+
+def _settings(arguments: object, path: Path) -> AdapterSettings:
+    args = vars(arguments)
+    rank, alpha = args.get("lora_r"), args.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
+        raise MsrlError(
+            f"{path}: lora_r and lora_alpha are missing in the arguments, so the scale is unknown"
+        )
+    return AdapterSettings(rank, float(alpha))
+
+
+@dataclass(frozen=True, slots=True)
 class _AdapterShard:
     """A and B of a layer on one rank."""
 
@@ -83,13 +111,8 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None
         raise MsrlError(
             f"{save}: contains no adapter (no tensor is named ...lora_A.default.weight)"
         )
-    args = vars(next(iter(contents.values()))["args"])
-    rank, alpha = args.get("lora_r"), args.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
-        raise MsrlError(
-            f"{next(iter(checkpoint.files.values()))}: lora_r and lora_alpha are missing "
-            "in the arguments, so the scale is unknown"
-        )
+    settings = _settings(contents[Coords()]["args"], checkpoint.files[Coords()])
+    rank, alpha = settings.rank, settings.alpha
     layout = with_empty_layers(checkpoint.layout, contents[Coords()]["args"], shape, models)
     layout.check(shape)
     deltas = dict[str, Delta]()
@@ -100,7 +123,7 @@ def read_mcore_lora(save: Path, shape: Shape, iteration: int | str | None = None
     other_ranks = {delta.rank for delta in deltas.values()} - {rank}
     if other_ranks:
         raise MsrlError(f"{save}: lora_r={rank}, but it contains ranks {sorted(other_ranks)}")
-    adapter = Adapter(str(save), float(alpha), deltas, head)
+    adapter = Adapter(str(save), alpha, deltas, head)
     if adapter.has_score_head and not shape.reward_head:
         shape = with_score(shape, scoring_architecture(shape.architecture))
     adapter.check(all_rules(shape))
@@ -211,6 +234,14 @@ def _join_shards(
     rule: Rule, shards: list[_AdapterShard], scale: float, where: str
 ) -> dict[str, Delta]:
     """Return the updates of a rule's Hugging Face tensors; B is laid out like the weight."""
+    rows, columns = layouts.shard_shape(rule.layout, rule.shapes, len(shards))
+    for part in shards:
+        if (part.b.shape[0], part.a.shape[1]) != (rows, columns):
+            raise MsrlError(
+                f"{where}: the adapter of {rule.mcore} is for a weight of shape "
+                f"{[part.b.shape[0], part.a.shape[1]]} on each rank, but the model has "
+                f"{[rows, columns]}. Use the model that the adapter was trained on."
+            )
     row_parallel = isinstance(rule.layout, Sharded) and rule.layout.axis == 1
     replicated = [shard.b if row_parallel else shard.a for shard in shards]
     first = replicated[0]

@@ -320,6 +320,9 @@ class RewardModelConfig(Section):
     )
 
 
+SELF = "self"  # as a teacher: the policy before the training
+
+
 class TeacherConfig(Section):
     """Teacher: a frozen model on the training ranks, with their parallel layout, or on a server.
 
@@ -372,7 +375,7 @@ class TeacherConfig(Section):
     @property
     def is_self(self) -> bool:
         """True if the teacher is the policy before the training."""
-        return self.model == "self"
+        return self.model == SELF
 
 
 class DistillConfig(Section):

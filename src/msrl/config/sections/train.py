@@ -235,6 +235,11 @@ class LoraConfig(Section):
     dropout: BelowOne = Field(
         default=0.0, description="Dropout probability of the adapter inputs during training."
     )
+    load: Text | None = Field(
+        default=None,
+        description="mcore checkpoint of an earlier training whose adapters these start from. "
+        "Default: new adapters, which change nothing before the first update.",
+    )
 
 
 class TrainConfig(Section):

@@ -69,6 +69,19 @@ def _put_dpo(keys: Keys) -> None:
         _put_smoothing(keys, "dpo_label_smoothing")
     else:
         keys.record("dpo_label_smoothing", KeyStatus.OFF, "read with dpo_loss_type: sigmoid only")
+    _put_reference(keys)
+
+
+def _put_reference(keys: Keys) -> None:
+    """Translate the reference of adapters that start from earlier ones.
+
+    Without `finetune`, the original's reference is the base model without them (`is_load_refer`).
+    """
+    load = keys.get("load")
+    is_base = keys.get("lora_load") is not None and keys.value("finetune") is False
+    if is_base and load is not None and keys.get("ref_model") is None:
+        why = "the reference of lora_load without finetune"
+        keys.assign("load", ["cluster.roles.reference.load"], load.value, why=why)
 
 
 def _put_simpo(keys: Keys) -> None:

@@ -119,7 +119,9 @@ class Adapters:
         assert settings.rank is not None
         self.settings, self._shape, self.rank = settings, shape, settings.rank
         self.scale = settings.alpha / settings.rank
-        self._is_enabled = True
+        self._is_initial = False
+        # A and B by layer, if they do not start as new ones, whose product is 0.
+        self._start: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
         model.requires_grad_(False)
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
         tensors = stage_tensors(shape, layout, at)
@@ -203,45 +205,42 @@ class Adapters:
     def _column_hook(
         self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        if not self._is_enabled:
+        factors = self._factors(linear)
+        if factors is None:
             return output
+        a, b = factors
         is_split = linear.config.sequence_parallel
-        low = F.linear(
-            self._apply_dropout(linear, inputs[0], is_split=is_split),
-            linear.lora_A["default"].weight,
-        )
+        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=is_split), a)
         low = (
             gather_from_sequence_parallel_region(low)
             if is_split
             else copy_to_tensor_model_parallel_region(low)
         )
-        return output[0] + self.scale * F.linear(low, linear.lora_B["default"].weight), output[1]
+        return output[0] + self.scale * F.linear(low, b), output[1]
 
     def _row_hook(
         self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        if not self._is_enabled:
+        factors = self._factors(linear)
+        if factors is None:
             return output
-        low = F.linear(
-            self._apply_dropout(linear, inputs[0], is_split=True), linear.lora_A["default"].weight
-        )
+        a, b = factors
+        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=True), a)
         reduce = (
             reduce_scatter_to_sequence_parallel_region
             if linear.config.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        return output[0] + self.scale * F.linear(
-            reduce(low), linear.lora_B["default"].weight
-        ), output[1]
+        return output[0] + self.scale * F.linear(reduce(low), b), output[1]
 
     def _replicated_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not self._is_enabled:
+        factors = self._factors(linear)
+        if factors is None:
             return output
-        low = F.linear(
-            self._apply_dropout(linear, inputs[0], is_split=linear.config.sequence_parallel),
-            linear.lora_A["default"].weight,
-        )
-        return output + self.scale * F.linear(low, linear.lora_B["default"].weight)
+        a, b = factors
+        is_split = linear.config.sequence_parallel
+        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=is_split), a)
+        return output + self.scale * F.linear(low, b)
 
     def _expert_hook(
         self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool
@@ -251,9 +250,10 @@ class Adapters:
         The shards of an expert see the same tokens and the dispatcher sums their outputs, so each
         contributes to the gradient of the factor that all of them hold.
         """
-        if not self._is_enabled:
+        factors = self._factors(linear)
+        if factors is None:
             return output
-        a, b = linear.lora_A["default"].weight, linear.lora_B["default"].weight
+        a, b = factors
         if is_row:
             b = copy_to_tensor_model_parallel_region(b, linear.tp_group)
         else:
@@ -263,14 +263,20 @@ class Adapters:
         )
         return output[0] + self.scale * F.linear(F.linear(x, a), b), output[1]
 
+    def _factors(self, linear: Any) -> tuple[Tensor, Tensor] | None:
+        """Return the A and B that a layer adds at present; None if it adds nothing."""
+        if self._is_initial:
+            return self._start.get(linear)
+        return linear.lora_A["default"].weight, linear.lora_B["default"].weight
+
     @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Run the base model without adapters inside the block."""
-        self._is_enabled = False
+    def initial(self) -> Iterator[None]:
+        """Run the model as it was before the training inside the block."""
+        self._is_initial = True
         try:
             yield
         finally:
-            self._is_enabled = True
+            self._is_initial = False
 
     def factors(self, name: str) -> list[tuple[str, Tensor]]:
         """Return "A" and "B" of a base weight of this rank; nothing without an adapter."""
@@ -305,32 +311,56 @@ class Adapters:
 
         Raises MsrlError if it lacks one or has one of another shape.
         """
+        self._load(root, step, needs_head=True)
+
+    def start_from(self, root: Path) -> None:
+        """Start from the adapters of the latest checkpoint of an earlier training.
+
+        A score head starts from that of the checkpoint, if it has one.
+
+        Raises MsrlError if it lacks an adapter or has one of another shape.
+        """
+        self._load(root, None, needs_head=False)
+        for adapted in self.all:
+            a, b = (adapted.parameter(factor).detach().clone() for factor in "AB")
+            self._start[adapted.linear] = (a, b)
+
+    def _load(self, root: Path, step: int | None, *, needs_head: bool) -> None:
         checkpoint = find_checkpoint(root, step)
         files = {at: read_rank_file(path)["model"] for at, path in checkpoint.files.items()}
+        shards = self.reshard(checkpoint.layout, files, str(root), needs_head=needs_head)
         with torch.no_grad():
-            for name, value in self.reshard(checkpoint.layout, files, str(root)).items():
+            for name, value in shards.items():
                 self.named()[name].copy_(value)
 
     def reshard(
-        self, layout: ParallelLayout, files: Mapping[Coords, Mapping[str, Tensor]], where: str
+        self,
+        layout: ParallelLayout,
+        files: Mapping[Coords, Mapping[str, Tensor]],
+        where: str,
+        *,
+        needs_head: bool = True,
     ) -> dict[str, Tensor]:
         """Return this rank's shards of adapter-like tensors from the files of a layout's ranks.
 
-        The tensors have the names and shards of the trained parameters.
+        The tensors have the names and shards of the trained parameters. Without `needs_head`, a
+        score head that is in no file is omitted.
 
         Raises MsrlError if one is missing or has another shape.
         """
         complete = self._complete_factors(layout, files)
-        trained = (*(adapted.placed for adapted in self.all), *self._heads)
+        heads = [h for h in self._heads if needs_head or (h.rule.mcore, COMPLETE) in complete]
+        trained = (*(adapted.placed for adapted in self.all), *heads)
         local = {
             factor_name(placed, factor): _own_shard(placed, factor, complete, where)
             for placed in trained
             for factor in trained_factors(placed)
         }
-        for name, parameter in self.named().items():
-            if local[name].shape != parameter.shape:
+        for name, value in local.items():
+            parameter = self.named()[name]
+            if value.shape != parameter.shape:
                 raise MsrlError(
-                    f"{where}: {name} has shape {list(local[name].shape)}, but train.lora requires "
+                    f"{where}: {name} has shape {list(value.shape)}, but train.lora requires "
                     f"{list(parameter.shape)}. Set the values of train.lora of that training."
                 )
         return local

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from msrl.config.messages import written
 from msrl.config.schema import Config
-from msrl.errors import MsrlError
+from msrl.errors import ManyErrors, MsrlError
 from msrl.hub import is_without_weights
+from msrl.models.families import all_rules
+from msrl.models.select import is_layer
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get, resolve
 from msrl.platforms.base import Platform
@@ -14,9 +19,11 @@ from msrl.rollout.engine import check_platform
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import check_trackers
 from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.workflows.training.integrity import verify_models
+from msrl.workflows.training.integrity import verify_files, verify_models
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.settings import loaded_models
+
+_MAX_PROBLEMS = 20  # in a message
 
 
 def check_start(
@@ -47,6 +54,8 @@ def check_start(
     verify_models(folders)
     if plan.model.weights in folders:
         _check_weights(plan)
+    if plan.start_adapters is not None:
+        _check_start_adapters(plan, plan.start_adapters)
 
 
 def check_run_folder(config: Config) -> None:
@@ -72,3 +81,36 @@ def _check_weights(plan: RunPlan) -> None:
     from msrl.checkpoint.source import open_weights
 
     open_weights(plan.model.weights, plan.model.hf_dir)
+
+
+def _check_start_adapters(plan: RunPlan, folder: Path) -> None:
+    """Check that the adapters which a training starts from are complete and have its settings."""
+    from msrl.checkpoint.adapters.megatron import adapter_settings, read_mcore_lora
+    from msrl.checkpoint.integrity import adapter_checks
+
+    verify_files(adapter_checks(folder))
+    adapter, saved = read_mcore_lora(folder, plan.shape), adapter_settings(folder)
+    if adapter.has_score_head and (plan.trains_steps or not plan.is_reward_model):
+        raise MsrlError(
+            f"train.lora.load={folder}: the adapters of a reward model, whose score head "
+            f"{plan.command} does not train. Use those of a language model."
+        )
+    lora = plan.train.lora
+    settings = (("rank", lora.rank, saved.rank), ("alpha", lora.alpha, saved.alpha))
+    problems = [
+        f"train.lora.{name}={own}: the adapters in {folder} were trained with {value}. Set the "
+        "same value."
+        for name, own, value in settings
+        if own != value
+    ]
+    adapted = [
+        rule for rule in all_rules(plan.shape) if not adapter.deltas.keys().isdisjoint(rule.hf)
+    ]
+    problems += [
+        f"train.lora.targets={written(lora.targets)}: {folder} has an adapter of {rule.mcore} too. "
+        "Add its layer."
+        for rule in adapted
+        if not is_layer(rule.mcore, rule.hf, lora.targets)
+    ]
+    if problems:
+        raise ManyErrors(problems[:_MAX_PROBLEMS])

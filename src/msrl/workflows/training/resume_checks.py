@@ -50,7 +50,11 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "train.lora.rank": lora.rank,
         **(
-            {"train.lora.alpha": lora.alpha, "train.lora.targets": sorted(lora.targets)}
+            {
+                "train.lora.alpha": lora.alpha,
+                "train.lora.targets": sorted(lora.targets),
+                "train.lora.load": lora.load is not None,
+            }
             if lora.rank is not None
             else {}
         ),
@@ -72,6 +76,8 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = weights_digest(plan.model.weights)
+    if plan.start_adapters is not None:
+        contents["train.lora.load"] = weights_digest(plan.start_adapters)
     if plan.reference is not None and plan.has_own_reference:
         key = "cluster.roles.reference.load"
         contents[key] = weights_digest(plan.reference.weights)

@@ -150,7 +150,13 @@ def reward_model_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
         bad_batch_dir=_bad_batch_dir(plan),
     )
     freeze = (*settings.freeze, *train.freeze)
-    critic = replace(settings, freeze=freeze, router=train.router, lora=train.lora)
+    critic = replace(
+        settings,
+        freeze=freeze,
+        router=train.router,
+        lora=train.lora,
+        start_adapters=plan.start_adapters,
+    )
     return replace(common, critic=critic)
 
 
@@ -240,6 +246,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
         optimizer=train.optimizer,
         freeze=train.freeze,
         lora=train.lora,
+        start_adapters=plan.start_adapters,
         recompute=train.recompute,
         router=train.router,
         offload=train.offload,
@@ -252,7 +259,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
 def _shared_reference(plan: RunPlan) -> ReplicaSettings | None:
     """Return the settings of the reference on the training ranks; None if they hold none.
 
-    With adapters, the reference is the policy without them, unless it has its own weights.
+    With adapters, the reference is the policy before the training, unless it has its own weights.
     """
     if not plan.has_reference_on_ranks:
         return None
