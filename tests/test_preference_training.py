@@ -158,6 +158,8 @@ def test_dpo_starts_at_log_2_agrees_with_transformers_and_resumes_bit_by_bit(inp
     steps = metrics(run)
     assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["train/margin"] == pytest.approx(0.0, abs=1e-5)
+    seconds = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["seconds"]
+    assert 0 < seconds["reference"] < seconds["step"]
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for path in (run / "hf", inputs / "model")

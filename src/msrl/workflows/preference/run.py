@@ -115,6 +115,8 @@ class PreferenceSteps:
         batch = make_batch(job.train, indices, len(indices))
         sequences = batch.sequences(self._reference(batch))
         loss = self._with_baseline(batch)
+        has_passes = self._plan.needs_reference and self._stored is None
+        stages = {"reference": time.perf_counter() - start_time} if has_passes else {}
         metrics = self._trainers.update(
             sequences,
             job.limits,
@@ -123,8 +125,8 @@ class PreferenceSteps:
             rows=batch.rows,
             total_weight=batch.total_weight,
         )
-        metrics = self._reported(metrics, loss)
-        return step_report(job, step + 1, sequences, batch.num_loss_tokens, metrics, start_time)
+        metrics, num_tokens = self._reported(metrics, loss), batch.num_loss_tokens
+        return step_report(job, step + 1, sequences, num_tokens, metrics, start_time, stages)
 
     def evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
         """Return the metrics of a batch without an update."""

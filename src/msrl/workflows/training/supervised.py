@@ -239,19 +239,23 @@ def step_report(
     num_loss_tokens: int,
     metrics: Mapping[str, float],  # of the update; empty if there was none
     start_time: float,  # of `time.perf_counter`
+    stages: Mapping[str, float] | None = None,  # seconds of the passes before the update
 ) -> StepReport:
     """Return the report of a step that began at `start_time`."""
     seconds = time.perf_counter() - start_time
+    before_update = {} if stages is None else stages
+    all_seconds = {**before_update, "step": seconds}
     loss_tokens = {"train/loss_tokens": float(num_loss_tokens)}
     if not metrics:
         notes = ("Skipped the update: the loss mask covers no token of this step",)
-        return StepReport(step, loss_tokens, {"step": seconds}, notes)
+        return StepReport(step, loss_tokens, all_seconds, notes)
+    update_s = seconds - sum(before_update.values())
     num_tokens = sum(map(len, sequences.token_ids))
     reported = {
         **{f"train/{name}": value for name, value in metrics.items()},
         "perf/tokens_per_s": num_tokens / seconds,
         **loss_tokens,
-        **mfu(job.shape, job.config, job.platform, [sequences], num_loss_tokens, seconds),
+        **mfu(job.shape, job.config, job.platform, [sequences], num_loss_tokens, update_s),
     }
     notes = ("Skipped the update: the gradient was not finite",) if metrics["skipped"] else ()
-    return StepReport(step, reported, {"step": seconds}, notes)
+    return StepReport(step, reported, all_seconds, notes)
