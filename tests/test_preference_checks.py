@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,7 +24,9 @@ from msrl.models.select import is_layer
 from msrl.models.stages import stage_tensors
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import resolve
+from msrl.platforms import get
 from msrl.workflows.preference.batches import make_batch
+from msrl.workflows.preference.reference import StoredReference
 from msrl.workflows.preference.reward_model import scored_sequences
 from msrl.workflows.preference.rows import checked_rows, row_order
 from support import assert_mentions, labelled, mentions
@@ -294,3 +297,34 @@ def test_a_dry_run_compares_the_settings_of_adapters_with_those_that_they_start_
     code, message = dry_run("train-dpo", "scorer")
     assert code == 2
     assert_mentions(message, "train.lora.load", "scorer", "head")
+
+
+def test_stored_log_probabilities_belong_to_the_data_the_weights_and_the_settings(
+    inputs: Path,
+) -> None:
+    save_model(inputs / "other", tied=True, positions=128)
+
+    def stored(*sets: str) -> StoredReference:
+        precomputed = "algo.preference.reference=precomputed"
+        config = check(inputs, "train-dpo", precomputed, *sets).config
+        plan = resolve(config, "train-dpo")
+        return StoredReference(plan, [checked_rows(plan, "pairs", reads_margins=True)[0]])
+
+    first = stored()
+    assert stored("train.steps=7").path == first.path
+    changes = (
+        "data.seq_length=100",
+        "model.dtype=bfloat16",
+        f"data.train={inputs / 'margins'}",
+        f"cluster.roles.reference.load={inputs / 'other'}",
+    )
+    paths = {stored(change).path for change in changes}
+    assert len(paths) == len(changes) and first.path not in paths
+    values = np.arange(2.0 * len(PAIRS)).reshape(-1, 2)
+    first.path.parent.mkdir(parents=True)
+    np.savez(first.path.with_suffix(""), logprobs_0=values)
+    first.load(get("cpu"), pytest.fail)
+    plan = resolve(check(inputs, "train-dpo").config, "train-dpo")
+    rows, _ = checked_rows(plan, "pairs", reads_margins=True)
+    read = first.lookup(rows)(make_batch(rows, [3, 1], 2))
+    assert read is not None and read.tolist() == [6.0, 7.0, 2.0, 3.0]
