@@ -39,6 +39,13 @@ def test_pairs_have_a_right_and_a_wrong_answer_to_problems_that_are_not_held_out
         assert score(pair["rejected"], str(result)) == 0.0
 
 
+def test_a_folder_with_other_files_is_not_replaced(chain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        chain.Chain(tmp_path, 0).run()
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
 def test_every_missed_goal_is_listed(chain: ModuleType) -> None:
     reached = chain.Results(sft=0.6, pairs=0.95, grpo=0.9, student=0.5, distilled=0.88)
     assert reached.failures() == []

@@ -24,7 +24,7 @@ QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import make_inputs as quickstart_inputs  # noqa: E402  # pyright: ignore[reportMissingImports]
-from run import Runner  # noqa: E402  # pyright: ignore
+from run import Runner, remove_previous_run  # noqa: E402  # pyright: ignore
 
 NUM_PAIRS = 6000
 PAIR_ACCURACY, RL_GAIN, DISTILLATION_GAIN, TEACHER_GAP = 0.90, 0.10, 0.10, 0.03
@@ -78,7 +78,7 @@ class Chain:
         return Results(sft, self._metric("rm", "eval/accuracy"), grpo, student, distilled)
 
     def _prepare(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_previous_run(self.folder)
         inputs = self.folder / "inputs"
         quickstart_inputs.make_inputs(inputs, self.seed)
         write_student(inputs / "model", inputs / "student", self.seed)

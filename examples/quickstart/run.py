@@ -33,10 +33,10 @@ ENVIRONMENT = {
 }
 NUM_SAMPLES = 3
 PARTIAL = ".inputs.partial"
-# Files of the quickstart and of the learning benchmark, which starts with the quickstart's stages.
+# Files of the quickstart, and of the learning benchmark and the chain, which start with its stages.
 KNOWN_FILES = {
     *("inputs", PARTIAL, "heldout.jsonl", "sft.yaml", "grpo.yaml", "data", "mcore", "runs"),
-    *("reinforced", "start.json", "results.jsonl", "learning.yaml"),
+    *("reinforced", "start.json", "results.jsonl", "learning.yaml", "rm.yaml", "distill.yaml"),
 }
 
 
