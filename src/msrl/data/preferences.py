@@ -116,10 +116,6 @@ class PreferenceDataset:
         value, weight = self._values[number].tolist()
         return value, weight
 
-    def side_lengths(self) -> list[tuple[int, ...]]:
-        """Return the number of tokens of each side of every row."""
-        return list(zip(*(side.ids.lengths.tolist() for side in self._sides), strict=True))
-
     def stray_token(self, vocab_size: int) -> StrayToken | None:
         """Return the first token id outside the vocabulary. Reads all data."""
         strays = (stray_token(side.ids, vocab_size) for side in self._sides)
