@@ -77,6 +77,21 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
         ),
         (
             "train-dpo",
+            ("algo.preference.options.label_smoothing=-0.1",),
+            ("options.label_smoothing", -0.1, "at least 0"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.options.label_smoothing=.nan",),
+            ("options.label_smoothing", "nan", "finite"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.loss=simpo", "algo.preference.options.gamma=.inf"),
+            ("options.gamma", "inf", "finite"),
+        ),
+        (
+            "train-dpo",
             ("algo.preference.options={form: hinge, label_smoothing: 0.1}",),
             ("label_smoothing", 0.1, "hinge"),
         ),

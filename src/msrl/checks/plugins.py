@@ -57,8 +57,13 @@ def check_ranges(resolved: Resolved, key: str, *plugins: tuple[str, str, str]) -
         ranges = declaration(package, name, key=key).constant("OPTION_RANGES", {})
         for option, (low, high) in ranges.items():
             value = options.get(option)
-            if not isinstance(value, int | float):
+            if not isinstance(value, int | float) or isinstance(value, bool):
                 continue
             if value <= low or (high is not None and value > high):
-                limit = f"must be above {low:g}" + (f" and at most {high:g}" if high else "")
-                yield resolved.mistake(f"{key}.{option}", limit)
+                yield resolved.mistake(f"{key}.{option}", _range_text(low, high))
+
+
+def _range_text(low: float, high: float | None) -> str:
+    """Describe a range. A lower bound just below 0 means that 0 is allowed."""
+    lower = "at least 0" if round(low, 6) == 0 > low else f"above {low:g}"
+    return f"must be {lower}" + ("" if high is None else f" and at most {high:g}")
