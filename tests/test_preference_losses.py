@@ -300,6 +300,31 @@ def test_the_bradley_terry_loss_has_the_value_of_its_formula() -> None:
     assert losses.loss.item() == pytest.approx(np.log1p(np.exp(-0.3)) + 0.1 * 1.5**2)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("center_coef", [0.0, 0.3])
+@pytest.mark.parametrize("has_margins", [True, False])
+def test_the_bradley_terry_loss_equals_that_of_trl(
+    seed: int, center_coef: float, has_margins: bool
+) -> None:
+    trl = peer_module("trl.trainer.reward_trainer")
+    generator = torch.Generator().manual_seed(seed)
+    scores, margins = (
+        torch.randn(size, generator=generator, dtype=torch.float64) * 3 for size in (10, 5)
+    )
+    margins = margins.abs() * has_margins
+    leaf, other_leaf = (scores.clone().requires_grad_() for _ in range(2))
+    own = bradley_terry(leaf[:5], leaf[5:], margins, center_coef=center_coef)
+    settings = trainer(args=SimpleNamespace(center_rewards_coefficient=center_coef or None))
+    inputs = {"attention_mask": torch.ones(10, 4, dtype=torch.long)}
+    inputs |= {"margin": margins} if has_margins else {}
+    output = SimpleNamespace(logits=other_leaf[:, None])
+    loss = trl.RewardTrainer.compute_loss(settings, lambda **_: output, inputs)
+    assert_equal(value_and_gradient(own.loss.mean(), leaf), value_and_gradient(loss, other_leaf))
+    metrics = settings._metrics["train"]
+    margin = (own.chosen_rewards - own.rejected_rewards).mean().item()
+    assert margin == pytest.approx(metrics["margin"][0])
+
+
 def test_scores_of_a_micro_batch_are_pairs() -> None:
     fields = {"values": torch.zeros(4), "weights": torch.tensor([1.0, 1.0, 3.0, 3.0])}
     loss, sums = ScoreLoss()(torch.tensor([2.0, 1.0, 0.0, 0.0]), fields, 4.0)
