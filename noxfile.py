@@ -44,6 +44,13 @@ OFFLINE = {
 # Two threads that spin on two busy cores take ten times as long as one thread.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
 
+# Tests that call functions of TRL.
+ORACLE_TESTS = (
+    "tests/test_preference_losses.py",
+    "tests/test_distillation_losses.py",
+    "tests/test_algorithms_peers.py",
+)
+
 # Memory of the largest test files, each with ranks, an engine, verifiers and a Ray cluster.
 BYTES_PER_WORKER = 6 << 30
 MAX_WORKERS = 8
@@ -76,6 +83,19 @@ def fast(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run all tests, including the full tables."""
     run_tests(session)
+
+
+@nox.session
+def oracles(session: nox.Session) -> None:
+    """Compare losses with TRL's, which is installed in a separate environment."""
+    install(session, "cpu,dev")
+    peers = peers_folder()
+    install_peers(session, peers)
+    packages = next(peers.glob("lib/python*/site-packages"))
+    paths = os.pathsep.join(filter(None, (str(packages), os.environ.get("MSRL_PEERS_PATH"))))
+    command = ("-m", "pytest", "-n", "0", "-rs", *ORACLE_TESTS, *session.posargs)
+    env = OFFLINE | ONE_THREAD | {"MSRL_PEERS_PATH": paths}
+    session.run(sys.executable, *command, env=env)
 
 
 @nox.session
@@ -154,8 +174,8 @@ def bench(session: nox.Session) -> None:
         session.run(sys.executable, "-m", "benchmarks", *session.posargs, env=OFFLINE)
         return
     install(session, "cpu,dev")
-    peers = Path(os.environ.get("MSRL_PEERS", ROOT / ".nox" / "peers"))
-    if session.posargs[:1] != ["weights"]:  # it has no peer to install
+    peers = peers_folder()
+    if session.posargs[:1] != ["weights"] and PEERS_DIR.exists():  # it has no peer to install
         install_peers(session, peers)
     session.run(
         sys.executable, "-m", "benchmarks", "--peers", str(peers), *session.posargs, env=OFFLINE
@@ -243,12 +263,15 @@ def install(session: nox.Session, extras: str) -> None:
     stamp(extras).write_text(fingerprint(extras))
 
 
+def peers_folder() -> Path:
+    """Return the folder of the peers' environment."""
+    return Path(os.environ.get("MSRL_PEERS", ROOT / ".nox" / "peers"))
+
+
 def install_peers(session: nox.Session, folder: Path) -> None:
     """Install the peers into `folder`; they need another transformers version than msrl."""
     requirements = (ROOT / "benchmarks" / "peers.txt").read_text()
     stamp_file = folder / "msrl-peers.stamp"
-    if not PEERS_DIR.exists():
-        return
     if stamp_file.exists() and stamp_file.read_text() == requirements:
         return
     session.run_install(sys.executable, "-m", "venv", str(folder))

@@ -59,6 +59,7 @@ def test_all_documented_nox_sessions_exist() -> None:
         "chain",
         "quickstart",
         "fuzz",
+        "oracles",
         "tests",
         "full",
         "fast",
