@@ -416,7 +416,7 @@ CASES = (
     ),
     Case(
         "experts",
-        "32 experts of a layer, 1,024 tokens, forward and backward, fp32",
+        "32 experts of a layer, 1,024 routed tokens, forward and backward, fp32",
         "s",
         experts_step("grouped"),
         {"sequential": experts_step("sequential")},

@@ -1,6 +1,6 @@
 """Time of the experts of a mixture layer on one rank, forward and backward.
 
-1,024 tokens with 4 of 32 experts each, 256 channels, 128 channels per expert, in float32. With the
+1,024 routed tokens of 32 experts, 256 channels, 128 channels per expert, in float32. With the
 argument `grouped`, the experts run in grouped products as in training. With `sequential`,
 Megatron's SequentialMLP calls one module per expert. The last line of the output is JSON with the
 median seconds.
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-TOKENS, ROUNDS = 1024, 30
+TOKENS, EXPERTS, CHANNELS, ROUNDS = 1024, 32, 256, 50
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "hidden_size": 256,
+    "hidden_size": CHANNELS,
     "moe_intermediate_size": 128,
     "intermediate_size": 512,
-    "num_experts": 32,
+    "num_experts": EXPERTS,
     "num_experts_per_tok": 4,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -56,10 +56,9 @@ def seconds(folder: Path, *, is_grouped: bool) -> float:
 
     experts = _experts(folder)
     forward = type(experts).forward if is_grouped else SequentialMLP.forward
-    chosen = torch.rand(TOKENS, MODEL["num_experts"]).topk(MODEL["num_experts_per_tok"]).indices
-    counts = chosen.flatten().bincount(minlength=MODEL["num_experts"])
-    inputs = torch.randn(int(counts.sum()), MODEL["hidden_size"], requires_grad=True)
-    weights = torch.rand(len(inputs), requires_grad=True)
+    counts = torch.randint(EXPERTS, (TOKENS,)).bincount(minlength=EXPERTS)
+    inputs = torch.randn(TOKENS, CHANNELS, requires_grad=True)
+    weights = torch.rand(TOKENS, requires_grad=True)
     grad, times = torch.randn_like(inputs), list[float]()
     for _ in range(ROUNDS):
         start = time.perf_counter()
