@@ -264,7 +264,8 @@ def test_the_policy_as_its_teacher_needs_no_copy_where_the_ranks_have_its_start(
     assert rank_teachers("train.lora.rank=4", base) == []
     (inputs / "adapters").mkdir()
     (inputs / "adapters" / TRACKER).write_text("1")
-    start_from = f"train.lora.load={inputs / 'adapters'}"  # those of the first policy
+    # The policy before the training has the adapters that it starts from.
+    start_from = f"train.lora.load={inputs / 'adapters'}"
     assert rank_teachers("train.lora.rank=4", start_from) == [inputs / "teacher"]
     assert rank_teachers("train.lora.rank=4", start_from, base) == [start]
     reference = "algo.kl.loss.coef=0.1"
