@@ -86,7 +86,7 @@ class Watch:
         return {**self._silent(), **failures}
 
     def _present(self) -> list[tuple[tuple[str, int], Any]]:
-        """Return the present workers. Another thread may restart some of them meanwhile."""
+        """Return the present workers. Another thread may restart some of them during this call."""
         return list(self._workers.items())
 
     def _silent(self) -> dict[str, RayError]:
