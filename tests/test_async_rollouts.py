@@ -515,6 +515,8 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
     step, slow.random = slow.step, SimpleNamespace(randint=lambda _, high: high, choice=max)
 
     def step_slowly() -> list[NewTokens]:
+        if slow.weights == 3:  # these requests never end, so the engine has some when it is lost
+            slow.remaining = dict.fromkeys(slow.remaining, 1000)
         time.sleep(0.15)
         return step()
 
@@ -528,13 +530,19 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
         assert dropped == reissued > 0
         assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
         before = rollouts._repeated
-        workers.engines[0].hangs = True
-        wait_until(lambda: any(rollouts._dispatcher.num_tokens(key) for key in rollouts._tickets))
+        wait_until(lambda: 1 in engines_with_tokens(rollouts))
         rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
         after = rollouts._repeated
     assert after.dropped_groups == before.dropped_groups
     assert after.reissued_groups > before.reissued_groups
     assert after.reissued_tokens > before.reissued_tokens
+
+
+def engines_with_tokens(rollouts: AsyncRollouts) -> set[int]:
+    """Return the engines that have reported tokens of an unfinished group."""
+    dispatcher = rollouts._dispatcher
+    holders = dispatcher._engine_by_key.copy()
+    return {engine for key, engine in holders.items() if dispatcher.num_tokens(key)}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

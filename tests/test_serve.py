@@ -478,7 +478,7 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
     text = answer.choices[0].message.content
     streamed = client.chat.completions.create(**chat, stream=True)
     pieces = [piece.choices[0].delta.content or "" for piece in streamed if piece.choices]
-    assert "".join(pieces) == text and len(pieces) > 2
+    assert "".join(pieces) == text and len(pieces) > 1  # a busy server joins tokens
     plain = {"prompt": ids, "max_tokens": 16, "temperature": 0, "logprobs": 0}
     completion = client.completions.create(model="tiny", **plain).choices[0]
     assert completion.text == text and len(completion.logprobs.token_logprobs) == len(expected)
