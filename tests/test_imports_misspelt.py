@@ -124,6 +124,7 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("roll", {"system_envs": ["NCCL_DEBUG=INFO"]}, "system_envs"),
     ("roll", {"system_envs": {"NCCL_DEBUG": ["INFO"]}}, "NCCL_DEBUG"),
     ("roll", {"rollout_mock": "on"}, "rollout_mock"),
+    ("roll", {"rollout_mock": {"enablee": True}}, "'enable'"),
     ("roll", {"difficulty_mask": 1}, "difficulty_mask"),
     ("roll", {**AGENTIC, "custom_envs": {"Lakes": AGENTIC["custom_envs"]["Lake"]}}, "'Lakes'"),
     ("mindspeed_rl", {f"{PROFILER}.profilee": True}, "profilee"),

@@ -59,6 +59,7 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
+_MOCK_KEYS = ("enable", "mode", "dump_dir")  # of rollout_mock
 _UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
 _RLVR_KEYS = (  # that agentic runs never read
     "importance_sampling",
@@ -395,6 +396,9 @@ class _RollFile:
             if settings.get("output_dir"):
                 self.translation.assign(config, ["checkpoint.save"], settings["output_dir"])
             self.translation.record(config, KeyStatus.SAME, "msrl does not upload checkpoints")
+        mock = top.get("rollout_mock")
+        if mock is not None:
+            refuse_misspelled(self.translation, mock, _MOCK_KEYS)
         self._variables()
 
     def _variables(self) -> None:
