@@ -265,16 +265,21 @@ def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[
 
 
 def save_adapters(
-    folder: Path, model: Path, layout: ParallelLayout, *, has_head: bool = False
+    folder: Path,
+    model: Path,
+    layout: ParallelLayout,
+    *,
+    has_head: bool = False,
+    targets: tuple[str, ...] = LoraConfig().targets,
 ) -> None:
     """Write new adapters of rank 4 as a training does, with the score head of a reward model."""
     shape = load_shape(model)
     for at in layout.ranks():
         args = mcore.namespace(shape, layout)
-        vars(args).update(lora_r=4, lora_alpha=8.0, lora_target_modules=list(LoraConfig().targets))
+        vars(args).update(lora_r=4, lora_alpha=8.0, lora_target_modules=list(targets))
         tensors = {"rm_head.weight": torch.ones(1, shape.hidden_size)} if has_head else {}
         for placed in stage_tensors(shape, layout, at):
-            if is_layer(placed.rule.mcore, placed.rule.hf, LoraConfig().targets):
+            if is_layer(placed.rule.mcore, placed.rule.hf, targets):
                 rows, columns = shard_shape(placed.layout, placed.rule.shapes, placed.num_shards)
                 name = placed.name.removesuffix(".weight")
                 tensors[f"{name}.lora_A.default.weight"] = torch.ones(4, columns)
@@ -288,6 +293,8 @@ def test_a_dry_run_compares_the_settings_of_adapters_with_those_that_they_start_
 ) -> None:
     save_adapters(inputs / "adapters", inputs / "model", ParallelLayout(tp=2))
     save_adapters(inputs / "scorer", inputs / "model", ParallelLayout(), has_head=True)
+    attention = ("linear_qkv", "linear_proj")
+    save_adapters(inputs / "attention", inputs / "model", ParallelLayout(), targets=attention)
 
     def dry_run(command: str, folder: str, **lora: object) -> tuple[int, str]:
         values = {"rank": 4, "alpha": 8.0, "load": str(inputs / folder), **lora}
@@ -309,6 +316,9 @@ def test_a_dry_run_compares_the_settings_of_adapters_with_those_that_they_start_
     assert code == 2
     assert_mentions(message, "train.lora.rank=2", "train.lora.alpha=32.0", 8.0)
     assert_mentions(message, "train.lora.targets", "linear_qkv", "linear_proj", "linear_fc2")
+    code, message = dry_run("train-dpo", "attention")
+    assert code == 2
+    assert_mentions(message, "train.lora.targets", "no adapter", "linear_fc1", "linear_fc2")
     code, message = dry_run("train-dpo", "scorer")
     assert code == 2
     assert_mentions(message, "train.lora.load", "scorer", "head")

@@ -1,5 +1,6 @@
 """Reward sources in real worker processes: user functions, names, tags and failure policies."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,14 @@ def test_all_mistakes_of_the_sources_are_found_at_once():
     assert "'response', 'last_line', 'boxed' or 'answer'" in messages[4][2]
     assert_each_mentions(
         [message for *_, message in mistakes([Source(verifier="acc", weight=0.0)])], ("weights", 0)
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_option_that_is_not_finite_is_refused(value: float) -> None:
+    source = Source(verifier="repetition", options={"max_penalty": value})
+    assert_each_mentions(
+        [" ".join(map(str, mistake)) for mistake in mistakes([source])], ("max_penalty", "finite")
     )
 
 

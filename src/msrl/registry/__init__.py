@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msrl
 from msrl.errors import MsrlError, nearest
@@ -122,7 +123,10 @@ def wrong_values(function: Callable[..., Any], options: Mapping[str, object]) ->
 
 
 def type_errors(types: Mapping[str, Any], options: Mapping[str, object]) -> dict[str, str]:
-    """Return error messages by name for values that do not have the type of that name."""
+    """Return error messages by name for values that do not have the type of that name.
+
+    Numbers must be finite.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     errors = dict[str, str]()
@@ -131,4 +135,15 @@ def type_errors(types: Mapping[str, Any], options: Mapping[str, object]) -> dict
             TypeAdapter(types.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             errors[name] = error.errors(include_url=False)[0]["msg"]
+        if not _is_finite(value):
+            errors[name] = "its numbers must be finite"
     return errors
+
+
+def _is_finite(value: object) -> bool:
+    """Return False if a value is, or contains, NaN or infinity."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, cast("Mapping[object, object]", value).values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, cast("Sequence[object]", value)))
+    return not isinstance(value, float) or math.isfinite(value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
@@ -62,18 +61,8 @@ class Declaration:
         }
 
     def wrong_values(self, function: str, options: Mapping[str, object]) -> dict[str, str]:
-        """Return messages for option values that do not fit their annotations, by name.
-
-        Numbers must be finite.
-        """
-        if not options:
-            return {}
-        infinite = {
-            name: "must be a finite number"
-            for name, value in options.items()
-            if isinstance(value, float) and not math.isfinite(value)
-        }
-        return registry.type_errors(self.options(function), options) | infinite
+        """Return messages for option values that do not fit their annotations, by name."""
+        return registry.type_errors(self.options(function), options) if options else {}
 
     def _type(self, annotation: ast.expr | None) -> Any:
         """Return the type that an annotation describes.

@@ -112,5 +112,11 @@ def _check_start_adapters(plan: RunPlan, folder: Path) -> None:
         for rule in adapted
         if not is_layer(rule.mcore, rule.hf, lora.targets)
     ]
+    problems += [
+        f"train.lora.targets={written(lora.targets)}: {folder} has no adapter of {target}. "
+        "Remove it."
+        for target in lora.targets
+        if not any(is_layer(rule.mcore, rule.hf, (target,)) for rule in adapted)
+    ]
     if problems:
         raise ManyErrors(problems[:_MAX_PROBLEMS])
