@@ -269,3 +269,16 @@ def test_the_digests_of_a_version_do_not_change_when_the_next_one_arrives(sent: 
     assert list(loaded) == [1, 2, 3]
     for version, received in loaded.items():
         check_digests(digests[version], {0: received})
+
+
+def test_a_version_that_is_sent_again_has_the_digests_of_the_last_time(sent: Sent) -> None:
+    """It is sent again, with other content, if another engine was lost in the first transfer."""
+    actor = make_actor(sent, RecordingEngine(sent))
+    updates: list[Callable[[], None]] = []
+    vars(actor)["_loop"] = SimpleNamespace(update=lambda _, apply: updates.append(apply))
+    send_to(actor, sent, 1, "update_weights")  # base weights and adapters
+    _, digests = send_to(actor, sent, 1, "update_weights")  # adapters alone
+    updates[0]()
+    assert not actor.loaded_digests()
+    updates[1]()
+    check_digests(digests, {0: actor.loaded_digests()[1]})

@@ -552,6 +552,45 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+class UnstableEngines(LosingEngines):
+    """Engines of which one hangs in an exchange, and another is lost while it is restarted."""
+
+    def __init__(self, loss_after: int, hangs_for_s: float, failing_starts: int) -> None:
+        super().__init__(loss_after)
+        self.hangs_for_s, self.failing_starts = hangs_for_s, failing_starts
+
+    def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
+        if method == "start_loop" and self.num_restarts and self.failing_starts:
+            self.failing_starts -= 1
+            raise WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+        try:
+            return super().begin_each(method, arguments)
+        except WorkerError:
+            time.sleep(self.hangs_for_s)
+            raise
+
+
+def test_the_limit_of_a_step_begins_again_after_an_engine_that_hung_is_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("msrl.workflows.rl.asynchronous.rollouts._ANSWER_S", 0.3)
+    workers = UnstableEngines(loss_after=1, hangs_for_s=3.0, failing_starts=0)
+    options = AsyncConfig(max_staleness=1)
+    with make_rollouts(options, workers, timeout_s=2.0) as rollouts:
+        batches = train(rollouts, range(STEPS))
+    assert workers.num_restarts == 1
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+
+
+def test_an_engine_that_is_lost_during_a_restart_is_restarted_too() -> None:
+    workers = UnstableEngines(loss_after=3, hangs_for_s=0.0, failing_starts=2)
+    options = AsyncConfig(max_staleness=1)
+    with make_rollouts(options, workers) as rollouts:
+        batches = train(rollouts, range(STEPS))
+    assert workers.num_restarts == 3
+    assert row_numbers(batches) == rows_in_order(make_job(options), STEPS * BATCH)
+
+
 class RowScoring(Scoring):
     """Scorer whose rewards differ within the groups of even rows only."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -246,14 +247,17 @@ def test_a_failed_start_of_ray_is_reported_with_its_output_and_leaves_nothing():
     assert list(Path(os.environ["RAY_TMPDIR"]).iterdir()) == []
 
 
-def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog):
+def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog, tmp_path):
     from msrl.cluster import ray_process
 
-    starts, ends = [], []
+    starts, ends, late = [], [], []
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/sleep")
 
     def init(num_late, **arguments):
         starts.append(arguments)
         if len(starts) <= num_late:
+            late.append(subprocess.Popen([raylet, "600"]))
             raise Exception(
                 "The current node timed out during startup. This could happen because some of "
                 "the raylet failed to startup"
@@ -263,11 +267,13 @@ def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog):
     monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(1, **arguments))
     ray_process.start_ray(address="local")
     assert (starts, ends) == ([{"address": "local"}] * 2, [1])
+    assert late[0].wait(30) == -signal.SIGKILL
     assert_mentions(caplog.text, "Ray", "again")
     monkeypatch.setattr(ray_process.ray, "init", lambda **arguments: init(9, **arguments))
     with pytest.raises(MsrlError, match=mentions("Ray", "3 times")):
         ray_process.start_ray(address="local")
     assert len(starts) == 5
+    assert [process.wait(30) for process in late] == [-signal.SIGKILL] * 4
 
 
 def test_a_node_whose_start_times_out_is_started_again(monkeypatch, tmp_path, caplog):

@@ -17,6 +17,7 @@ from msrl.cluster.startup import retry_timeouts
 from msrl.temporary import ProcessRecord
 
 _DAEMONS = ("gcs_server", "raylet")
+_NAMES = (*_DAEMONS, "ray::")  # with which the names of Ray's processes begin
 
 
 def start_ray(**arguments: Any) -> None:
@@ -27,13 +28,22 @@ def start_ray(**arguments: Any) -> None:
     """
 
     def start() -> None:
+        before = {process.pid for process in ray_processes()}
         try:
             ray.init(**arguments)
         except Exception:
-            ray.shutdown()
+            ray.shutdown()  # leaves the processes of a node that has not started
+            new = [process for process in ray_processes() if process.pid not in before]
+            processes.send(new, signal.SIGKILL)
             raise
 
     retry_timeouts(start)
+
+
+def ray_processes() -> list[ProcessRecord]:
+    """Return Ray's processes among the descendants of this one."""
+    descendants = processes.descendants(os.getpid())
+    return [process for process in descendants if process.name.startswith(_NAMES)]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.cluster.placement import Assignment, NodePlan, Placement
 from msrl.cluster.ray_process import (
     preserved_signal_handlers,
+    ray_processes,
     ray_settings,
     separate_sessions,
     start_ray,
@@ -40,7 +41,6 @@ from msrl.errors import MsrlError, VerificationError
 _PROBE_SHARE = 0.0001  # of a device; fits besides the shares of the actors
 _LOG = logging.getLogger("msrl.cluster")
 _NOTE_EVERY_S = 5.0
-_RAY_PROCESSES = ("raylet", "gcs_server", "ray::")
 _END_S = 30.0  # for Ray to end the process of a killed actor
 
 
@@ -393,8 +393,7 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
 
 def _shut_down() -> None:
     """End the local Ray, and kill those of its processes that do not end by themselves."""
-    daemons = processes.descendants(os.getpid())
-    daemons = [process for process in daemons if process.name.startswith(_RAY_PROCESSES)]
+    daemons = ray_processes()
     ray.shutdown()
     remaining = processes.wait_for_end(daemons, _END_S, lambda: None)
     processes.send(remaining, signal.SIGKILL)

@@ -39,8 +39,8 @@ class SilentWorkerError(RayError):
 
     def __init__(self, silence_s: float) -> None:
         super().__init__(
-            f"no heartbeat for {silence_s:g} s (cluster.rpc_timeout_s). Its process hangs or is "
-            "stopped, or its machine does not respond"
+            f"no heartbeat for {silence_s:g} s, which follows from cluster.rpc_timeout_s. Its "
+            "process hangs or is stopped, or its machine does not respond"
         )
 
 

@@ -5,6 +5,7 @@ vLLM is imported in methods, so that the driver can import this module without i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class RolloutActor:
         self._received = dict[str, "Tensor"]()
         self._offer: WeightOffer | None = None  # of the weights that the actor holds
         self._digests = dict[int, Sequence[Digests]]()  # of versions that the loop has loaded
+        self._digests_lock = threading.Lock()
+        self._newest_offer: WeightOffer | None = None  # to the loop
 
     def start(self) -> None:
         """Start the engine.
@@ -189,14 +192,21 @@ class RolloutActor:
 
     def update_weights(self, offer: WeightOffer) -> None:
         """Receive weights, which the loop loads between two steps. Does not wait for that."""
+        with self._digests_lock:
+            self._newest_offer = offer
+            self._digests.pop(offer.version, None)  # of an earlier offer, which others did not get
         memory, self._received = self._received, {}  # None of the versions that the loop may read
         tensors = dict(self._tensors(offer, memory))
         digests = self._adapter_digests(offer)  # before the adapters of the next version arrive
         self._loop.update(offer.version, lambda: self._load(tensors, offer, digests))
 
     def loaded_digests(self) -> dict[int, Sequence[Digests]]:
-        """Return the digests of the versions that the loop has loaded since the last call."""
-        digests, self._digests = self._digests, {}
+        """Return the digests of the versions that the loop has loaded since the last call.
+
+        Of a version that was offered again, they are those of the last offer.
+        """
+        with self._digests_lock:
+            digests, self._digests = self._digests, {}
         return digests
 
     def _load(
@@ -204,8 +214,11 @@ class RolloutActor:
     ) -> None:
         """Load the weights in the thread of the loop; the next version may use their memory."""
         digests = self._load_tensors(tensors.items(), offer, adapter_digests)
-        if offer.verify:
-            self._digests[offer.version] = digests
+        with self._digests_lock:
+            newest = self._newest_offer
+            is_replaced = newest is not None and newest.version == offer.version
+            if offer.verify and (newest is offer or not is_replaced):
+                self._digests[offer.version] = digests
         self._received = tensors
 
     def pause_loop(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, ProcessFailedError
 from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
@@ -72,6 +72,7 @@ CURVES = (
 
 
 _MAX_EMPTY_STEPS = 10  # in succession
+_SILENCE = 0.8  # of cluster.rpc_timeout_s: an engine that hangs is found before its callers give up
 
 
 def run(plan: RunPlan) -> None:
@@ -189,6 +190,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             empty_steps = _count_empty(prepared, empty_steps)
+            files.wait()  # the limit of the values' size counts the files of all earlier steps
             values = token_values.compute(prepared, clock)
             trained = updater.update(prepared, step, clock)
             with clock("weights"):
@@ -203,7 +205,8 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
             if session.after_step(report):
                 files.wait()  # a resume does not repeat the steps of a checkpoint
                 session.save({**job.state, **rollouts.state(), **updater.state()})
-    workers.weights.verify_published()
+    with suppress(ProcessFailedError):  # an engine that is lost now is no longer needed
+        workers.weights.verify_published()
 
 
 def _updater(job: RLSetup, workers: _Workers, state: Mapping[str, Any]) -> Updater:
@@ -361,7 +364,7 @@ def _workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iter
                 [(settings, platform.name, job.episodes) for settings in engine_settings],
                 engine_env,
                 timeout_s=cluster.rpc_timeout_s,
-                silence_s=cluster.rpc_timeout_s,
+                silence_s=_SILENCE * cluster.rpc_timeout_s,
                 wait_for_nodes_s=cluster.wait_for_nodes_s,
                 watched=("actor", "rollout"),
             ),

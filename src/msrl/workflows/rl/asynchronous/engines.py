@@ -45,9 +45,18 @@ class LoopingEngines:
         """
         if self._restart is None:
             raise error
-        lost = self._restart(error)
-        self._workers.call_each("start_loop", dict.fromkeys(lost, (NO_WEIGHTS, *self._arguments)))
-        return lost
+        lost = set[int]()
+        while True:
+            try:
+                restarted = self._restart(error)  # also those whose start failed before
+                lost.update(restarted)
+                arguments = (NO_WEIGHTS, *self._arguments)
+                self._workers.call_each("start_loop", dict.fromkeys(restarted, arguments))
+                return sorted(lost)
+            except WorkerError as other:  # an engine was lost during the restart
+                if other is error:
+                    raise
+                error = other
 
     def exchange(self, messages: Sequence[LoopMessage], timeout_s: float) -> list[LoopReport]:
         """Send a message to each engine; return their reports."""

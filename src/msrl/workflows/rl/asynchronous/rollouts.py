@@ -39,6 +39,7 @@ from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
 
 _END_S = 10.0  # longest wait for a thread at the end; a reward may take longer
+_ANSWER_S = 5.0  # an exchange with the engines takes less, unless one of them hangs or is restarted
 _NO_SCORES = Scores((), {}, ())
 
 
@@ -90,6 +91,7 @@ class AsyncRollouts:
         self._transfer = threading.Lock()  # while engines are restarted or called by the trainer
         self._loss: WorkerError | None = None  # in a call of the trainer
         self._num_restarts = 0
+        self._exchange_began = time.monotonic()
         self._needs_weights = False  # since engines were restarted
         self._repeated = Repeated()
         self._num_direct = 0
@@ -234,11 +236,13 @@ class AsyncRollouts:
     def _wait_for(self, condition: Callable[[], bool], version: int) -> None:
         """Wait for a condition, at most `cluster.rpc_timeout_s`. The caller holds the lock."""
         limit_s = self._job.config.cluster.rpc_timeout_s
-        end = time.monotonic() + limit_s
+        end, num_restarts = time.monotonic() + limit_s, self._num_restarts
         while not condition():
             self._raise_error()
             self._replace_weights(version)
-            if time.monotonic() > end:
+            if self._num_restarts > num_restarts:
+                end, num_restarts = time.monotonic() + limit_s, self._num_restarts
+            if time.monotonic() > end and self._engines_answer():
                 raise MsrlError(
                     f"cluster.rpc_timeout_s={limit_s:g}: the engines did not answer the prompts of "
                     "an evaluation in time. Raise it, or lower eval.max_response_tokens."
@@ -261,12 +265,12 @@ class AsyncRollouts:
     def _wait_for_batch(self, step: int) -> tuple[tuple[FinishedGroup[ScoredGroup], ...], int]:
         """Return the batch of a step, and the number of finished groups that remain."""
         limit_s = self._job.config.cluster.rpc_timeout_s
-        end, num_filtered = time.monotonic() + limit_s, 0
+        end, repeated = time.monotonic() + limit_s, (0, self._num_restarts)
         with self._condition:
             while True:
                 self._raise_error()
-                if self._buffer.num_filtered > num_filtered:  # their replacements take time too
-                    end, num_filtered = time.monotonic() + limit_s, self._buffer.num_filtered
+                if repeated != (now := (self._buffer.num_filtered, self._num_restarts)):
+                    end, repeated = time.monotonic() + limit_s, now  # replacements take time too
                 self._replace_weights(step)
                 self._drop_stale(step)
                 groups = self._buffer.take(step)
@@ -275,9 +279,13 @@ class AsyncRollouts:
                         self._num_tokens.pop(item.ticket.number, None)
                     self._condition.notify_all()
                     return groups, self._buffer.count("finished")
-                if time.monotonic() > end:
+                if time.monotonic() > end and self._engines_answer():
                     raise MsrlError(self._timeout_message(step, limit_s))
                 self._condition.wait(min(1.0, limit_s))
+
+    def _engines_answer(self) -> bool:
+        """Return False while an exchange or a restart takes long, which has its own limit."""
+        return time.monotonic() - self._exchange_began < _ANSWER_S
 
     def _drop_stale(self, step: int) -> None:
         for ticket in self._buffer.drop_stale(step):
@@ -329,6 +337,7 @@ class AsyncRollouts:
             with self._condition:
                 if self._is_closing or self._error is not None:
                     return
+                self._exchange_began = time.monotonic()
                 loss = self._loss
                 requests, aborted = ([], []) if loss is not None else self._next_requests()
             if loss is not None:
