@@ -36,7 +36,7 @@ TYPES = {
     "object": "mapping",
     "null": "",
 }
-# What the conversions of msrl.importers.conversions do to a value, for readers of the key tables.
+# Descriptions of the conversions of msrl.importers.conversions, for readers of the key tables.
 CONVERSIONS = {
     "aggregate": "`seq-mean-token-sum-norm` becomes `seq-sum-over-constant`",
     "bf16": "true becomes `bfloat16`, false `float32`",
