@@ -15,7 +15,17 @@ import pytest
 
 import mindspeed_oracle
 import roll_oracle
-from import_changes import AGENTIC, CASES, COMMANDS, ROOM, Changes, key_path, translation
+from import_changes import (
+    AGENTIC,
+    CASES,
+    COMMANDS,
+    GIGPO,
+    MATH,
+    ROOM,
+    Changes,
+    key_path,
+    translation,
+)
 from msrl.config.sources import Node, plain, read
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
@@ -112,6 +122,7 @@ def has_effect(row: Row, value: Any, after: Translation) -> bool:
 
 FILTER = {"type": "mean_filter", "filter_argss": {"threshold_down": 0.1}}
 PROFILER = "profiler_config.integrated"
+MANAGER, LAKE = "train_env_manager", "custom_envs.Lake.env_config"
 INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message names
     ("roll", {"query_filter_config": FILTER}, "filter_argss"),
     ("roll", {"actor_train.router_replay": {"modee": "R3"}}, "modee"),
@@ -127,6 +138,21 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("roll", {"rollout_mock": {"enablee": True}}, "'enable'"),
     ("roll", {"difficulty_mask": 1}, "difficulty_mask"),
     ("roll", {**AGENTIC, "custom_envs": {"Lakes": AGENTIC["custom_envs"]["Lake"]}}, "'Lakes'"),
+    ("roll", {**AGENTIC, f"{MANAGER}.group_size": "8"}, "group_size"),
+    ("roll", {**AGENTIC, f"{MANAGER}.group_size": 0}, "group_size"),
+    ("roll", {**AGENTIC, f"{MANAGER}.tags": "Lake"}, "tags"),
+    ("roll", {**AGENTIC, f"{MANAGER}.tags": []}, "tags"),
+    ("roll", {**AGENTIC, f"{MANAGER}.num_groups_partition": [True]}, "num_groups_partition"),
+    ("roll", {**AGENTIC, f"{MANAGER}.generating_args": "long"}, "generating_args"),
+    ("roll", {**AGENTIC, f"{MANAGER}.generating_args.max_new_tokens": "1k"}, "max_new_tokens"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": 6}, "dim_room"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": ["6", "6"]}, "dim_room"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": "your room"}, "dim_room"),
+    ("roll", {**GIGPO, "step_reward_weight": "0.5"}, "step_reward_weight"),
+    ("roll", {**GIGPO, "episode_reward_weight": True}, "episode_reward_weight"),
+    ("roll", {**GIGPO, "step_reward_gamma": "xxx"}, "step_reward_gamma"),
+    ("roll", {**MATH, f"{LAKE}.extract_boxed": 1, "custom_envs.Lake.env_type": "roll_qa"}, "boxed"),
+    ("roll", {**AGENTIC, "reward_normalization.norm_std_type": "groups"}, "norm_std_type"),
     ("mindspeed_rl", {f"{PROFILER}.profilee": True}, "profilee"),
     ("mindspeed_rl", {"profiler_config.integratedd": {"profile": True}}, "integratedd"),
     ("mindspeed_rl", {"profiler_config": 3}, "profiler_config"),

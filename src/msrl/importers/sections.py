@@ -9,7 +9,7 @@ from typing import Any, cast
 from msrl.config.sources import Node, Origin, plain, read
 from msrl.errors import MsrlError, nearest, similar
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.table import canonical
+from msrl.importers.table import canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
@@ -54,6 +54,24 @@ class Keys:
         if entry is not None and value is not None and not is_placeholder(value):
             self.translation.add_error(entry, "must be an integer")
         return None
+
+    def real(self, key: str, default: float) -> float:
+        """Return the value if it is a number, `default` for null. Other values are errors."""
+        value = self.value(key)
+        if is_number(value):
+            return value
+        if value is not None:
+            self.add_error(key, "must be a finite number")
+        return default
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """Return the value if it is a boolean, `default` for null. Other values are errors."""
+        value = self.value(key)
+        if isinstance(value, bool):
+            return value
+        if value is not None:
+            self.add_error(key, "must be true or false")
+        return default
 
     def assign(
         self, key: str, natives: Iterable[str], value: object, *, same: str = "", why: str = ""

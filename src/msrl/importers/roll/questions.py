@@ -25,7 +25,7 @@ def translate_questions(keys: Keys, config: Keys, entry: SourceKey) -> dict[str,
     translation.report_difference(entry, _DIFFERENCE)
     verifier: dict[str, Any] = {"verifier": "math_verify_reward"}
     if kind == "roll_qa":
-        is_boxed = config.value("extract_boxed") is True
+        is_boxed = config.switch("extract_boxed", default=False)
         options = {"part": "boxed" if is_boxed else "answer", "ignore_case": True}
         verifier = {"verifier": "exact_match", "options": options}
     translation.set("reward.sources", wrap([verifier], entry.origin))
