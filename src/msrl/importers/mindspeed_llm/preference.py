@@ -7,7 +7,8 @@ answer, as in msrl.
 
 from __future__ import annotations
 
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.megatron import is_resumed, loaded_adapters
+from msrl.importers.sections import Keys, as_list, same_path
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
@@ -75,13 +76,22 @@ def _put_dpo(keys: Keys) -> None:
 def _put_reference(keys: Keys) -> None:
     """Translate the reference of adapters that start from earlier ones.
 
-    Without `finetune`, the original's reference is the base model without them (`is_load_refer`).
+    With `finetune`, the original's reference has these adapters too (`is_load_refer`). In msrl,
+    it has them unless `cluster.roles.reference.load` is set or the training is resumed.
     """
-    load = keys.get("load")
-    is_base = keys.get("lora_load") is not None and keys.value("finetune") is False
-    if is_base and load is not None and keys.get("ref_model") is None:
-        why = "the reference of lora_load without finetune"
-        keys.assign("load", ["cluster.roles.reference.load"], load.value, why=why)
+    load, model = keys.get("load"), keys.get("ref_model")
+    if load is None or loaded_adapters(keys) is None:
+        return
+    if keys.value("finetune") is False:
+        if model is None and not is_resumed(keys):
+            why = "the reference of lora_load without finetune"
+            keys.assign("load", ["cluster.roles.reference.load"], load.value, why=why)
+    elif model is not None and same_path(model.value, load.value):
+        text = "the reference is the model with the adapters from which the training starts"
+        keys.record("ref_model", KeyStatus.SAME, text)
+    elif model is not None and model.value is not None:
+        text = "the original adds the adapters of lora_load to the reference, msrl does not"
+        keys.translation.report_difference(model, text)
 
 
 def _put_simpo(keys: Keys) -> None:
