@@ -123,6 +123,15 @@ def has_effect(row: Row, value: Any, after: Translation) -> bool:
 FILTER = {"type": "mean_filter", "filter_argss": {"threshold_down": 0.1}}
 PROFILER = "profiler_config.integrated"
 MANAGER, LAKE = "train_env_manager", "custom_envs.Lake.env_config"
+
+
+def tool(config: object = None, **keys: object) -> Changes:
+    """Return an agentic file of ROLL with these keys of a tool, which is python_code by default."""
+    config = {"tool_id": "python_code", "tool_args": {}} if config is None else config
+    wrapper = {"wrapper_args": {}, "tool_configs": [config], **keys}
+    return {**MATH, "custom_envs.Lake.tool_wrapper": wrapper}
+
+
 INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message names
     ("roll", {"query_filter_config": FILTER}, "filter_argss"),
     ("roll", {"actor_train.router_replay": {"modee": "R3"}}, "modee"),
@@ -152,6 +161,17 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("roll", {**GIGPO, "episode_reward_weight": True}, "episode_reward_weight"),
     ("roll", {**GIGPO, "step_reward_gamma": "xxx"}, "step_reward_gamma"),
     ("roll", {**MATH, f"{LAKE}.extract_boxed": 1, "custom_envs.Lake.env_type": "roll_qa"}, "boxed"),
+    ("roll", tool(wrapper_argss={}), "wrapper_argss"),
+    ("roll", tool(wrapper_args={"max_tool_use": 3}), "max_tool_use:"),
+    ("roll", tool(wrapper_args={"max_tool_uses": "3"}), "max_tool_uses"),
+    ("roll", tool(wrapper_args={"max_tool_uses": True}), "max_tool_uses"),
+    ("roll", tool(wrapper_args=[3]), "wrapper_args"),
+    ("roll", tool(tool_configs={"tool_id": "python_code"}), "tool_wrapper"),
+    ("roll", tool({"tool_id": "search", "tool_arg": {}}), "tool_arg:"),
+    ("roll", tool({"tool_id": "search", "tool_args": {"top_k": 3}}), "top_k"),
+    ("roll", tool({"tool_id": "mcp", "tool_args": "http://127.0.0.1:9"}), "tool_args"),
+    ("roll", tool({"tool_id": "python_code", "tool_args": {"timeout": None}}), "timeout"),
+    ("roll", tool({"tool_id": "python_code", "tool_args": {"timeout": "5s"}}), "timeout"),
     ("roll", {**AGENTIC, "reward_normalization.norm_std_type": "groups"}, "norm_std_type"),
     ("mindspeed_rl", {f"{PROFILER}.profilee": True}, "profilee"),
     ("mindspeed_rl", {"profiler_config.integratedd": {"profile": True}}, "integratedd"),

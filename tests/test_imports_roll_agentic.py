@@ -286,13 +286,19 @@ custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}", Math: "${questions.M
 WRAPPER = """\
     tool_wrapper:
       wrapper_args: {tool_reward: 0, tool_success_reward: REWARD, max_tool_uses: 2}
-      tool_configs: [{tool_id: TOOL, tool_args: {timeout: 7, server_url: "http://127.0.0.1:9"}}]
+      tool_configs: [{tool_id: TOOL, tool_args: {ARGS}}]
 """
+ARGS = {
+    "python_code": "timeout: 45, sandbox_type: none",
+    "search": "timeout: 7",
+    "mcp": 'server_url: "http://127.0.0.1:9"',
+}
 
 
 def questions(tool: str = "", reward: str = "0") -> str:
     """Return an agentic file with questions, and with a tool if it is not empty."""
     wrapper = WRAPPER.replace("TOOL", tool).replace("REWARD", reward) if tool else ""
+    wrapper = wrapper.replace("ARGS", ARGS.get(tool, ""))
     lakes = 'custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}"}\n'
     text = changed(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
     return changed(text, ("tags: [Lake]", "tags: [Math]"))
@@ -302,7 +308,7 @@ def questions(tool: str = "", reward: str = "0") -> str:
     ("tool", "name", "options"),
     [
         ("", "single_turn", {}),
-        ("python_code", "python_tool", {"max_calls": 1, "time_s": 7.0}),
+        ("python_code", "python_tool", {"max_calls": 1, "time_s": 45.0}),
         ("search", "search", {"max_calls": 1, "num_results": 3}),
         ("mcp", "mcp", {"url": "http://127.0.0.1:9"}),
     ],
@@ -314,6 +320,7 @@ def test_questions_of_roll_become_environments_with_a_verifier(
     native = tree(translation)
     assert native["environment"]["name"] == name and native["environment"]["options"] == options
     assert native["environment"]["max_turns"] == (3 if tool else 5)
+    assert native["environment"].get("timeout_s") == (60.0 if tool == "python_code" else None)
     assert native["reward"]["sources"] == [{"verifier": "math_verify_reward"}]
     assert any("env_type=roll_math" in line for line in translation.differences)
     corpus = [line for line in translation.differences if "environment.options.corpus" in line]

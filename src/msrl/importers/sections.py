@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from msrl.config.sources import Node, Origin, plain, read
+from msrl.config.sources import Node, Origin, plain, read, wrap
 from msrl.errors import MsrlError, nearest, similar
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.table import canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+_GRACE_S = 15.0  # from the time limit of a program to that of its call
 _MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
 
 
@@ -220,11 +221,32 @@ def refuse_misspelled(translation: Translation, entry: SourceKey, known: Iterabl
     The original ignores other keys, or passes them on.
     """
     names = list(known)
+    for key, node in _unknown(entry, names).items():
+        if similar(key, names):
+            _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
+
+
+def refuse_unknown(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
+    """Add an error for each key of a section, of arguments, that the original does not have."""
+    names = list(known)
+    if entry.value is not None and not isinstance(entry.node.value, dict):
+        translation.add_error(entry, "must be a section of keys")
+    for key, node in _unknown(entry, names).items():
+        _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
+
+
+def _unknown(entry: SourceKey, names: Sequence[str]) -> dict[str, Node]:
     section = entry.node.value if isinstance(entry.node.value, dict) else {}
-    for key, node in section.items():
-        if key not in names and similar(key, names):
-            text = f"unknown key of {translation.system}; {nearest(key, names)}"
-            translation.errors.append(f"{node.origin}: {entry.path}.{key}: {text}")
+    return {key: node for key, node in section.items() if key not in names}
+
+
+def _refuse_key(translation: Translation, where: str, hint: str) -> None:
+    translation.errors.append(f"{where}: unknown key of {translation.system}; {hint}")
+
+
+def put_call_time(translation: Translation, origin: Origin, time_s: float) -> None:
+    """Set the time limit of the calls of a tool whose programs have a limit of `time_s`."""
+    translation.set("environment.timeout_s", wrap(time_s + _GRACE_S, origin))
 
 
 def same_path(first: object, second: object) -> bool:
