@@ -6,6 +6,8 @@ systems ship, from the checkouts of roll_oracle.py and mindspeed_oracle.py.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,23 @@ def test_a_value_of_a_wrong_form_is_refused_or_takes_effect(system: str, tmp_pat
     assert not silent, "\n".join(silent)
 
 
+ODD: dict[bool, tuple[Any, ...]] = {  # of flags, and of YAML
+    True: ("0", "nan", "xxx", ""),
+    False: (0, -1, math.nan, math.inf, "xxx", []),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_odd_value_ends_in_a_traceback(system: str, tmp_path: Path) -> None:
+    for row in rows(system):
+        where = key_path(system, row.section, row.key)
+        for value in ODD[takes_flags(system, row)]:
+            changes = {**other_keys(system, row), where: value}
+            with contextlib.suppress(MsrlError):
+                report(translation(system, row.section, changes, tmp_path))
+
+
 def has_effect(row: Row, value: Any, after: Translation) -> bool:
     """Return True if a translation without errors reports that the key of a row took effect."""
     if after.errors or after.differences or row.is_off(value):
@@ -122,6 +141,7 @@ def has_effect(row: Row, value: Any, after: Translation) -> bool:
 
 FILTER = {"type": "mean_filter", "filter_argss": {"threshold_down": 0.1}}
 PROFILER = "profiler_config.integrated"
+STRATEGY = "actor_train.strategy_args.strategy_config"
 MANAGER, LAKE = "train_env_manager", "custom_envs.Lake.env_config"
 
 
@@ -161,6 +181,17 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("roll", {**GIGPO, "episode_reward_weight": True}, "episode_reward_weight"),
     ("roll", {**GIGPO, "step_reward_gamma": "xxx"}, "step_reward_gamma"),
     ("roll", {**MATH, f"{LAKE}.extract_boxed": 1, "custom_envs.Lake.env_type": "roll_qa"}, "boxed"),
+    ("roll", {"async_generation_ratio": math.nan}, "async_generation_ratio"),
+    ("roll", {"async_generation_ratio": math.inf}, "async_generation_ratio"),
+    ("roll", {"difficulty_mask": True, "difficulty_low_threshold": "xxx"}, "difficulty_low"),
+    ("roll", {"system_envs": "your variables"}, "system_envs"),
+    ("roll", {f"{STRATEGY}.virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline"),
+    ("roll", {**AGENTIC, f"{LAKE}.p": "xxx"}, "env_config.p"),
+    ("roll", {**AGENTIC, f"{LAKE}.format_penalty": "xxx"}, "format_penalty"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.format_penalty": "xxx"}, "format_penalty"),
+    ("mindspeed_rl", {"generate_config.infer_tensor_parallel_size": 0}, "infer_tensor_parallel"),
+    ("mindspeed_rl", {"megatron_training.noop_layers": [math.inf]}, "noop_layers"),
+    ("mindspeed_rl", {"rl_config.verifier_weight": [math.nan]}, "verifier_weight"),
     ("roll", tool(wrapper_argss={}), "wrapper_argss"),
     ("roll", tool(wrapper_args={"max_tool_use": 3}), "max_tool_use:"),
     ("roll", tool(wrapper_args={"max_tool_uses": "3"}), "max_tool_uses"),

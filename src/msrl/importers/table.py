@@ -108,7 +108,8 @@ class Row:
         """Return why the original cannot read a value; empty if it can, and for null."""
         is_switch = any(isinstance(value, bool) for value in (*self.off, self.default))
         form = self.form or ("switch" if is_switch and not self.refuse else "")
-        if not form or value is None or is_placeholder(value):
+        is_open = is_placeholder(value) and form not in ("list", "section")
+        if not form or value is None or is_open:
             return ""
         is_valid, problem = FORMS[form]
         return "" if is_valid(value) else problem

@@ -332,11 +332,7 @@ class _RollFile:
         is_on = top.value("difficulty_mask") is True
         defaults = {"difficulty_low_threshold": 0.0, "difficulty_high_threshold": 1.0}
         if is_on:
-            values = {key: top.value(key) for key in defaults}
-            bounds = [
-                float(value) if isinstance(value, (int, float)) else defaults[key]
-                for key, value in values.items()
-            ]
+            bounds = [float(top.real(key, default)) for key, default in defaults.items()]
             top.assign("difficulty_mask", ["algo.mask.difficulty"], bounds)
         status = KeyStatus.APPLIED if is_on else KeyStatus.DEAD
         for key in defaults:
@@ -444,13 +440,9 @@ class _RollFile:
 
     def _asynchronous(self) -> None:
         """Translate the number of steps that generation may be ahead of training."""
-        entry, ratio = (
-            self.top.get("async_generation_ratio"),
-            self.top.value("async_generation_ratio"),
-        )
-        if entry is None or isinstance(ratio, bool) or not isinstance(ratio, int | float):
-            return
-        if ratio <= 0:
+        entry = self.top.get("async_generation_ratio")
+        ratio = self.top.real("async_generation_ratio", 0.0)
+        if entry is None or ratio <= 0:
             return
         text = "the original counts the steps since a group was created, msrl policy versions"
         key = "rollout.async.max_staleness"
