@@ -264,6 +264,15 @@ def test_a_filter_of_ratios_is_imported_with_other_averages(
         ("filters: [{enabled: true, agg_type: segment}]", ("agg_type=segment", "geometric")),
         ("filters: [{enabled: true, diff_enabled: true}]", ("diff_enabled", "ratios")),
         ("filters: [{enabled: true}, {enabled: true}]", ("several",)),
+        ('is_weight: {enabled: "true"}', ("enabled", "true or false")),
+        ("is_weight: {enabled: 1}", ("enabled=1", "true or false")),
+        ("is_weight: {enabled: true, detach: 1}", ("detach=1", "true or false")),
+        ("is_weight: {enabled: true, upper_bound: high}", ("upper_bound=high", "number")),
+        ("is_weight: false", ("sections",)),
+        ("filters: [{enabled: 1}]", ("enabled=1", "true or false")),
+        ("filters: [{enabled: true, ratio_enabled: 0}]", ("ratio_enabled=0", "true or false")),
+        ("filters: [{enabled: true, ratio_low: null}]", ("ratio_low", "number")),
+        ("filters: {enabled: true}", ("filters", "list")),
     ],
 )
 def test_corrections_that_msrl_does_not_have_are_refused_by_name(
