@@ -379,6 +379,9 @@ def test_variables_of_a_file_are_no_unknown_keys(tmp_path: Path) -> None:
     translation = imported(questions(), tmp_path)
     statuses = {row.entry.path: row.status for row in translation.key_results}
     assert statuses["own_text"] is statuses["questions"] is KeyStatus.APPLIED
+    known = changed(questions(), ("own_text", "use_token_reward"))
+    with pytest.raises(MsrlError, match=mentions("use_token_reward", "not supported")):
+        imported(known, tmp_path)
     unused = changed(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
     with pytest.raises(MsrlError, match=mentions("agent_templates", "unknown")):
         imported(unused, tmp_path)

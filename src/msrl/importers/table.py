@@ -145,6 +145,10 @@ class Table:
         name = canonical(key)
         return name in original_keys(self.system) or any(name == other for _, other in self.rows)
 
+    def is_untranslated(self, key: str) -> bool:
+        """Return True if the original has this key, and no section here has a row for it."""
+        return canonical(key) in original_keys(self.system) and not self.elsewhere(key)
+
     def row(self, section: str, key: str) -> Row | None:
         """Return the row of a key in a section; None if there is none."""
         return self.rows.get((section, canonical(key)))
