@@ -224,10 +224,18 @@ def test_a_wrong_key_or_value_in_a_section_is_named(
     assert any(name in error for error in errors), errors
 
 
-def test_the_profiler_of_mindspeed_rl_has_the_steps_of_the_original_by_default(tmp_path: Path):
+def test_the_profiler_of_mindspeed_rl_has_the_defaults_of_the_original(tmp_path: Path):
     translated = translation("mindspeed_rl", "", {f"{PROFILER}.profile": True}, tmp_path)
     assert not translated.errors
-    assert plain(translated.tree)["log"]["profile"] == {"steps": [1]}
+    assert plain(translated.tree)["log"]["profile"] == {"steps": [1], "ranks": []}
+
+
+def test_a_profiler_without_steps_is_reported(tmp_path: Path):
+    changes = {f"{PROFILER}.profile": True, f"{PROFILER}.profile_step_start": 2}
+    translated = translation("mindspeed_rl", "", changes, tmp_path)
+    (result,) = [row for row in translated.key_results if row.entry.key == "profile"]
+    assert result.status is KeyStatus.DROPPED
+    assert "profile_step_end" in result.text and "profile" not in plain(translated.tree)["log"]
 
 
 TOOL = """tools:

@@ -187,17 +187,20 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
     """
     options = ("profile_step_start", "profile_step_end", "profile_ranks")
     if not is_on or first is None or last is None or last < first:
+        if is_on:
+            text = "profile_step_start and profile_step_end select no steps"
+            keys.record("profile", KeyStatus.DROPPED, text)
         keys.record("profile", KeyStatus.OFF, "")
         for key in options:
             keys.record(key, KeyStatus.DEAD, "read with profile only")
         return None
     ranks = keys.value("profile_ranks")
-    is_all = ranks in ("all", -1, [-1])
+    selected = [] if ranks in ("all", -1, [-1]) else as_list(ranks)
     if last - first >= _MAX_PROFILED:
         return keys.add_error("profile_step_end", f"must select at most {_MAX_PROFILED} steps")
     keys.assign("profile", ["log.profile.steps"], list(range(first, last + 1)))
-    if keys.get("profile_ranks") is not None:
-        keys.assign("profile_ranks", ["log.profile.ranks"], [] if is_all else as_list(ranks))
+    if keys.get("profile_ranks") is not None or ranks is not None:
+        keys.assign("profile_ranks", ["log.profile.ranks"], selected)
     for key in options:
         keys.record(key, KeyStatus.APPLIED, "log.profile.steps")
     return None
