@@ -328,6 +328,7 @@ LLM_CASES: dict[str, Case] = {
     "train.recompute_method": ({}, "block"),
     "train.loss_chunk_size": ({"loss_compute_mode": "chunk"}, 7),
     "train.bf16": ({}, True), "train.lora_r": (ADAPTED, 7), "train.lora_alpha": (ADAPTED, 7),
+    "train.lora_load": (ADAPTED, "earlier"),
     "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7),
     "inference.top_k": ({}, 0),

@@ -6,6 +6,8 @@ systems ship, from the checkouts of roll_oracle.py and mindspeed_oracle.py.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,17 @@ import pytest
 
 import mindspeed_oracle
 import roll_oracle
-from import_changes import AGENTIC, CASES, COMMANDS, ROOM, Changes, key_path, translation
+from import_changes import (
+    AGENTIC,
+    CASES,
+    COMMANDS,
+    GIGPO,
+    MATH,
+    ROOM,
+    Changes,
+    key_path,
+    translation,
+)
 from msrl.config.sources import Node, plain, read
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
@@ -95,6 +107,23 @@ def test_a_value_of_a_wrong_form_is_refused_or_takes_effect(system: str, tmp_pat
     assert not silent, "\n".join(silent)
 
 
+ODD: dict[bool, tuple[Any, ...]] = {  # of flags, and of YAML
+    True: ("0", "nan", "xxx", ""),
+    False: (0, -1, math.nan, math.inf, "xxx", []),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_odd_value_ends_in_a_traceback(system: str, tmp_path: Path) -> None:
+    for row in rows(system):
+        where = key_path(system, row.section, row.key)
+        for value in ODD[takes_flags(system, row)]:
+            changes = {**other_keys(system, row), where: value}
+            with contextlib.suppress(MsrlError):
+                report(translation(system, row.section, changes, tmp_path))
+
+
 def has_effect(row: Row, value: Any, after: Translation) -> bool:
     """Return True if a translation without errors reports that the key of a row took effect."""
     if after.errors or after.differences or row.is_off(value):
@@ -112,6 +141,17 @@ def has_effect(row: Row, value: Any, after: Translation) -> bool:
 
 FILTER = {"type": "mean_filter", "filter_argss": {"threshold_down": 0.1}}
 PROFILER = "profiler_config.integrated"
+STRATEGY = "actor_train.strategy_args.strategy_config"
+MANAGER, LAKE = "train_env_manager", "custom_envs.Lake.env_config"
+
+
+def tool(config: object = None, **keys: object) -> Changes:
+    """Return an agentic file of ROLL with these keys of a tool, which is python_code by default."""
+    config = {"tool_id": "python_code", "tool_args": {}} if config is None else config
+    wrapper = {"wrapper_args": {}, "tool_configs": [config], **keys}
+    return {**MATH, "custom_envs.Lake.tool_wrapper": wrapper}
+
+
 INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message names
     ("roll", {"query_filter_config": FILTER}, "filter_argss"),
     ("roll", {"actor_train.router_replay": {"modee": "R3"}}, "modee"),
@@ -127,6 +167,43 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("roll", {"rollout_mock": {"enablee": True}}, "'enable'"),
     ("roll", {"difficulty_mask": 1}, "difficulty_mask"),
     ("roll", {**AGENTIC, "custom_envs": {"Lakes": AGENTIC["custom_envs"]["Lake"]}}, "'Lakes'"),
+    ("roll", {**AGENTIC, f"{MANAGER}.group_size": "8"}, "group_size"),
+    ("roll", {**AGENTIC, f"{MANAGER}.group_size": 0}, "group_size"),
+    ("roll", {**AGENTIC, f"{MANAGER}.tags": "Lake"}, "tags"),
+    ("roll", {**AGENTIC, f"{MANAGER}.tags": []}, "tags"),
+    ("roll", {**AGENTIC, f"{MANAGER}.num_groups_partition": [True]}, "num_groups_partition"),
+    ("roll", {**AGENTIC, f"{MANAGER}.generating_args": "long"}, "generating_args"),
+    ("roll", {**AGENTIC, f"{MANAGER}.generating_args.max_new_tokens": "1k"}, "max_new_tokens"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": 6}, "dim_room"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": ["6", "6"]}, "dim_room"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.dim_room": "your room"}, "dim_room"),
+    ("roll", {**GIGPO, "step_reward_weight": "0.5"}, "step_reward_weight"),
+    ("roll", {**GIGPO, "episode_reward_weight": True}, "episode_reward_weight"),
+    ("roll", {**GIGPO, "step_reward_gamma": "xxx"}, "step_reward_gamma"),
+    ("roll", {**MATH, f"{LAKE}.extract_boxed": 1, "custom_envs.Lake.env_type": "roll_qa"}, "boxed"),
+    ("roll", {"async_generation_ratio": math.nan}, "async_generation_ratio"),
+    ("roll", {"async_generation_ratio": math.inf}, "async_generation_ratio"),
+    ("roll", {"difficulty_mask": True, "difficulty_low_threshold": "xxx"}, "difficulty_low"),
+    ("roll", {"system_envs": "your variables"}, "system_envs"),
+    ("roll", {f"{STRATEGY}.virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline"),
+    ("roll", {**AGENTIC, f"{LAKE}.p": "xxx"}, "env_config.p"),
+    ("roll", {**AGENTIC, f"{LAKE}.format_penalty": "xxx"}, "format_penalty"),
+    ("roll", {**ROOM, "custom_envs.Room.env_config.format_penalty": "xxx"}, "format_penalty"),
+    ("mindspeed_rl", {"generate_config.infer_tensor_parallel_size": 0}, "infer_tensor_parallel"),
+    ("mindspeed_rl", {"megatron_training.noop_layers": [math.inf]}, "noop_layers"),
+    ("mindspeed_rl", {"rl_config.verifier_weight": [math.nan]}, "verifier_weight"),
+    ("roll", tool(wrapper_argss={}), "wrapper_argss"),
+    ("roll", tool(wrapper_args={"max_tool_use": 3}), "max_tool_use:"),
+    ("roll", tool(wrapper_args={"max_tool_uses": "3"}), "max_tool_uses"),
+    ("roll", tool(wrapper_args={"max_tool_uses": True}), "max_tool_uses"),
+    ("roll", tool(wrapper_args=[3]), "wrapper_args"),
+    ("roll", tool(tool_configs={"tool_id": "python_code"}), "tool_wrapper"),
+    ("roll", tool({"tool_id": "search", "tool_arg": {}}), "tool_arg:"),
+    ("roll", tool({"tool_id": "search", "tool_args": {"top_k": 3}}), "top_k"),
+    ("roll", tool({"tool_id": "mcp", "tool_args": "http://127.0.0.1:9"}), "tool_args"),
+    ("roll", tool({"tool_id": "python_code", "tool_args": {"timeout": None}}), "timeout"),
+    ("roll", tool({"tool_id": "python_code", "tool_args": {"timeout": "5s"}}), "timeout"),
+    ("roll", {**AGENTIC, "reward_normalization.norm_std_type": "groups"}, "norm_std_type"),
     ("mindspeed_rl", {f"{PROFILER}.profilee": True}, "profilee"),
     ("mindspeed_rl", {"profiler_config.integratedd": {"profile": True}}, "integratedd"),
     ("mindspeed_rl", {"profiler_config": 3}, "profiler_config"),
@@ -147,10 +224,18 @@ def test_a_wrong_key_or_value_in_a_section_is_named(
     assert any(name in error for error in errors), errors
 
 
-def test_the_profiler_of_mindspeed_rl_has_the_steps_of_the_original_by_default(tmp_path: Path):
+def test_the_profiler_of_mindspeed_rl_has_the_defaults_of_the_original(tmp_path: Path):
     translated = translation("mindspeed_rl", "", {f"{PROFILER}.profile": True}, tmp_path)
     assert not translated.errors
-    assert plain(translated.tree)["log"]["profile"] == {"steps": [1]}
+    assert plain(translated.tree)["log"]["profile"] == {"steps": [1], "ranks": []}
+
+
+def test_a_profiler_without_steps_is_reported(tmp_path: Path):
+    changes = {f"{PROFILER}.profile": True, f"{PROFILER}.profile_step_start": 2}
+    translated = translation("mindspeed_rl", "", changes, tmp_path)
+    (result,) = [row for row in translated.key_results if row.entry.key == "profile"]
+    assert result.status is KeyStatus.DROPPED
+    assert "profile_step_end" in result.text and "profile" not in plain(translated.tree)["log"]
 
 
 TOOL = """tools:

@@ -87,6 +87,29 @@ def test_adapters_start_from_those_of_an_earlier_training() -> None:
     assert tree["checkpoint"]["load"] == "ckpt"
 
 
+def test_adapters_without_finetune_are_a_training_that_is_resumed() -> None:
+    text = TUNE.replace("--finetune", "").format(stage="dpo", more=LORA)
+    tree = native(translate_arguments("mindspeed-llm", text.split()))
+    assert tree["checkpoint"] == {"load": "ckpt", "resume": "earlier"}
+    assert "load" not in tree["train"]["lora"] and "cluster" not in tree
+
+
+@pytest.mark.parametrize("flags", ["--finetune", "--no-load-optim", ""])
+def test_adapters_are_not_read_without_target_modules(flags: str) -> None:
+    text = TUNE.replace("--finetune", flags).format(stage="dpo", more="--lora-load earlier")
+    tree = native(translate_arguments("mindspeed-llm", text.split()))
+    assert "earlier" not in str(tree) and "cluster" not in tree
+
+
+def test_a_reference_without_the_adapters_of_the_original_is_reported() -> None:
+    with pytest.raises(MsrlError, match=mentions("ref_model=sft", "adapters", "--approximate")):
+        imported("dpo", f"{LORA} --ref-model sft")
+    assert "cluster" not in native(imported("dpo", f"{LORA} --ref-model ckpt/"))
+    text = TUNE.replace("--finetune", "--no-load-optim").format(stage="dpo", more=LORA)
+    tree = native(translate_arguments("mindspeed-llm", [*text.split(), "--ref-model", "sft"]))
+    assert tree["cluster"]["roles"]["reference"] == {"load": "sft"}
+
+
 def test_stage_orm_becomes_train_rm() -> None:
     translation = imported("orm", "--load-checkpoint-loosely")
     assert validate(translation).commands == ("train-rm",)

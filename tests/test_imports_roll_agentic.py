@@ -264,6 +264,15 @@ def test_a_filter_of_ratios_is_imported_with_other_averages(
         ("filters: [{enabled: true, agg_type: segment}]", ("agg_type=segment", "geometric")),
         ("filters: [{enabled: true, diff_enabled: true}]", ("diff_enabled", "ratios")),
         ("filters: [{enabled: true}, {enabled: true}]", ("several",)),
+        ('is_weight: {enabled: "true"}', ("enabled", "true or false")),
+        ("is_weight: {enabled: 1}", ("enabled=1", "true or false")),
+        ("is_weight: {enabled: true, detach: 1}", ("detach=1", "true or false")),
+        ("is_weight: {enabled: true, upper_bound: high}", ("upper_bound=high", "number")),
+        ("is_weight: false", ("sections",)),
+        ("filters: [{enabled: 1}]", ("enabled=1", "true or false")),
+        ("filters: [{enabled: true, ratio_enabled: 0}]", ("ratio_enabled=0", "true or false")),
+        ("filters: [{enabled: true, ratio_low: null}]", ("ratio_low", "number")),
+        ("filters: {enabled: true}", ("filters", "list")),
     ],
 )
 def test_corrections_that_msrl_does_not_have_are_refused_by_name(
@@ -286,13 +295,19 @@ custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}", Math: "${questions.M
 WRAPPER = """\
     tool_wrapper:
       wrapper_args: {tool_reward: 0, tool_success_reward: REWARD, max_tool_uses: 2}
-      tool_configs: [{tool_id: TOOL, tool_args: {timeout: 7, server_url: "http://127.0.0.1:9"}}]
+      tool_configs: [{tool_id: TOOL, tool_args: {ARGS}}]
 """
+ARGS = {
+    "python_code": "timeout: 45, sandbox_type: none",
+    "search": "timeout: 7",
+    "mcp": 'server_url: "http://127.0.0.1:9"',
+}
 
 
 def questions(tool: str = "", reward: str = "0") -> str:
     """Return an agentic file with questions, and with a tool if it is not empty."""
     wrapper = WRAPPER.replace("TOOL", tool).replace("REWARD", reward) if tool else ""
+    wrapper = wrapper.replace("ARGS", ARGS.get(tool, ""))
     lakes = 'custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}"}\n'
     text = changed(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
     return changed(text, ("tags: [Lake]", "tags: [Math]"))
@@ -302,7 +317,7 @@ def questions(tool: str = "", reward: str = "0") -> str:
     ("tool", "name", "options"),
     [
         ("", "single_turn", {}),
-        ("python_code", "python_tool", {"max_calls": 1, "time_s": 7.0}),
+        ("python_code", "python_tool", {"max_calls": 1, "time_s": 45.0}),
         ("search", "search", {"max_calls": 1, "num_results": 3}),
         ("mcp", "mcp", {"url": "http://127.0.0.1:9"}),
     ],
@@ -314,6 +329,7 @@ def test_questions_of_roll_become_environments_with_a_verifier(
     native = tree(translation)
     assert native["environment"]["name"] == name and native["environment"]["options"] == options
     assert native["environment"]["max_turns"] == (3 if tool else 5)
+    assert native["environment"].get("timeout_s") == (60.0 if tool == "python_code" else None)
     assert native["reward"]["sources"] == [{"verifier": "math_verify_reward"}]
     assert any("env_type=roll_math" in line for line in translation.differences)
     corpus = [line for line in translation.differences if "environment.options.corpus" in line]
@@ -363,6 +379,9 @@ def test_variables_of_a_file_are_no_unknown_keys(tmp_path: Path) -> None:
     translation = imported(questions(), tmp_path)
     statuses = {row.entry.path: row.status for row in translation.key_results}
     assert statuses["own_text"] is statuses["questions"] is KeyStatus.APPLIED
+    known = changed(questions(), ("own_text", "use_token_reward"))
+    with pytest.raises(MsrlError, match=mentions("use_token_reward", "not supported")):
+        imported(known, tmp_path)
     unused = changed(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
     with pytest.raises(MsrlError, match=mentions("agent_templates", "unknown")):
         imported(unused, tmp_path)

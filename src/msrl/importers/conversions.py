@@ -5,6 +5,7 @@ Each conversion raises ValueError with the allowed values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
@@ -68,8 +69,8 @@ def int_list(value: Any) -> list[int]:
             if isinstance(value, list)
             else str(value).replace(" ", "").strip(",").split(",")
         )
-        return [int(item) for item in items]
-    except (TypeError, ValueError):
+        return [int(str(item)) for item in items]
+    except ValueError:
         raise ValueError("must be integers separated by commas") from None
 
 
@@ -99,7 +100,9 @@ def weights_by_prefix(value: Any) -> dict[str, float]:
         try:
             number = float(weight)
         except ValueError:
-            raise ValueError(f"{problem}; {weight} is not a weight") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{problem}; {weight} is not a weight")
         weights[prefix] = weights.get(prefix, 0.0) + number
     return weights
 

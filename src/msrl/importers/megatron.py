@@ -111,28 +111,34 @@ class MegatronKeys:
                 self.translation.errors.append(f"{where}: {key}: missing. Set {meaning}.")
 
     def _checkpoint(self) -> None:
-        """Translate load to a resume (without finetune, with the optimizer) or to weights only."""
+        """Translate load to a resume (without finetune, with the optimizer) or to weights only.
+
+        With `lora_load`, the original resumes the training of these adapters, on the weights of
+        `load`.
+        """
         keys = self.keys
-        load, save = keys.get("load"), keys.get("save")
-        restores_optimizer = keys.value("no_load_optim") is not True
-        resumes = load is not None and keys.value("finetune") is False and restores_optimizer
+        load, save, adapters = keys.get("load"), keys.get("save"), loaded_adapters(keys)
+        resumes = is_resumed(keys)
         if resumes and keys.value("no_load_rng") is True:
             keys.add_error(
                 "no_load_rng",
                 "a resumed run restores its random state. "
                 "Set it to false, or set no_load_optim to true.",
             )
-        if load is not None:
-            native = "checkpoint.resume" if resumes else "checkpoint.load"
-            self.translation.assign(load, [native], load.value)
-            if save is not None and not resumes and same_path(save.value, load.value):
+        resumed = (adapters or load) if resumes else None
+        if load is not None and load is not resumed:
+            self.translation.assign(load, ["checkpoint.load"], load.value)
+            if save is not None and same_path(save.value, load.value):
                 reason = "checkpoints are saved in the run folder, because save equals load"
                 self.translation.record(save, KeyStatus.SAME, reason)
         text = "nothing is loaded"
         if load is not None:
             text = "checkpoint.load: weights only, from step 0"
-        if resumes:
-            text = "checkpoint.resume: load, with its optimizer"
+        if resumed is not None:
+            self.translation.assign(resumed, ["checkpoint.resume"], resumed.value)
+            text = f"checkpoint.resume: {resumed.key}, with its optimizer"
+        elif adapters is not None:
+            self.translation.assign(adapters, ["train.lora.load"], adapters.value)
         for key in ("finetune", "no_load_optim", "no_load_rng"):
             keys.record(key, KeyStatus.APPLIED, text)
 
@@ -220,8 +226,8 @@ class MegatronKeys:
         return shape is not None and shape.moe is not None
 
     def _lora(self) -> None:
-        if self.keys.value("lora_target_modules") in (None, []):
-            for key in ("lora_r", "lora_alpha"):
+        if not has_adapters(self.keys):
+            for key in ("lora_r", "lora_alpha", "lora_load"):
                 self.keys.record(key, KeyStatus.DEAD, "lora_target_modules is not set")
             return
         for key, native in (("lora_r", "train.lora.rank"), ("lora_alpha", "train.lora.alpha")):
@@ -276,6 +282,23 @@ def _property(shape: Shape | None, name: str) -> object:
     for key in name.split("."):
         value = None if value is None else getattr(value, key)
     return value
+
+
+def has_adapters(keys: Keys) -> bool:
+    """Return True if the original trains adapters, which `lora_target_modules` enables."""
+    return keys.value("lora_target_modules") not in (None, [])
+
+
+def loaded_adapters(keys: Keys) -> SourceKey | None:
+    """Return the key of adapters from which those of the training start; None without one."""
+    entry = keys.get("lora_load")
+    return entry if entry is not None and entry.value is not None and has_adapters(keys) else None
+
+
+def is_resumed(keys: Keys) -> bool:
+    """Return True if the original restores optimizer and step, and not the weights only."""
+    restores_optimizer = keys.value("no_load_optim") is not True
+    return keys.get("load") is not None and keys.value("finetune") is False and restores_optimizer
 
 
 def data_parallel(keys: Keys, world: int | None) -> int | None:

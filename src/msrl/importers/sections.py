@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from msrl.config.sources import Node, Origin, plain, read
+from msrl.config.sources import Node, Origin, plain, read, wrap
 from msrl.errors import MsrlError, nearest, similar
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.table import canonical
+from msrl.importers.table import canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+_GRACE_S = 15.0  # from the time limit of a program to that of its call
 _MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
 
 
@@ -54,6 +55,24 @@ class Keys:
         if entry is not None and value is not None and not is_placeholder(value):
             self.translation.add_error(entry, "must be an integer")
         return None
+
+    def real(self, key: str, default: float) -> float:
+        """Return the value if it is a number, `default` for null. Other values are errors."""
+        value = self.value(key)
+        if is_number(value):
+            return value
+        if value is not None:
+            self.add_error(key, "must be a finite number")
+        return default
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """Return the value if it is a boolean, `default` for null. Other values are errors."""
+        value = self.value(key)
+        if isinstance(value, bool):
+            return value
+        if value is not None:
+            self.add_error(key, "must be true or false")
+        return default
 
     def assign(
         self, key: str, natives: Iterable[str], value: object, *, same: str = "", why: str = ""
@@ -168,17 +187,20 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
     """
     options = ("profile_step_start", "profile_step_end", "profile_ranks")
     if not is_on or first is None or last is None or last < first:
+        if is_on:
+            text = "profile_step_start and profile_step_end select no steps"
+            keys.record("profile", KeyStatus.DROPPED, text)
         keys.record("profile", KeyStatus.OFF, "")
         for key in options:
             keys.record(key, KeyStatus.DEAD, "read with profile only")
         return None
     ranks = keys.value("profile_ranks")
-    is_all = ranks in ("all", -1, [-1])
+    selected = [] if ranks in ("all", -1, [-1]) else as_list(ranks)
     if last - first >= _MAX_PROFILED:
         return keys.add_error("profile_step_end", f"must select at most {_MAX_PROFILED} steps")
     keys.assign("profile", ["log.profile.steps"], list(range(first, last + 1)))
-    if keys.get("profile_ranks") is not None:
-        keys.assign("profile_ranks", ["log.profile.ranks"], [] if is_all else as_list(ranks))
+    if keys.get("profile_ranks") is not None or ranks is not None:
+        keys.assign("profile_ranks", ["log.profile.ranks"], selected)
     for key in options:
         keys.record(key, KeyStatus.APPLIED, "log.profile.steps")
     return None
@@ -202,11 +224,32 @@ def refuse_misspelled(translation: Translation, entry: SourceKey, known: Iterabl
     The original ignores other keys, or passes them on.
     """
     names = list(known)
+    for key, node in _unknown(entry, names).items():
+        if similar(key, names):
+            _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
+
+
+def refuse_unknown(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
+    """Add an error for each key of a section, of arguments, that the original does not have."""
+    names = list(known)
+    if entry.value is not None and not isinstance(entry.node.value, dict):
+        translation.add_error(entry, "must be a section of keys")
+    for key, node in _unknown(entry, names).items():
+        _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
+
+
+def _unknown(entry: SourceKey, names: Sequence[str]) -> dict[str, Node]:
     section = entry.node.value if isinstance(entry.node.value, dict) else {}
-    for key, node in section.items():
-        if key not in names and similar(key, names):
-            text = f"unknown key of {translation.system}; {nearest(key, names)}"
-            translation.errors.append(f"{node.origin}: {entry.path}.{key}: {text}")
+    return {key: node for key, node in section.items() if key not in names}
+
+
+def _refuse_key(translation: Translation, where: str, hint: str) -> None:
+    translation.errors.append(f"{where}: unknown key of {translation.system}; {hint}")
+
+
+def put_call_time(translation: Translation, origin: Origin, time_s: float) -> None:
+    """Set the time limit of the calls of a tool whose programs have a limit of `time_s`."""
+    translation.set("environment.timeout_s", wrap(time_s + _GRACE_S, origin))
 
 
 def same_path(first: object, second: object) -> bool:

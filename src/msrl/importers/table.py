@@ -14,17 +14,18 @@ A row describes one key, or several that are separated by commas, with these fie
   refuse  why msrl does not support the key
   only    algorithms in which the original reads the key
   is_text True if a quoted "true" or "false" is valid; for other keys it is an error
-  form    what the value must be: switch, number, text, texts or section; a key whose `default` or
-  `off` is true or false is a switch
+  form    what the value must be: switch, number, text, texts, list or section. A key whose
+          `default` or `off` is true or false is a switch
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from msrl.config.sources import plain, read
 from msrl.errors import nearest
@@ -38,16 +39,28 @@ def _is_switch(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for a finite number; a switch is none."""
+    return isinstance(value, (int, float)) and _is_finite(value) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) or _is_number(value)
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
 def _is_texts(value: object) -> bool:
     return all(_is_text(item) for item in _as_list(value))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
 
 
 def _is_section(value: object) -> bool:
@@ -57,9 +70,10 @@ def _is_section(value: object) -> bool:
 # What a value must be, by the name of the form. YAML reads some texts as numbers.
 FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "switch": (_is_switch, "must be true or false"),
-    "number": (_is_number, "must be a number"),
+    "number": (is_number, "must be a finite number"),
     "text": (_is_text, "must be a text"),
     "texts": (_is_texts, "must be a text or a list of texts"),
+    "list": (_is_list, "must be a list"),
     "section": (_is_section, "must be a section of keys"),
 }
 
@@ -94,7 +108,8 @@ class Row:
         """Return why the original cannot read a value; empty if it can, and for null."""
         is_switch = any(isinstance(value, bool) for value in (*self.off, self.default))
         form = self.form or ("switch" if is_switch and not self.refuse else "")
-        if not form or value is None or is_placeholder(value):
+        is_open = is_placeholder(value) and form not in ("list", "section")
+        if not form or value is None or is_open:
             return ""
         is_valid, problem = FORMS[form]
         return "" if is_valid(value) else problem
@@ -129,6 +144,10 @@ class Table:
         """Return True if the original has this key, with or without a row here."""
         name = canonical(key)
         return name in original_keys(self.system) or any(name == other for _, other in self.rows)
+
+    def is_untranslated(self, key: str) -> bool:
+        """Return True if the original has this key, and no section here has a row for it."""
+        return canonical(key) in original_keys(self.system) and not self.elsewhere(key)
 
     def row(self, section: str, key: str) -> Row | None:
         """Return the row of a key in a section; None if there is none."""

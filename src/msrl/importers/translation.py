@@ -153,7 +153,8 @@ class Translation:
         is_ignored = self.ignores_unknown or sections[0] in self.ignored_sections
         forwarded = self.forwarded.get(sections[0])
         names = self.table.keys(*sections)
-        if sections[0] == "top" and key in self.variables:
+        is_variable = key in self.variables and not self.table.is_untranslated(key)
+        if sections[0] == "top" and is_variable:
             self.record(entry, KeyStatus.APPLIED, "a variable that other keys refer to")
         elif forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
             self.record(entry, KeyStatus.DROPPED, forwarded)

@@ -7,7 +7,8 @@ answer, as in msrl.
 
 from __future__ import annotations
 
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.megatron import is_resumed, loaded_adapters
+from msrl.importers.sections import Keys, as_list, same_path
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
@@ -36,7 +37,7 @@ def put_preference(translation: Translation, keys: Keys, stage: SourceKey | None
         keys.record("reward_tokens", KeyStatus.OFF, "read by stage prm only")
     is_preference = name in ("dpo", "simpo")
     if is_preference:
-        keys.assign("pref_ftx", [f"{_SECTION}.sft_coef"], _number(keys, "pref_ftx", 0.0))
+        keys.assign("pref_ftx", [f"{_SECTION}.sft_coef"], keys.real("pref_ftx", 0.0))
     if name in _PAIRWISE:
         keys.record("is_pairwise_dataset", KeyStatus.APPLIED, "the stage reads pairs")
         keys.record("is_instruction_dataset", KeyStatus.SAME, "the stage reads pairs")
@@ -64,7 +65,7 @@ def _put_dpo(keys: Keys) -> None:
         keys.add_error("dpo_loss_type", "must be sigmoid, hinge or ipo")
     keys.assign("stage", [f"{_SECTION}.loss"], "ipo" if kind == "ipo" else "dpo")
     _put_form(keys, "dpo_loss_type", kind)
-    keys.assign("dpo_beta", [f"{_SECTION}.beta"], _number(keys, "dpo_beta", 0.1))
+    keys.assign("dpo_beta", [f"{_SECTION}.beta"], keys.real("dpo_beta", 0.1))
     if kind == "sigmoid":
         _put_smoothing(keys, "dpo_label_smoothing")
     else:
@@ -75,13 +76,22 @@ def _put_dpo(keys: Keys) -> None:
 def _put_reference(keys: Keys) -> None:
     """Translate the reference of adapters that start from earlier ones.
 
-    Without `finetune`, the original's reference is the base model without them (`is_load_refer`).
+    With `finetune`, the original's reference has these adapters too (`is_load_refer`). In msrl,
+    it has them unless `cluster.roles.reference.load` is set or the training is resumed.
     """
-    load = keys.get("load")
-    is_base = keys.get("lora_load") is not None and keys.value("finetune") is False
-    if is_base and load is not None and keys.get("ref_model") is None:
-        why = "the reference of lora_load without finetune"
-        keys.assign("load", ["cluster.roles.reference.load"], load.value, why=why)
+    load, model = keys.get("load"), keys.get("ref_model")
+    if load is None or loaded_adapters(keys) is None:
+        return
+    if keys.value("finetune") is False:
+        if model is None and not is_resumed(keys):
+            why = "the reference of lora_load without finetune"
+            keys.assign("load", ["cluster.roles.reference.load"], load.value, why=why)
+    elif model is not None and same_path(model.value, load.value):
+        text = "the reference is the model with the adapters from which the training starts"
+        keys.record("ref_model", KeyStatus.SAME, text)
+    elif model is not None and model.value is not None:
+        text = "the original adds the adapters of lora_load to the reference, msrl does not"
+        keys.translation.report_difference(model, text)
 
 
 def _put_simpo(keys: Keys) -> None:
@@ -91,9 +101,9 @@ def _put_simpo(keys: Keys) -> None:
         keys.add_error("simpo_loss_type", "must be sigmoid or hinge")
     keys.assign("stage", [f"{_SECTION}.loss"], "simpo")
     _put_form(keys, "simpo_loss_type", kind)
-    beta = _number(keys, "simpo_beta", _SIMPO_BETA)
+    beta = keys.real("simpo_beta", _SIMPO_BETA)
     keys.assign("simpo_beta", [f"{_SECTION}.beta"], beta)
-    gamma = beta * _number(keys, "gamma_beta_ratio", _SIMPO_RATIO)
+    gamma = beta * keys.real("gamma_beta_ratio", _SIMPO_RATIO)
     why = "gamma_beta_ratio * simpo_beta"
     keys.assign("gamma_beta_ratio", [f"{_SECTION}.options.gamma"], gamma, why=why)
     if kind == "sigmoid":
@@ -113,19 +123,8 @@ def _put_form(keys: Keys, key: str, kind: object) -> None:
 
 def _put_smoothing(keys: Keys, key: str) -> None:
     """Translate label smoothing, unless it is 0."""
-    smoothing = _number(keys, key, 0.0)
+    smoothing = keys.real(key, 0.0)
     if smoothing:
         keys.assign(key, [f"{_SECTION}.options.label_smoothing"], smoothing)
     else:
         keys.record(key, KeyStatus.OFF, "0 switches it off")
-
-
-def _number(keys: Keys, key: str, default: float) -> float:
-    """Return a number of the file, or the original's default."""
-    value = keys.value(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        keys.add_error(key, "must be a number")
-        return default
-    return float(value)

@@ -14,6 +14,7 @@ from msrl.importers.megatron import converted
 from msrl.importers.micro_batches import put_aggregation
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
+from msrl.importers.table import is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _LONG_METRIC = re.compile(r"(?:grpo|dapo)/(\w+)_rewards/mean")
@@ -308,7 +309,7 @@ class Algorithm:
 
 def put_sources(translation: Translation, keys: Keys, names: list[Any], weights: list[Any]) -> None:
     """Set reward.sources from parallel lists; the weights of a repeated verifier add up."""
-    if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in weights):
+    if not all(is_number(weight) for weight in weights):
         return keys.add_error(
             "verifier_weight", "must be numbers, one per verifier of verifier_function"
         )

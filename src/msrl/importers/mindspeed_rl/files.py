@@ -261,7 +261,7 @@ class _RlFile:
         self.generate.record("data_parallel_size", KeyStatus.OFF, "")
         if tp is None or world is None:
             return None
-        if world % tp:
+        if tp < 1 or world % tp:
             return self.generate.add_error(
                 "infer_tensor_parallel_size", f"must divide actor_resource.num_npus={world}"
             )

@@ -213,7 +213,7 @@ class _RayGptFile:
         self.actor.record("do_sample", KeyStatus.SAME, "msrl always samples")
         devices = self._engine_devices(world)
         tp = self.megatron.number("tensor_model_parallel_size")
-        if tp is not None and devices is not None and devices % tp == 0:
+        if tp and devices is not None and devices % tp == 0:
             origin = self.megatron.origin("tensor_model_parallel_size")
             self.translation.set("rollout.engine.tp", wrap(tp, origin))
             self.translation.set("rollout.engine.dp", wrap(devices // tp, origin))

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, read, wrap
 from msrl.errors import MsrlError, nearest, similar
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, put_call_time
 from msrl.importers.status import KeyStatus
+from msrl.importers.table import is_number
 from msrl.importers.translation import SourceKey, Translation
 
-_GRACE_S = 15.0  # from the time limit of a program to that of its call
 _TOOLS = {"ReTool": "python_tool", "SearchTool": "search"}
 _SERVICE = ("num_workers", "enable_global_rate_limit", "rate_limit", "type")
 _TOOL_KEYS = {  # of the section `config` of a tool
@@ -126,12 +126,11 @@ def _tool_options(
         translation.report_difference(entry, text)
         return {"num_results": config.get("topk", 3)}
     time_s = config.get("default_timeout", 30)
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float):
+    if not is_number(time_s):
         translation.add_error(entry, f"config.default_timeout={time_s}: must be a number")
         return {}
-    time_s = float(time_s)
-    translation.set("environment.timeout_s", wrap(time_s + _GRACE_S, entry.origin))
-    return {"time_s": time_s, "memory_mb": config.get("memory_limit_mb", 1024)}
+    put_call_time(translation, entry.origin, time_s)
+    return {"time_s": float(time_s), "memory_mb": config.get("memory_limit_mb", 1024)}
 
 
 def _limits(translation: Translation, rl: Keys, sampling: Keys) -> None:

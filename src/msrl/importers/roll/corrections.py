@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from msrl.config.messages import written
 from msrl.config.sources import plain, wrap
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys
+from msrl.importers.table import is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _KEY = "train_infer_correction"
@@ -45,7 +47,7 @@ def put_correction(top: Keys) -> None:
         return top.translation.add_error(entry, "must be a section of is_weight and filters")
     sections = cast("dict[str, Any]", settings)
     weight = _section(top.translation, entry, sections.get("is_weight"), _WEIGHT)
-    rows = as_list(sections.get("filters") or [])
+    rows = _rows(top.translation, entry, sections.get("filters"))
     filters = [_section(top.translation, entry, row, _FILTER) for row in rows]
     for name in sections.keys() - {"is_weight", "filters"}:
         top.translation.add_error(entry, f"{name}: unknown key. Known: is_weight, filters")
@@ -55,6 +57,14 @@ def put_correction(top: Keys) -> None:
     if filters:
         _put_filter(top.translation, entry, filters)
     return top.record(_KEY, KeyStatus.OFF, "")
+
+
+def _rows(translation: Translation, entry: SourceKey, value: object) -> list[Any]:
+    """Return the items of `filters`; none, with an error, if it is no list."""
+    if value is None or isinstance(value, list):
+        return cast("list[Any]", value or [])
+    translation.add_error(entry, "filters: must be a list of sections")
+    return []
 
 
 def _section(
@@ -68,7 +78,20 @@ def _section(
     keys = cast("dict[str, Any]", value)
     for name in keys.keys() - defaults.keys():
         translation.add_error(entry, f"{name}: unknown key. Known: {', '.join(defaults)}")
+    for name, default in defaults.items():
+        if problem := _problem(name, keys.get(name, default), default):
+            translation.add_error(entry, f"{name}={written(keys[name])}: {problem}")
     return {**defaults, **keys}
+
+
+def _problem(name: str, value: object, default: object) -> str:
+    """Return why the original cannot read a value; empty if it can."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "must be true or false"
+    if isinstance(default, float) and not is_number(value):
+        is_open = name == "upper_bound" and value is None  # reported by name if it is read
+        return "" if is_open else "must be a finite number"
+    return ""
 
 
 def _put_weight(translation: Translation, entry: SourceKey, weight: dict[str, Any]) -> None:

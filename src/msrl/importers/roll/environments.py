@@ -8,7 +8,7 @@ roll/pipeline/agentic/agentic_config.py, env_manager/ and env/.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from msrl.config.sources import plain, wrap
 from msrl.errors import did_you_mean, similar
@@ -21,9 +21,11 @@ _TURN_ESTIMATORS = ("gigpo", "step_reinforce")
 _OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
 
 
-def put_environments(translation: Translation, top: Keys, infer: Keys) -> None:
-    """Translate the environments of the tags that the training uses."""
-    manager = _section(translation, top, "train_env_manager", "env_manager")
+def put_environments(translation: Translation, top: Keys, manager: Keys, infer: Keys) -> None:
+    """Translate the environments of the tags that the training uses.
+
+    `manager` holds the keys of train_env_manager.
+    """
     tags, weights = _tags(manager)
     custom = top.get("custom_envs")
     nodes = custom.node.value if custom is not None else {}
@@ -54,25 +56,44 @@ _MANAGER = {
 }
 
 
-def _section(translation: Translation, top: Keys, key: str, section: str) -> Keys:
-    entry = top.get(key)
+def manager_keys(top: Keys) -> Keys:
+    """Return the keys of train_env_manager."""
+    name, translation = "train_env_manager", top.translation
+    entry = top.get(name)
     if entry is not None:
         translation.record(entry, KeyStatus.APPLIED, "key by key")
     node = entry.node if entry is not None else None
-    return Keys(translation, section, translation.entries(node, section, key))
+    return Keys(translation, "env_manager", translation.entries(node, "env_manager", name))
+
+
+def group_size(manager: Keys) -> int:
+    """Return the number of trajectories of a group; 1, with an error, if it is invalid."""
+    entry = manager.get("group_size")
+    size = 1 if entry is None else entry.value
+    if _is_integer(size) and size > 0:
+        return size
+    manager.add_error("group_size", "must be an integer of 1 or more")
+    return 1
 
 
 def _tags(manager: Keys) -> tuple[list[str], list[float]]:
-    """Return the tags of the training, and the number of groups of each."""
-    tags = [str(tag) for tag in _list(manager.value("tags"))] or ["SimpleSokoban"]
+    """Return the tags of the training, and the number of groups of each; none if invalid."""
+    named = manager.get("tags")
+    tags = ["SimpleSokoban"] if named is None else [str(tag) for tag in _list(named.value)]
+    if not tags:
+        manager.add_error("tags", "must be a list of names of custom_envs")
     entry = manager.get("num_groups_partition", "n_groups")
-    if entry is None:
+    if entry is None or not tags:
         return tags, [1.0] * len(tags)
     counts = _list(entry.value)
-    if len(counts) != len(tags) or not all(isinstance(count, int) for count in counts):
+    if len(counts) != len(tags) or not all(_is_integer(count) for count in counts):
         manager.add_error(entry.key, "must have a number of groups for every tag")
         return tags, [1.0] * len(tags)
     return tags, [float(count) for count in counts]
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _list(value: object) -> list[Any]:
@@ -186,13 +207,13 @@ _OPTIONS = {  # options of msrl's environments by the keys of env_config
 
 def _frozen_lake(config: Keys) -> dict[str, Any]:
     """Return the options of frozen_lake, with the defaults of the original."""
-    frozen = _number(config, "p", 0.8)
+    frozen = config.real("p", 0.8)
     options = {
-        "size": _number(config, "size", 4),
+        "size": config.real("size", 4),
         "hole_share": round(1 - frozen, 6),
-        "slippery": config.get("is_slippery") is None or config.value("is_slippery") is True,
-        "max_steps": _number(config, "max_steps", 20),
-        "invalid_reward": float(_number(config, "format_penalty", 0.0)),
+        "slippery": config.switch("is_slippery", default=True),
+        "max_steps": config.real("max_steps", 20),
+        "invalid_reward": float(config.real("format_penalty", 0.0)),
     }
     return _with_instructions(options, config)
 
@@ -202,14 +223,17 @@ def _sokoban(
 ) -> dict[str, Any]:
     """Return the options of sokoban, with the defaults and rewards of the original."""
     room = config.value("dim_room")
-    sizes: list[Any] = _list(room) or [size]
-    if any(side != sizes[0] for side in sizes):
+    sizes: list[Any] = [size] if room is None else _list(room)
+    if not sizes or not all(_is_integer(side) for side in sizes):
+        config.add_error("dim_room", "must be a list of integers")
+        sizes = [size]
+    elif any(side != sizes[0] for side in sizes):
         config.add_error("dim_room", "not supported: msrl's rooms are square")
     options = {
         "size": sizes[0],
-        "num_boxes": _number(config, "num_boxes", num_boxes),
-        "max_steps": _number(config, "max_steps", max_steps),
-        "invalid_reward": float(_number(config, "format_penalty", penalty)),
+        "num_boxes": config.real("num_boxes", num_boxes),
+        "max_steps": config.real("max_steps", max_steps),
+        "invalid_reward": float(config.real("format_penalty", penalty)),
         "step_reward": -0.1,
         "box_reward": 1.0,
         "success_reward": 10.0,
@@ -233,12 +257,6 @@ ENVIRONMENTS = (*_KINDS, *QUESTIONS)
 def _with_instructions(options: dict[str, Any], config: Keys) -> dict[str, Any]:
     text = config.value("env_instruction")
     return {**options, "instructions": text} if isinstance(text, str) else options
-
-
-def _number(config: Keys, key: str, default: float) -> Any:
-    """Return the number of a key; its range is checked with the options of the environment."""
-    value = config.value(key)
-    return default if value is None else value
 
 
 def _put_choice(
@@ -286,7 +304,10 @@ def _answer_tokens(manager: Keys, infer: Keys) -> int | None:
         return infer.number("max_new_tokens")
     entry = manager.get("generating_args")
     value = _settings(entry).get("max_new_tokens")
-    return value if isinstance(value, int) else None
+    if value is None or _is_integer(value):
+        return value
+    manager.add_error("generating_args", "max_new_tokens must be an integer")
+    return None
 
 
 def _put_turn_estimator(translation: Translation, top: Keys) -> None:
@@ -294,8 +315,7 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
     estimator = str(top.value("adv_estimator"))
     options: dict[str, Any] = {}
     if estimator in ("gigpo", "step_reinforce"):
-        gamma = top.value("step_reward_gamma")
-        options["step_gamma"] = 0.95 if gamma is None else gamma
+        options["step_gamma"] = top.real("step_reward_gamma", 0.95)
         top.record("step_reward_gamma", KeyStatus.APPLIED, "algo.advantage.options.step_gamma")
     center, scale = reward_scopes(top)
     if estimator == "step_reinforce" and center != "none":
@@ -321,8 +341,9 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
 
 def _omega(translation: Translation, top: Keys) -> float:
     """Return the weight of turns relative to that of episodes."""
-    weights = [top.value(key) for key in ("step_reward_weight", "episode_reward_weight")]
-    step, episode = (float(w) if isinstance(w, int | float) else 1.0 for w in weights)
+    step, episode = (
+        float(top.real(key, 1.0)) for key in ("step_reward_weight", "episode_reward_weight")
+    )
     entry = top.get("episode_reward_weight")
     if entry is not None and episode != 1.0:
         translation.difference(entry, "the scale of all advantages; msrl weighs episodes by 1")
@@ -338,6 +359,7 @@ GROUPINGS = {  # scopes of msrl by `grouping`; state and inductive are those of 
     "tags": "tag",
     "inductive": "tag",
 }
+NORM_TYPES = ("batch", "group")  # values of norm_mean_type and norm_std_type
 _SCALED = ("mean_std", "asym_clip")
 
 

@@ -24,6 +24,9 @@ from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.environments import (
     ENVIRONMENTS,
     GROUPINGS,
+    NORM_TYPES,
+    group_size,
+    manager_keys,
     norm_scopes,
     put_environments,
     reads_turns,
@@ -127,6 +130,8 @@ class _RollFile:
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
         if self.is_agentic:
             self.top.discard(_RLVR_KEYS, "read by rlvr only")
+            self.manager = manager_keys(self.top)
+            self.group_size = group_size(self.manager)
         is_normalized = reward_scopes(self.top) != ("none", "none") if self.is_agentic else None
         self.losses = Losses(self.top, self.train.own, self._num_domains(), is_normalized)
         translation.algorithm = str(self.top.value("adv_estimator"))
@@ -202,7 +207,7 @@ class _RollFile:
         batch = self.top.number("rollout_batch_size")
         if not self.is_agentic:
             return self.top.assign("rollout_batch_size", ["rollout.prompts_per_step"], batch)
-        group = self._group_size()
+        group = self.group_size
         if batch is not None and batch % group == 0:
             why = f"{batch} trajectories in groups of {group}"
             return self.top.assign(
@@ -223,15 +228,6 @@ class _RollFile:
             text = f"the original repeats {samples - batch} random trajectories to have {samples}"
             return self.translation.approximate(entry, native, batch, text)
         return args.assign(key, [native], samples, why=why)
-
-    def _group_size(self) -> int:
-        manager = self.top.get("train_env_manager")
-        size = (
-            plain(manager.node).get("group_size", 1)
-            if manager and isinstance(manager.node.value, dict)
-            else 1
-        )
-        return size if isinstance(size, int) and size > 0 else 1
 
     def _lengths(self) -> None:
         """Set the response length: sequence_length minus prompt_length, else response_length."""
@@ -336,11 +332,7 @@ class _RollFile:
         is_on = top.value("difficulty_mask") is True
         defaults = {"difficulty_low_threshold": 0.0, "difficulty_high_threshold": 1.0}
         if is_on:
-            values = {key: top.value(key) for key in defaults}
-            bounds = [
-                float(value) if isinstance(value, (int, float)) else defaults[key]
-                for key, value in values.items()
-            ]
+            bounds = [float(top.real(key, default)) for key, default in defaults.items()]
             top.assign("difficulty_mask", ["algo.mask.difficulty"], bounds)
         status = KeyStatus.APPLIED if is_on else KeyStatus.DEAD
         for key in defaults:
@@ -448,13 +440,9 @@ class _RollFile:
 
     def _asynchronous(self) -> None:
         """Translate the number of steps that generation may be ahead of training."""
-        entry, ratio = (
-            self.top.get("async_generation_ratio"),
-            self.top.value("async_generation_ratio"),
-        )
-        if entry is None or isinstance(ratio, bool) or not isinstance(ratio, int | float):
-            return
-        if ratio <= 0:
+        entry = self.top.get("async_generation_ratio")
+        ratio = self.top.real("async_generation_ratio", 0.0)
+        if entry is None or ratio <= 0:
             return
         text = "the original counts the steps since a group was created, msrl policy versions"
         key = "rollout.async.max_staleness"
@@ -583,7 +571,8 @@ class _RollFile:
             for name in ("train_env_manager", "reward_normalization"):
                 self.top.record(name, KeyStatus.DEAD, "read by agentic only")
             return
-        put_environments(self.translation, self.top, self.infer.sections["generating_args"])
+        sampling = self.infer.sections["generating_args"]
+        put_environments(self.translation, self.top, self.manager, sampling)
         norm = self.top.get("reward_normalization")
         if norm is not None:
             name = "reward_normalization"
@@ -593,7 +582,7 @@ class _RollFile:
             self.translation.record(norm, KeyStatus.APPLIED, "key by key")
         self.translation.set(
             "rollout.samples_per_prompt",
-            wrap(self._group_size(), self.top.origin("train_env_manager")),
+            wrap(self.group_size, self.top.origin("train_env_manager")),
         )
         self.top.record(
             "num_return_sequences_in_group",
@@ -608,6 +597,8 @@ class _RollFile:
         entry = keys.get(*names)
         if keys.get("grouping") is not None and keys.value("grouping") not in GROUPINGS:
             keys.add_error("grouping", f"not supported: msrl has {', '.join(GROUPINGS)}")
+        elif wrong := self._wrong_norm_type(keys):
+            keys.add_error(wrong, f"must be {' or '.join(NORM_TYPES)}")
         elif entry is not None and reads_turns(self.top):
             self._record_turn_norm(keys, entry, names)
         elif entry is not None and (center, scale) == ("none", "none"):
@@ -621,6 +612,12 @@ class _RollFile:
                 text = ", ".join(f"{native}: {scope}" for native, scope in texts.items())
                 keys.record(name, KeyStatus.APPLIED, text)
         keys.apply_remaining()
+
+    def _wrong_norm_type(self, keys: Keys) -> str:
+        """Return the key of a type that the original does not have; empty if there is none."""
+        names = ("norm_mean_type", "norm_std_type")
+        known = (None, *NORM_TYPES)
+        return next((name for name in names if keys.value(name) not in known), "")
 
     def _record_turn_norm(self, keys: Keys, entry: SourceKey, names: Sequence[str]) -> None:
         """Record keys that `put_environments` has translated to options of the estimator."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list, refuse_misspelled
+from msrl.importers.table import is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # math_17k_acc scores 1 for a correct boxed answer, else 0.
@@ -184,7 +185,7 @@ def _filter_bounds(
         if key not in names:
             message = f"filter_args.{key}: {kind}_filter accepts {', '.join(names)}"
             return translation.add_error(entry, message)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return translation.add_error(entry, f"filter_args.{key} must be a number")
+        if not is_number(value):
+            return translation.add_error(entry, f"filter_args.{key} must be a finite number")
         values[names[key]] = float(value)
     return values

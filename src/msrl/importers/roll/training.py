@@ -129,6 +129,8 @@ def put_virtual_stages(config: Keys, stages: int, model: object) -> None:
     virtual = config.number(key)
     if virtual is None or virtual == 1:
         return None
+    if virtual < 1:
+        return config.add_error(key, "must be 1 or more")
     try:
         num_layers = load_shape(Path(str(model))).num_layers
     except MsrlError:
