@@ -7,11 +7,13 @@ import signal
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bad_environments import INJECTION
 from msrl.data.turns import ToolCall
+from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment
 from msrl.environments.tool_formats import hermes
@@ -106,6 +108,30 @@ def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
 
 
 def assert_ends(pid: int) -> None:
+def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
+    """Stall the thread after it has seen no reply, until the reply has come and time is over."""
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        late_s, stalls = [0.0], []
+        selector, number = environments._loop._selector, environments._episodes["a"].number
+        channel = environments._loop._known[number].channel
+
+        def select(timeout=None):
+            events = original(timeout)
+            if stalls or not any(key.fileobj is channel for key, _ in events):
+                return events
+            stalls.append(timeout)
+            late_s[0] += 1000.0
+            return []
+
+        original = selector.select
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+        monkeypatch.setattr(pool_loop, "time", clock)
+        monkeypatch.setattr(selector, "select", select)
+        assert isinstance(environments.step("a", "x").result(LIMIT_S), StepResult)
+    assert stalls
+
+
     """Wait until a session has no process."""
     for _ in range(200):
         sessions = [session(path) for path in Path("/proc").glob("[0-9]*/stat")]

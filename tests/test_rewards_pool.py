@@ -4,15 +4,18 @@ Workers are killed and replaced, and all other scores arrive in order.
 """
 
 import os
+import selectors
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from msrl.errors import MsrlError
+from msrl.rewards import pool as pool_module
 from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
@@ -88,6 +91,28 @@ def test_a_call_with_too_much_memory_fails_alone():
     with pool("hog", memory_bytes=1 << 30) as workers:
         outcomes = workers.map(calls("a", "hog", "b"))
     assert [o.failure for o in outcomes] == [None, "error", None]
+def test_an_answer_in_the_pipe_is_no_timeout(monkeypatch):
+    """Stall the thread after it has seen no answer, until the answer has come and time is over."""
+    late_s, stalls = [0.0], []
+
+    class StalledSelector(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            events = super().select(timeout)
+            if stalls or not events:
+                return events
+            stalls.append(timeout)
+            late_s[0] += 1000.0
+            return []
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    with pool("length") as workers:
+        workers.start()
+        monkeypatch.setattr(pool_module, "time", clock)
+        monkeypatch.setattr(pool_module.selectors, "DefaultSelector", StalledSelector)
+        assert workers.map(calls("four")) == (CallResult(4.0),)
+    assert stalls
+
+
     assert "MemoryError" in outcomes[1].detail
 
 
