@@ -98,16 +98,16 @@ def faulty():
 
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
 def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
-    with pool(moody(timeout_s=0.5)) as environments:
+    with pool(moody()) as environments:
         environments.open("a", {}).result(LIMIT_S)
         pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        environments._episodes["a"].timeout_s = 0.5
         assert fault(environments.step("a", mood)).reason == "timeout"
         assert_ends(pid)
         assert environments.open("b", {}).result(LIMIT_S).messages
         assert environments.fault_counts == {"timeout": 1}
 
 
-def assert_ends(pid: int) -> None:
 def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
     """Stall the thread after it has seen no reply, until the reply has come and time is over."""
     with pool(moody()) as environments:
@@ -132,6 +132,7 @@ def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
     assert stalls
 
 
+def assert_ends(pid: int) -> None:
     """Wait until a session has no process."""
     for _ in range(200):
         sessions = [session(path) for path in Path("/proc").glob("[0-9]*/stat")]
@@ -152,7 +153,8 @@ def session(path: Path) -> int:
 def test_a_fault_of_reset_is_the_result_of_open():
     with pool(moody(timeout_s=0.5)) as environments:
         assert fault(environments.open("a", {"mood": "hang"})).reason == "timeout"
-        assert fault(environments.open("b", {"mood": "raise"})).reason == "error"
+    with pool(moody()) as environments:
+        assert fault(environments.open("a", {"mood": "raise"})).reason == "error"
 
 
 def test_closing_an_episode_ends_its_process_and_cancels_its_call():
