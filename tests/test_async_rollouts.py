@@ -26,8 +26,10 @@ from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scores
 from msrl.rollout.engine import NewTokens, sample_seeds
-from msrl.rollout.runtime.engine_loop import EngineLoop
-from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.rollout.runtime.buffer import Stage
+from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopCounters, LoopReport
+from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
@@ -554,6 +556,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 class RowScoring(Scoring):
     """Scorer whose rewards differ within the groups of even rows only."""
+def test_tokens_of_a_finished_group_are_known_until_the_next_exchange() -> None:
+    prompt = Prompt(0, np.arange(4))
+    completion = Completion(np.arange(3), np.zeros(3, np.float32), "stop", 0, "")
+    group, counters = RolloutGroup(prompt, (completion, completion)), LoopCounters()
+    reports = [
+        [LoopReport(0, {}, {"a": 5}, counters)],
+        [LoopReport(0, {"a": group}, {"a": 5}, counters)],
+        [LoopReport(0, {"a": group}, {}, counters)],  # again, since a message may be lost
+    ]
+    engines: Any = SimpleNamespace(size=1, exchange=lambda *_: reports.pop(0))
+    dispatcher = Dispatcher(engines, 0)
+    assert dispatcher.exchange([GroupRequest("a", prompt, SAMPLING, (1, 2))], []) == {}
+    assert dispatcher.num_tokens("a") == 5
+    assert dispatcher.exchange([], []) == {"a": group}
+    assert dispatcher.num_tokens("a") == 6
+    assert dispatcher.exchange([], []) == {}
+    assert dispatcher.num_tokens("a") == 0
+
+
+def has_tokens(rollouts: AsyncRollouts, requests: Sequence[str]) -> bool:
+    """Return True if tokens of groups of these requests, not dropped ones, have been reported."""
+    with rollouts._condition:
+        keys = {request.rpartition("/")[0] for request in requests} & rollouts._tickets.keys()
+        return any(rollouts._dispatcher.num_tokens(key) for key in keys)
+
+
 
     def score(self, groups: Sequence[RolloutGroup]) -> Scores:
         time.sleep(self.random.choice([0.0, 0.003]))
