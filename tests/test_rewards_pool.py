@@ -19,7 +19,7 @@ from msrl.rewards import pool as pool_module
 from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
-from reward_groups import group
+from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
 
@@ -263,13 +263,17 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
 
 def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
-    with Scorer([Source(verifier="acc", timeout_s=3.0)], 1) as scorer:
-        scores = scorer.score(
-            [group(stuck, "\\boxed{x^{7}+\\sqrt{y}}", answer="x^{7}+\\sqrt{y}", index=5)]
-        )
-    assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
+    sources = [
+        Source(verifier="acc", tags=("hard",), timeout_s=0.3),
+        Source(verifier="acc", name="easy", tags=("easy",)),
+    ]
+    answer = "x^{7}+\\sqrt{y}"
+    with Scorer(sources, 1) as scorer:
+        hard = group(stuck, answer=answer, index=5, tag="hard")
+        scores = scorer.score([hard, group(f"\\boxed{{{answer}}}", answer=answer, tag="easy")])
+    assert totals(scores) == [[-0.5], [1.0]]
     assert scores.failures == {"acc/timeout": 1}
-    assert_each_mentions(scores.notes, ("acc/timeout: 1 ", "wrong", "prompt 5", "3 s"))
+    assert_each_mentions(scores.notes, ("acc/timeout: 1 ", "wrong", "prompt 5", "0.3 s"))
 
 
 @pytest.mark.parametrize(
