@@ -26,8 +26,10 @@ from msrl.data.order import RowOrder
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scores
 from msrl.rollout.engine import NewTokens, sample_seeds
-from msrl.rollout.runtime.engine_loop import EngineLoop
-from msrl.types import Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.rollout.runtime.buffer import Stage
+from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopCounters, LoopReport
+from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
@@ -164,16 +166,14 @@ def make_job(
     )
 
 
-def train(
-    rollouts: AsyncRollouts, steps: range, *, update_s: float = 0.004
-) -> list[tuple[ScoredGroup, ...]]:
+def train(rollouts: AsyncRollouts, steps: range) -> list[tuple[ScoredGroup, ...]]:
     """Take the batch of each step and publish a version after it; return the batches."""
     batches = list[tuple[ScoredGroup, ...]]()
     for step in steps:
         batch = rollouts.take(step, Clock())
         assert set(batch.metrics) >= {"rollout/staleness_max", "perf/engine_idle"}
         batches.append(batch.train_groups)
-        time.sleep(update_s)
+        time.sleep(0.004)
         rollouts.publish(step + 1)
     return batches
 
@@ -190,6 +190,20 @@ def make_rollouts(
 
     engines = LoopingEngines(workers, getattr(workers, "restart_lost", None))
     return AsyncRollouts(make_job(options, **changes), engines, scorer, publish, state)
+
+
+def count(rollouts: AsyncRollouts, stage: Stage) -> int:
+    """Return the number of groups of the buffer in a stage."""
+    with rollouts._condition:
+        return rollouts._buffer.count(stage)
+
+
+def lose_engine(rollouts: AsyncRollouts) -> None:
+    """Lose engine 1 in a call of the trainer, and wait until it is restarted."""
+    num_restarts = rollouts._num_restarts
+    with rollouts._condition:
+        rollouts._loss = WorkerError("rollout engine 1 failed", ["rollout engine 1"])
+    wait_until(lambda: rollouts._num_restarts > num_restarts)
 
 
 def rows_in_order(job: Any, count: int) -> list[int]:
@@ -245,10 +259,10 @@ def test_the_seeds_are_those_of_a_synchronous_run() -> None:
 def test_a_resumed_run_trains_each_prompt_once_and_keeps_finished_groups() -> None:
     options = AsyncConfig(max_staleness=2)
     with make_rollouts(options) as rollouts:
-        first = train(rollouts, range(2), update_s=0.05)
+        first = train(rollouts, range(2))
+        wait_until(lambda: count(rollouts, "finished") > 0)
         state = json.loads(json.dumps(rollouts.state()))
     finished = state["rollouts"]["finished"]
-    assert finished, "nothing was finished during the updates"
     with make_rollouts(options, state=state, start_step=2) as rollouts:
         second = train(rollouts, range(2, STEPS))
     assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)
@@ -262,7 +276,7 @@ def saved_state(options: AsyncConfig, **changes: Any) -> tuple[list[Any], Any]:
     """Return the batches of two steps, and a state with groups of many versions."""
     with make_rollouts(options, **changes) as rollouts:
         batches = train(rollouts, range(2))
-        wait_until(lambda: rollouts._buffer.count("finished") == 4 * BATCH)
+        wait_until(lambda: count(rollouts, "finished") == 4 * BATCH)
         return batches, json.loads(json.dumps(rollouts.state()))
 
 
@@ -315,7 +329,8 @@ def test_a_checkpoint_of_an_asynchronous_run_is_refused_by_a_synchronous_one() -
 def test_other_data_than_that_of_the_checkpoint_is_refused() -> None:
     options = AsyncConfig(max_staleness=2)
     with make_rollouts(options) as rollouts:
-        train(rollouts, range(2), update_s=0.05)
+        train(rollouts, range(2))
+        wait_until(lambda: count(rollouts, "finished") > 0)
         state = rollouts.state()
     state["rollouts"]["finished"][0]["prompt_index"] = 99
     with pytest.raises(MsrlError, match=mentions("data.train", 99)):
@@ -356,6 +371,7 @@ def test_a_batch_that_does_not_come_ends_with_its_prompts_and_their_holders(
         ),
         make_rollouts(options, workers, timeout_s=0.5) as rollouts,
     ):
+        wait_until(lambda: bool(rollouts._dispatcher._engine_by_key))
         rollouts.take(0, Clock())
 
 
@@ -368,6 +384,7 @@ def test_a_batch_without_scores_ends_with_the_reward_sources_as_their_holders(
     rollouts = make_rollouts(AsyncConfig(max_staleness=1), timeout_s=0.5, scorer=scorer)
     refused = pytest.raises(MsrlError, match=mentions("rpc_timeout_s=0.5", "reward sources"))
     with refused, rollouts:
+        wait_until(lambda: count(rollouts, "scoring") == 2 * BATCH)
         rollouts.take(0, Clock())
 
 
@@ -477,13 +494,13 @@ def test_the_prompts_of_a_lost_engine_run_elsewhere_before_it_has_weights_again(
     workers = LosingEngines(loss_after=0)
     workers.engines[1].hangs = True  # so that it has prompts when it is lost
     with make_rollouts(AsyncConfig(max_staleness=2), workers) as rollouts:
-        wait_until(lambda: rollouts._buffer.count("running") == 3 * BATCH // 2)
-        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        wait_until(lambda: count(rollouts, "running") == 3 * BATCH // 2)
+        lose_engine(rollouts)
         # The trainer, which would send weights, is busy.
-        wait_until(lambda: rollouts._buffer.count("finished") == 3 * BATCH)
+        wait_until(lambda: count(rollouts, "finished") == 3 * BATCH)
         assert rollouts._dispatcher.statuses[1].version == NO_WEIGHTS
         batches = train(rollouts, range(STEPS))
-        assert rollouts._dispatcher.statuses[1].version > NO_WEIGHTS
+        wait_until(lambda: rollouts._dispatcher.statuses[1].version > NO_WEIGHTS)
     assert row_numbers(batches) == rows_in_order(make_job(AsyncConfig()), STEPS * BATCH)
 
 
@@ -514,28 +531,55 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
     slow: Any = workers.engines[1]
     step, slow.random = slow.step, SimpleNamespace(randint=lambda _, high: high, choice=max)
 
-    def step_slowly() -> list[NewTokens]:
-        if slow.weights == 3:  # these requests never end, so the engine has some when it is lost
-            slow.remaining = dict.fromkeys(slow.remaining, 1000)
-        time.sleep(0.15)
+    def step_without_end() -> list[NewTokens]:
+        if slow.weights != 2:  # only requests with the weights of the last step end
+            slow.remaining = dict.fromkeys(slow.remaining, 10**6)
         return step()
 
-    slow.step = step_slowly
+    slow.step = step_without_end
     options, sums = AsyncConfig(max_staleness=1, on_stale="drop"), Counter[str]()
     with make_rollouts(options, workers) as rollouts:
         for number in range(3):
+            if number == 2:  # the groups of version 0 become stale
+                wait_until(lambda: 1 in engines_with_tokens(rollouts))
             sums.update(rollouts.take(number, Clock()).metrics)
             rollouts.publish(number + 1)
         dropped, reissued = (sums[f"rollout/{name}_groups"] for name in ("dropped", "reissued"))
         assert dropped == reissued > 0
         assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
         before = rollouts._repeated
-        wait_until(lambda: 1 in engines_with_tokens(rollouts))
-        rollouts._restart_engines(WorkerError("rollout engine 1 failed", ["rollout engine 1"]))
+        wait_until(lambda: slow.weights == 3 and has_tokens(rollouts, list(slow.remaining)))
+        lose_engine(rollouts)
         after = rollouts._repeated
     assert after.dropped_groups == before.dropped_groups
     assert after.reissued_groups > before.reissued_groups
     assert after.reissued_tokens > before.reissued_tokens
+
+
+def test_tokens_of_a_finished_group_are_known_until_the_next_exchange() -> None:
+    prompt = Prompt(0, np.arange(4))
+    completion = Completion(np.arange(3), np.zeros(3, np.float32), "stop", 0, "")
+    group, counters = RolloutGroup(prompt, (completion, completion)), LoopCounters()
+    reports = [
+        [LoopReport(0, {}, {"a": 5}, counters)],
+        [LoopReport(0, {"a": group}, {"a": 5}, counters)],
+        [LoopReport(0, {"a": group}, {}, counters)],  # again, since a message may be lost
+    ]
+    engines: Any = SimpleNamespace(size=1, exchange=lambda *_: reports.pop(0))
+    dispatcher = Dispatcher(engines, 0)
+    assert dispatcher.exchange([GroupRequest("a", prompt, SAMPLING, (1, 2))], []) == {}
+    assert dispatcher.num_tokens("a") == 5
+    assert dispatcher.exchange([], []) == {"a": group}
+    assert dispatcher.num_tokens("a") == 6
+    assert dispatcher.exchange([], []) == {}
+    assert dispatcher.num_tokens("a") == 0
+
+
+def has_tokens(rollouts: AsyncRollouts, requests: Sequence[str]) -> bool:
+    """Return True if tokens of groups of these requests, not dropped ones, have been reported."""
+    with rollouts._condition:
+        keys = {request.rpartition("/")[0] for request in requests} & rollouts._tickets.keys()
+        return any(rollouts._dispatcher.num_tokens(key) for key in keys)
 
 
 def engines_with_tokens(rollouts: AsyncRollouts) -> set[int]:
@@ -698,10 +742,9 @@ def test_a_group_has_the_greedy_response_that_its_estimator_needs() -> None:
 
         engine.add_request = partial(record, add=add_request)  # type: ignore[method-assign]
     with make_rollouts(options, workers, estimator="remax") as rollouts:
-        first = train(rollouts, range(2), update_s=0.1)
+        first = train(rollouts, range(2))
+        wait_until(lambda: count(rollouts, "finished") > 0)
         state = json.loads(json.dumps(rollouts.state()))
-    finished = state["rollouts"]["finished"]
-    assert finished, "nothing was finished during the updates"
     with make_rollouts(options, state=state, start_step=2, estimator="remax") as rollouts:
         second = train(rollouts, range(2, STEPS))
     assert row_numbers([*first, *second]) == rows_in_order(make_job(options), STEPS * BATCH)

@@ -18,7 +18,7 @@ from support import assert_mentions, mentions
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import asynchronous, device, logging_cost, results  # noqa: E402
+from benchmarks import asynchronous, device, logging_cost, measure, results  # noqa: E402
 from benchmarks.__main__ import detail_lines  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
@@ -91,14 +91,28 @@ def test_figures_have_three_digits(value: float, text: str) -> None:
     assert figure(value) == text
 
 
-def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(tmp_path: Path) -> None:
+def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "big").write_bytes(bytes(300_000_000))
     child = (
-        "import numpy as np, time; m = np.memmap('big', mode='r'); m.sum(); "
-        "a = np.ones(25_000_000); time.sleep(0.5)"
+        "import numpy as np, os, time; m = np.memmap('big', mode='r'); m.sum(); "
+        "a = np.ones(25_000_000); end = time.monotonic() + 60\n"
+        "while not os.path.exists('measured') and time.monotonic() < end: time.sleep(0.01)\n"
+        "time.sleep(0.5)"
     )
+    now = measure._Memory._now
+
+    def now_and_tell(memory: Any) -> int:
+        num_bytes = now(memory)
+        if num_bytes > 200e6:
+            (tmp_path / "measured").touch()
+        return num_bytes
+
+    monkeypatch.setattr(measure._Memory, "_now", now_and_tell)
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     done = timed([sys.executable, "-c", code], environment=quiet_environment(), cwd=tmp_path)
+    assert (tmp_path / "measured").exists()
     assert 200e6 < done.peak_anonymous_bytes < 300e6
     assert done.seconds > 0.5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -104,6 +106,8 @@ def test_a_cluster_in_use_is_not_ended_without_a_question(head, monkeypatch, cap
         )
         assert done.returncode == 2, done.stderr
         assert_mentions(done.stderr, "127.0.0.1: 1 of 2 devices", "--force")
+        clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=time.sleep)
+        monkeypatch.setattr(sessions, "time", clock)  # a look at the clock takes a second
         with pytest.raises(MsrlError, match=mentions("wait_for_nodes_s=3")):
             session.create_placement(plan([Role("actor", 2)], 2, resource=RESOURCE), timeout_s=3)
     notes = [line for line in capfd.readouterr().err.splitlines() if "Waiting" in line]
@@ -402,9 +406,10 @@ def test_an_msrl_error_of_a_worker_is_raised_unchanged(run):
     end(actor)
 
 
-def test_a_dead_worker_is_reported_before_its_failed_peers(run):
+def test_a_dead_worker_is_reported_before_its_failed_peers(run, monkeypatch):
     from msrl.cluster.waiting import WorkerError, wait_all
 
+    monkeypatch.setattr("msrl.cluster.waiting._AFTERMATH_S", 60.0)
     session, placed, probe_class = run
     peer, dying = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
     wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=60)
@@ -438,7 +443,10 @@ def test_the_death_of_an_idle_worker_ends_the_wait(run):
 
 
 def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.full

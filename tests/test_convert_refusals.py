@@ -95,10 +95,10 @@ SIZES = [
 def test_an_absurd_size_is_refused_before_memory_is_taken(
     config: dict[str, Any], key: str, value: int
 ) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(MsrlError, match=mentions("config.json", f"{key}=", "limit")):
         shape(config, **{key: value})
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 5
 
 
 def test_too_many_experts_in_all_layers_are_refused() -> None:

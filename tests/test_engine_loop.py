@@ -33,7 +33,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.weights, self.remaining, self.recomputed = 0, dict[str, int](), 0
-        self.permission = threading.Semaphore(0)
+        self.permission, self.num_steps = threading.Semaphore(0), 0  # begun
         self.fails = False
 
     def add_request(
@@ -42,7 +42,8 @@ class ScriptedEngine:
         self.remaining[request] = sampling.max_tokens
 
     def step(self) -> list[NewTokens]:
-        assert self.permission.acquire(timeout=10)
+        self.num_steps += 1
+        assert self.permission.acquire(timeout=60)
         if self.fails:
             raise RuntimeError("the device is lost")
         outputs = list[NewTokens]()
@@ -76,7 +77,7 @@ class ScriptedEngine:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -103,7 +104,7 @@ def test_tokens_before_and_after_an_update_are_recorded_with_their_versions() ->
     loop.start()
     peek(loop, group_request(0))
     engine.allow(2)
-    wait_until(lambda: peek(loop).progress == {"group 0": 4})
+    wait_until(lambda: peek(loop).progress == {"group 0": 4} and engine.num_steps == 3)
     loop.update(4, engine.load(1))
     engine.allow(1)  # for the step that is waiting already
     wait_until(lambda: peek(loop).version == 4)
@@ -170,13 +171,15 @@ def test_a_paused_loop_keeps_its_requests_and_continues_with_new_weights() -> No
     peek(loop, group_request(0))
     engine.allow(1)
     wait_until(lambda: peek(loop).progress == {"group 0": 2})
-    engine.allow(1)
-    loop.pause()
+    pausing = threading.Thread(target=loop.pause)
+    pausing.start()
+    wait_until(lambda: loop._is_paused)
+    engine.allow(1)  # for the step that is waiting already
+    pausing.join()
     engine.allow(100)
-    num_steps = engine.permission._value
     loop.update(1, engine.load(1))
     time.sleep(0.05)
-    assert engine.permission._value == num_steps
+    assert engine.num_steps == 2
     loop.resume()
     (group,) = wait_for_groups(loop, 1).values()
     assert [run.version for run in group.completions[0].versions] == [0, 1]
@@ -190,9 +193,36 @@ def test_a_closed_loop_leaves_no_request_in_the_engine() -> None:
     peek(loop, group_request(0), group_request(1))
     engine.allow(1)
     wait_until(lambda: sum(peek(loop).progress.values()) == 4)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    wait_until(lambda: loop._is_closing)
     engine.allow(1)  # for the step that is waiting already
-    loop.close()
+    closing.join()
     assert not engine.remaining
+
+
+def test_a_report_with_a_finished_group_counts_all_of_its_tokens() -> None:
+    engine, texts = ScriptedEngine(), list[Ints]()
+    is_busy, may_continue = threading.Event(), threading.Event()
+
+    def text(token_ids: Ints) -> str:
+        texts.append(token_ids)
+        if len(texts) == 3:  # the first group is finished, and the second one is not
+            is_busy.set()
+            assert may_continue.wait(60)
+        return ""
+
+    engine.text = text  # type: ignore[method-assign]
+    loop = EngineLoop(engine, version=0)
+    loop.start()
+    sampling = SamplingParams(max_tokens=1, num_samples=2)
+    peek(loop, group_request(0, sampling), group_request(1, sampling))
+    engine.allow(1)
+    assert is_busy.wait(60)
+    report = peek(loop)
+    may_continue.set()
+    assert set(report.finished) == {"group 0"} and report.counters.generated_tokens == 4
+    loop.close()
 
 
 def test_a_failure_of_the_engine_is_raised_by_the_next_call() -> None:

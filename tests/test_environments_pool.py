@@ -7,11 +7,13 @@ import signal
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bad_environments import INJECTION
 from msrl.data.turns import ToolCall
+from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment
 from msrl.environments.tool_formats import hermes
@@ -96,13 +98,38 @@ def faulty():
 
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
 def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
-    with pool(moody(timeout_s=0.5)) as environments:
+    with pool(moody()) as environments:
         environments.open("a", {}).result(LIMIT_S)
         pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        environments._episodes["a"].timeout_s = 0.5
         assert fault(environments.step("a", mood)).reason == "timeout"
         assert_ends(pid)
         assert environments.open("b", {}).result(LIMIT_S).messages
         assert environments.fault_counts == {"timeout": 1}
+
+
+def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
+    """Stall the thread after it has seen no reply, until the reply has come and time is over."""
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        late_s, stalls = [0.0], []
+        selector, number = environments._loop._selector, environments._episodes["a"].number
+        channel = environments._loop._known[number].channel
+
+        def select(timeout=None):
+            events = original(timeout)
+            if stalls or not any(key.fileobj is channel for key, _ in events):
+                return events
+            stalls.append(timeout)
+            late_s[0] += 1000.0
+            return []
+
+        original = selector.select
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+        monkeypatch.setattr(pool_loop, "time", clock)
+        monkeypatch.setattr(selector, "select", select)
+        assert isinstance(environments.step("a", "x").result(LIMIT_S), StepResult)
+    assert stalls
 
 
 def assert_ends(pid: int) -> None:
@@ -126,7 +153,8 @@ def session(path: Path) -> int:
 def test_a_fault_of_reset_is_the_result_of_open():
     with pool(moody(timeout_s=0.5)) as environments:
         assert fault(environments.open("a", {"mood": "hang"})).reason == "timeout"
-        assert fault(environments.open("b", {"mood": "raise"})).reason == "error"
+    with pool(moody()) as environments:
+        assert fault(environments.open("a", {"mood": "raise"})).reason == "error"
 
 
 def test_closing_an_episode_ends_its_process_and_cancels_its_call():

@@ -396,7 +396,7 @@ def test_weights_that_change_within_an_episode_are_recorded_by_token(
     loop.update(6, lambda: setattr(policy, "weights", 1))
     wait_for(lambda: loop.exchange(LoopMessage(), 0.0).version == 6)
     environments.release()
-    wait_for(lambda: len(environments.answers) == 2)
+    wait_for(lambda: len(environments.answers) == 2 and bool(environments.waiting))
     environments.release()
     report = loop.exchange(LoopMessage(), 10.0)
     (completion,) = report.finished["a"].completions

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from msrl.platforms import get
+from msrl.trainer.fork_template import RankTemplate
 from msrl.trainer.launch import LocalRanks, RankContext, RankError
 from training_runs import wait_for_end
 
@@ -26,9 +29,25 @@ def wait_for_message(context: RankContext, payload: object) -> None:
     os._exit(context.receive())
 
 
-def start() -> LocalRanks:
+def wait_for_removal(file: str) -> str:
+    while Path(file).exists():
+        time.sleep(0.05)
+    return "payload"
+
+
+class SlowPayload:
+    """Payload that is unpickled as "payload" once a file is removed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        return wait_for_removal, (str(self.file),)
+
+
+def start(payload: object = "payload") -> LocalRanks:
     target = "test_fork_template:wait_for_message"
-    return LocalRanks(target, "payload", num_ranks=2, platform=get("cpu"), env=TESTS)
+    return LocalRanks(target, payload, num_ranks=2, platform=get("cpu"), env=TESTS)
 
 
 def test_a_killed_template_ends_its_ranks_and_the_run() -> None:
@@ -55,10 +74,53 @@ def test_the_exit_code_of_a_rank_is_reported_and_the_others_end() -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_ranks_that_are_still_importing_end_immediately() -> None:
-    with start() as ranks:
-        began = time.monotonic()
+def test_ranks_that_are_still_importing_end_immediately(tmp_path: Path) -> None:
+    (tmp_path / "importing").touch()
+    with start(SlowPayload(tmp_path / "importing")) as ranks:
+        template = ranks._template
+        assert template is not None
         ranks.end()
-        assert time.monotonic() - began < 3
+        assert template._process.returncode == -signal.SIGKILL and not template._pids
+        (tmp_path / "importing").unlink()
         ranks.restart()
         assert len([next(ranks.messages()) for _ in range(2)]) == 2
+
+
+RANKS = """
+import os, sys, time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from msrl.trainer.fork_template import fork_ranks
+
+template, folder = os.getpid(), Path(sys.argv[1])
+
+def run(rank):
+    (folder / f"{rank} runs").touch()
+    while os.getppid() == template:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    (folder / f"{rank} ends").touch()
+    os._exit(0)
+
+fork_ranks(2, Connection(int(sys.argv[2])), run, descriptors=[])
+"""
+
+
+def test_the_end_waits_for_ranks_that_the_driver_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", RANKS, str(tmp_path)]
+    template = RankTemplate(command, env=dict(os.environ), descriptors=[])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("* runs"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    receive = template._receive
+
+    def receive_late(timeout_s: float | None) -> bool:
+        """Return no message until the template has ended."""
+        return template._process.returncode is not None and receive(timeout_s)
+
+    monkeypatch.setattr(template, "_receive", receive_late)
+    monkeypatch.setattr(template._pipe, "send", lambda _: None)
+    template.end()
+    assert len(list(tmp_path.glob("* ends"))) == 2

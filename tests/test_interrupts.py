@@ -52,14 +52,15 @@ def test_the_first_signal_is_reported_and_the_second_ends_the_run(
         assert interrupts.asked
         assert_mentions(capsys.readouterr().err, "step", "checkpoint")
         if number == signal.SIGTERM:  # see below
-            later = module.time.monotonic() + 1.5
+            later = module.time.monotonic() + module._MOMENT_S + 0.5
             monkeypatch.setattr(module.time, "monotonic", lambda: later)
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
 
 
-def test_a_sigterm_soon_after_the_first_one_is_ignored():
+def test_a_sigterm_soon_after_the_first_one_is_ignored(monkeypatch: pytest.MonkeyPatch):
     """Ignore the second SIGTERM of timeout(1), to the command's group after the command."""
+    monkeypatch.setattr(module, "_MOMENT_S", 60.0)
     with EndAtOnce(), Interrupts() as interrupts:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)

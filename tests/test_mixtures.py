@@ -236,7 +236,7 @@ def test_the_plan_of_a_large_model_takes_seconds(
     assert num_parameters(shape) == parameters
     begun = time.process_time()
     plan = make_plan(shape, layout)
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < 10
     experts = sum(
         math.prod(size)
         for rank in plan.ranks

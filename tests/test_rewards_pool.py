@@ -4,24 +4,28 @@ Workers are killed and replaced, and all other scores arrive in order.
 """
 
 import os
+import selectors
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from msrl.errors import MsrlError
+from msrl.rewards import pool as pool_module
 from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
-from reward_groups import group
+from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
 
-def pool(*names, timeout_s=60.0, num_workers=1, options=(), **limits):
-    functions = [Function("bad_verifiers", name, dict(options), timeout_s) for name in names]
+def pool(name, *, stuck_s=60.0, num_workers=1, options=(), **limits):
+    """Return a pool whose function 0 has an ample time limit; function 1 has `stuck_s`."""
+    functions = [Function("bad_verifiers", name, dict(options), limit) for limit in (60.0, stuck_s)]
     return Pool(functions, num_workers, **limits)
 
 
@@ -31,14 +35,27 @@ def calls(*responses, function=0):
 
 def children():
     """Return the ids of the child processes of this process, including zombies."""
-    listing = [
-        (path.parent.name, path.read_text())
-        for path in Path("/proc").glob("[0-9]*/stat")
-        if path.exists()
-    ]
-    return {
-        int(pid) for pid, text in listing if int(text.rpartition(")")[2].split()[1]) == os.getpid()
-    }
+    pids = [path.name for path in Path("/proc").glob("[0-9]*")]
+    return {int(pid) for pid in pids if stat(pid)[1] == str(os.getpid())}
+
+
+def stat(pid):
+    """Return the fields of /proc/PID/stat from the state on, or those of no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return ["X", "0"]
+
+
+def running(pid):
+    return stat(pid)[0] not in {"Z", "X"}
+
+
+def wait_for_end(pid):
+    deadline = time.monotonic() + 30
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_results_come_in_the_order_of_the_calls():
@@ -53,11 +70,12 @@ def test_results_come_in_the_order_of_the_calls():
 @pytest.mark.parametrize("name", ["sleep_forever", "spin_in_c"])
 def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
     existing = children()
-    with pool(name, timeout_s=0.7) as workers:
+    with pool(name, stuck_s=0.7) as workers:
         assert workers.map(calls("fine")) == (CallResult(1.0),)
         before = children() - existing
         start = time.monotonic()
-        outcomes = workers.map(calls("a", "b", "stuck", "c", "d"))
+        stuck = calls("stuck", function=1)
+        outcomes = workers.map([*calls("a", "b"), *stuck, *calls("c", "d")])
         assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
         assert [o.score for o in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
         assert time.monotonic() - start < 20
@@ -66,11 +84,33 @@ def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
 
 
 def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
-    with pool("sleep_forever", timeout_s=0.5, num_workers=2) as workers:
+    with pool("sleep_forever", stuck_s=0.5, num_workers=2) as workers:
         workers.map(calls("warm"))
-        outcomes = workers.map(calls("stuck", *["x"] * 3000))
+        outcomes = workers.map([*calls("stuck", function=1), *calls(*["x"] * 3000)])
     assert outcomes[0].failure == "timeout"
     assert all(o == CallResult(1.0) for o in outcomes[1:])
+
+
+def test_an_answer_in_the_pipe_is_no_timeout(monkeypatch):
+    """Stall the thread after it has seen no answer, until the answer has come and time is over."""
+    late_s, stalls = [0.0], []
+
+    class StalledSelector(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            events = super().select(timeout)
+            if stalls or not events:
+                return events
+            stalls.append(timeout)
+            late_s[0] += 1000.0
+            return []
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    with pool("length") as workers:
+        workers.start()
+        monkeypatch.setattr(pool_module, "time", clock)
+        monkeypatch.setattr(pool_module.selectors, "DefaultSelector", StalledSelector)
+        assert workers.map(calls("four")) == (CallResult(4.0),)
+    assert stalls
 
 
 def test_a_crash_fails_its_own_call_only():
@@ -116,7 +156,7 @@ def test_a_worker_that_died_between_two_rounds_costs_no_score():
     with pool("own_process") as workers:
         pid = int(workers.map(calls("a"))[0].score)
         os.kill(pid, 9)
-        time.sleep(0.2)
+        wait_for_end(pid)
         (result,) = workers.map(calls("a"))
         assert result.failure is None
         assert int(result.score) != pid
@@ -124,8 +164,8 @@ def test_a_worker_that_died_between_two_rounds_costs_no_score():
 
 def test_closing_leaves_no_process_and_no_zombie():
     before = children()
-    with pool("sleep_forever", num_workers=3, timeout_s=0.5) as workers:
-        workers.map(calls("a", "stuck"))
+    with pool("sleep_forever", num_workers=3, stuck_s=0.5) as workers:
+        workers.map([*calls("a"), *calls("stuck", function=1)])
         assert len(children() - before) == 3
     assert children() == before
     workers.close()
@@ -147,10 +187,9 @@ def test_a_function_that_does_not_exist_is_reported_at_the_start(capfd):
 
 def test_a_pool_works_in_a_thread():
     results = []
-    with pool("sleep_forever", timeout_s=0.5) as workers:
-        thread = threading.Thread(
-            target=lambda: results.extend(workers.map(calls("a", "stuck", "b")))
-        )
+    batch = [*calls("a"), *calls("stuck", function=1), *calls("b")]
+    with pool("sleep_forever", stuck_s=0.5) as workers:
+        thread = threading.Thread(target=lambda: results.extend(workers.map(batch)))
         thread.start()
         thread.join(60)
     assert [o.failure for o in results] == [None, "timeout", None]
@@ -168,15 +207,7 @@ def test_workers_end_with_a_parent_that_was_killed():
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )
-    deadline = time.monotonic() + 30
-    while running(int(done.stdout)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(int(done.stdout))
-
-
-def running(pid):
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    wait_for_end(int(done.stdout))
 
 
 @pytest.mark.parametrize(
@@ -232,11 +263,15 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
 
 def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
-    with Scorer([Source(verifier="acc", timeout_s=0.3)], 1) as scorer:
-        scores = scorer.score(
-            [group(stuck, "\\boxed{x^{7}+\\sqrt{y}}", answer="x^{7}+\\sqrt{y}", index=5)]
-        )
-    assert [r.total for r in scores.groups[0].rewards] == [-0.5, 1.0]
+    sources = [
+        Source(verifier="acc", tags=("hard",), timeout_s=0.3),
+        Source(verifier="acc", name="easy", tags=("easy",)),
+    ]
+    answer = "x^{7}+\\sqrt{y}"
+    with Scorer(sources, 1) as scorer:
+        hard = group(stuck, answer=answer, index=5, tag="hard")
+        scores = scorer.score([hard, group(f"\\boxed{{{answer}}}", answer=answer, tag="easy")])
+    assert totals(scores) == [[-0.5], [1.0]]
     assert scores.failures == {"acc/timeout": 1}
     assert_each_mentions(scores.notes, ("acc/timeout: 1 ", "wrong", "prompt 5", "0.3 s"))
 

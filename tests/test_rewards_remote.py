@@ -1,11 +1,14 @@
 """Remote sandboxes and reward servers on real HTTP servers that answer, fail, stall and lie."""
 
 import contextlib
+import fcntl
+import http.client
 import json
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
@@ -114,6 +117,19 @@ def test_the_number_of_attempts_is_limited(answer, attempts):
         assert (caught.value.kind, len(payloads)) == ("error", attempts)
 
 
+def read_request(connection):
+    with connection.makefile("rb") as stream:
+        stream.readline()
+        stream.read(int(http.client.parse_headers(stream)["Content-Length"]))
+
+
+def wait_for_delivery(connection):
+    """Wait until the peer's kernel has received all that was sent (tcp(7), SIOCOUTQ)."""
+    deadline = time.monotonic() + 30
+    while any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 @contextlib.contextmanager
 def reset_after(answer):
     """Start a server that sends these bytes and resets the connection; yield its URL.
@@ -128,9 +144,9 @@ def reset_after(answer):
             with contextlib.suppress(OSError):
                 while True:
                     connection, _ = server.accept()
-                    connection.recv(1 << 16)
+                    read_request(connection)
                     connection.sendall(answer)
-                    time.sleep(0.1)  # the answer's head arrives, then the reset
+                    wait_for_delivery(connection)  # the answer arrives, then the reset
                     connection.setsockopt(
                         socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
                     )

@@ -407,8 +407,8 @@ def test_options_of_code_and_responses_without_a_program():
 @pytest.mark.slow
 def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
     hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
-    options = {"case_s": 4.0, "total_s": 8.0, "memory_mb": 96, "processes": 8}
-    with Scorer([Source(verifier="code", options=options, timeout_s=20.0)], 2) as scorer:
+    options = {"case_s": 10.0, "total_s": 20.0, "memory_mb": 96, "processes": 8}
+    with Scorer([Source(verifier="code", options=options, timeout_s=60.0)], 2) as scorer:
         scores = scorer.score(
             [group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)]
         )

@@ -13,6 +13,7 @@ from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
 OWN = """
+import time
 from other_file import FACTOR
 from math import floor as rounded
 
@@ -24,7 +25,7 @@ def of_row(response, answer, extra):
 
 def stuck_at_b(response, answer):
     while response == "b":
-        pass
+        time.sleep(1)
     return float(len(response))
 
 async def later(response, answer):
@@ -134,11 +135,11 @@ def test_rows_that_cannot_be_scored_are_found_before_any_is():
 
 
 def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
-    def source(**options):
-        return Source(function=f"{own}:stuck_at_b", timeout_s=0.4, **options)
+    def source(*, timeout_s=3.0, **options):
+        return Source(function=f"{own}:stuck_at_b", timeout_s=timeout_s, **options)
 
     sources = [source(wrong=-3.0), source(name="undecided", on_failure="undecided")]
-    with Scorer(sources, 2) as scorer:
+    with Scorer(sources, 4) as scorer:  # one process for each call that is stuck
         scores = scorer.score([group("a", "b", "ccc"), group("b")])
     assert [[r.scores["stuck_at_b"] for r in g.rewards] for g in scores.groups] == [
         [1.0, -3.0, 3.0],
@@ -149,9 +150,9 @@ def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
         [0.0],
     ]
     assert scores.failures == {"stuck_at_b/timeout": 2, "undecided/timeout": 2}
-    assert_mentions(scores.notes[1], "undecided/timeout: 2 ", "prompt 0", "0.4 s")
+    assert_mentions(scores.notes[1], "undecided/timeout: 2 ", "prompt 0", "3 s")
     with (
-        Scorer([source(on_failure="fail")], 1) as scorer,
+        Scorer([source(timeout_s=0.4, on_failure="fail")], 1) as scorer,
         pytest.raises(MsrlError, match=mentions("stuck_at_b", "timeout", "prompt 5")),
     ):
         scorer.score([group("b", index=5)])

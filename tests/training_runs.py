@@ -106,17 +106,20 @@ def files_in(tmp: Path) -> list[str]:
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
     """Return the shared-memory files that these processes have mapped."""
-    maps = [
-        path.read_text(errors="replace")
-        for pid in pids
-        if (path := Path(f"/proc/{pid}/maps")).exists()
-    ]
     return {
         Path(name)
-        for text in maps
-        for name in re.findall(r"/dev/shm/.*", text)
+        for pid in pids
+        for name in re.findall(r"/dev/shm/.*", _read_maps(pid))
         if not name.endswith(" (deleted)")
     }
+
+
+def _read_maps(pid: int) -> str:
+    """Return the text of /proc/PID/maps, which is empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:

@@ -301,6 +301,11 @@ class RolloutGroup:
     prompt: Prompt
     completions: tuple[Completion, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of response tokens of all completions."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:

@@ -49,8 +49,8 @@ class ForkServerClient:
         with contextlib.suppress(OSError):  # the end of a server is read from its output
             self._command(KILL, number)
 
-    def is_late(self) -> bool:
-        return not self.is_ready and time.monotonic() > self.deadline
+    def is_late(self, now: float) -> bool:
+        return not self.is_ready and now > self.deadline
 
     def stop(self) -> None:
         """Let the server kill its episodes, then kill it."""

@@ -117,9 +117,10 @@ class PoolLoop:
         while self._inbox:
             self._accept(self._inbox.popleft())
         self._dispatch()
-        for key, events in self._selector.select(self._wait_s()):
+        now = time.monotonic()  # before the replies are read: a late reader loses no reply
+        for key, events in self._selector.select(self._wait_s(now)):
             key.data(events)
-        self._check_deadlines()
+        self._check_deadlines(now)
 
     def _end(self) -> None:
         """Cancel all calls and end all processes."""
@@ -303,23 +304,23 @@ class PoolLoop:
         self._running.pop(episode.number, None)
         self._known.pop(episode.number, None)
 
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
+    def _check_deadlines(self, now: float) -> None:
+        """End calls whose time was over before the last replies were read, at `now`."""
         for episode in [e for e in self._running.values() if e.deadline <= now]:
             if episode.is_dying:
                 self._set_fault(episode, EpisodeFault("crash", "the process cannot be killed"))
             else:
                 self._fail(episode, "timeout", f"no reply within {episode.timeout_s:g} s")
-        if self._server is not None and self._server.is_late():
+        if self._server is not None and self._server.is_late(now):
             self._lose_server(f"did not start within {START_LIMIT_S:g} s")
 
-    def _wait_s(self) -> float | None:
+    def _wait_s(self, now: float) -> float | None:
         deadlines = [episode.deadline for episode in self._running.values()]
         if self._server is not None and not self._server.is_ready:
             deadlines.append(self._server.deadline)
         if not deadlines:
             return None
-        return max(0.0, min(deadlines) - time.monotonic())
+        return max(0.0, min(deadlines) - now)
 
     def _read_server(self, _: int) -> None:
         """Read the first message of the fork server, or its end."""

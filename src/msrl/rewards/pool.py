@@ -191,8 +191,8 @@ class _MapRun:
     def _receive(self) -> None:
         """Wait for answers, the end of a worker or a time limit, and handle them."""
         limits = [self._deadline(worker) for worker in self.workers]
-        events = self.selector.select(min(max(0.0, min(limits) - time.monotonic()), START_LIMIT_S))
-        now = time.monotonic()
+        now = time.monotonic()  # before the answers are read: a late reader loses no answer
+        events = self.selector.select(min(max(0.0, min(limits) - now), START_LIMIT_S))
         ready = {key.data for key, _ in events}
         for number in ready:
             self._collect(number)

@@ -3,7 +3,8 @@
 The import takes seconds of CPU time and hundreds of megabytes per process. On CPU, the ranks of a
 machine therefore share one import. The driver and the template talk through a pipe: the template
 reports ("started", rank, pid) and ("ended", rank, exit code), and ends all ranks when the driver
-sends anything or closes the pipe.
+sends anything or closes the pipe. The ranks keep the template's end of the pipe open, so the driver
+reads its end once the template and all ranks have ended.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import connection
 from typing import Protocol
@@ -75,7 +77,7 @@ class RankTemplate:
         return self._codes.get(rank)
 
     def end(self) -> None:
-        """Kill all ranks and the template."""
+        """Kill all ranks and the template, and wait for their ends."""
         with contextlib.suppress(OSError):
             self._pipe.send("end")
         while self._receive(0.0):
@@ -85,7 +87,14 @@ class RankTemplate:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._wait_for_ranks()
         self._pipe.close()
+
+    def _wait_for_ranks(self) -> None:
+        """Wait for ranks that the template had no time to report; the kernel kills them."""
+        deadline = time.monotonic() + _END_S
+        while not self._is_lost and (remaining_s := deadline - time.monotonic()) > 0:
+            self._receive(remaining_s)
 
     def _receive(self, timeout_s: float | None) -> bool:
         """Read one message; return False if there is none within the time."""
@@ -128,13 +137,13 @@ def fork_ranks(
 ) -> None:
     """Fork a process per rank, which calls `run(rank)`, and wait in this process for their ends.
 
-    The function returns in all processes. `descriptors` are those of the ranks' pipes.
+    The function returns in all processes. `descriptors` are those of the ranks' pipes. A rank keeps
+    `pipe` open, but does not use it.
     """
     pids: dict[int, int] = {}
     for rank in range(num_ranks):
         pid = os.fork()
         if not pid:
-            pipe.close()
             os.setsid()
             return run(rank)
         pids[pid] = rank

@@ -457,10 +457,13 @@ class EngineLoop:
     def _step(self) -> None:
         start = time.perf_counter()
         outputs = self._engine.step()
-        for new in outputs:
-            self._add(new)
+        # Count before groups are emitted: a report with a finished group has all of its tokens.
         generated = sum(len(new.token_ids) for new in outputs)
         self._count(generated_tokens=generated, busy_s=time.perf_counter() - start)
+        start = time.perf_counter()
+        for new in outputs:
+            self._add(new)
+        self._count(busy_s=time.perf_counter() - start)
         with self._condition:
             self._progress = {key: group.num_tokens for key, group in self._groups.items()}
 

@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP end a training after its current step, with a checkpoint.
 
 A second Ctrl-C or SIGTERM, or one before the first step, ends it immediately. timeout(1) sends
-SIGTERM to its command and then to the command's process group, so a repeated SIGTERM within a
-second counts as one signal. SIGHUP never counts as the second signal: a terminal may close while a
+SIGTERM to its command and then to the command's process group, so a SIGTERM repeated within 5 s
+counts as one signal. SIGHUP never counts as the second signal: a terminal may close while a
 training saves. Under nohup(1), SIGHUP stays ignored.
 """
 
@@ -20,7 +20,8 @@ from typing import TextIO, TypeVar
 
 from msrl.trainer.checkpointing.resume import SavedTraining
 
-_MOMENT_S = 1.0
+# Python handles a signal between two bytecodes, on a loaded machine seconds after its arrival.
+_MOMENT_S = 5.0
 _Context = TypeVar("_Context", bound="_SignalContext")
 
 

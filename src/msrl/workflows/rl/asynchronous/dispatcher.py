@@ -48,6 +48,7 @@ class Dispatcher:
         self._engines = engines
         self._engine_by_key: dict[str, int] = {}
         self._progress: dict[str, int] = {}
+        self._finished: list[str] = []  # keys that the last exchange returned
         self._mail = [_Mail() for _ in range(engines.size)]
         self.statuses = [EngineStatus(version)] * engines.size
         self._lost_counters: list[LoopCounters] = []
@@ -70,6 +71,8 @@ class Dispatcher:
 
         Groups start on engines that have weights.
         """
+        for key in self._finished:
+            self._progress.pop(key, None)
         for key in aborted:
             engine = self._engine_by_key.pop(key, None)
             self._progress.pop(key, None)
@@ -83,6 +86,7 @@ class Dispatcher:
         finished: dict[str, RolloutGroup] = {}
         for engine, report in enumerate(reports):
             finished |= self._receive(engine, report)
+        self._finished = list(finished)
         return finished
 
     def lose(self, engine: int) -> dict[str, int]:
@@ -101,7 +105,10 @@ class Dispatcher:
         return lost
 
     def num_tokens(self, key: str) -> int:
-        """Return the number of tokens of a running group in the last report of its engine."""
+        """Return the number of tokens of a group in the last report of its engine.
+
+        Those of a finished group are known until the next exchange, when the caller counts them.
+        """
         return self._progress.get(key, 0)
 
     def describe(self, key: str) -> str:
@@ -128,7 +135,7 @@ class Dispatcher:
                 self._progress[key] = count
         finished: dict[str, RolloutGroup] = {}
         for key, group in report.finished.items():
-            self._progress.pop(key, None)
             if self._engine_by_key.pop(key, None) is not None:
+                self._progress[key] = group.num_tokens
                 finished[key] = group
         return finished

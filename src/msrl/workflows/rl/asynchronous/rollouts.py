@@ -81,7 +81,7 @@ class AsyncRollouts:
         self._condition = threading.Condition()
         self._tickets: dict[str, Ticket] = {}  # by the key of the request
         self._num_tokens = {  # of generated groups in the buffer, by their number
-            item.ticket.number: _count_tokens(item.group.rollout) for item in initial.finished
+            item.ticket.number: item.group.rollout.num_tokens for item in initial.finished
         }
         self._aborted: list[str] = []
         self._to_score: list[tuple[Ticket, RolloutGroup]] = []  # with greedy completions
@@ -393,7 +393,7 @@ class AsyncRollouts:
         sampled = group.completions[: self._job.sampling.num_samples]
         oldest = min(completion.policy_version for completion in sampled)
         if ticket is not None and self._buffer.generated(ticket, oldest):
-            self._num_tokens[ticket.number] = _count_tokens(group)
+            self._num_tokens[ticket.number] = group.num_tokens
             self._to_score.append((ticket, group))
 
     def _score(self) -> None:
@@ -462,10 +462,6 @@ class AsyncRollouts:
         has_greedy = group.greedy is not None
         is_complete = len(group.rewards) == self._job.sampling.num_samples
         return is_complete and (has_greedy or self._greedy is None)
-
-
-def _count_tokens(group: RolloutGroup) -> int:
-    return sum(len(completion.token_ids) for completion in group.completions)
 
 
 def _key(ticket: Ticket) -> str:
