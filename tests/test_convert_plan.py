@@ -54,7 +54,7 @@ def _is_quick(shape: Shape, target: McoreTarget) -> bool:
     return _seconds(shape, target) < 15 * (time.process_time() - start)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_second() -> None:
     """An unsupported model is refused; the message names the key of the feature."""
     planned, refused = 0, list[str]()

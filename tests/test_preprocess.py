@@ -127,7 +127,7 @@ def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     assert [decoded[i].answer for i in range(5)] == ["72", "10", "5", "42", "624"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_complete_gsm8k_is_preprocessed_with_two_workers(tmp_path):
     source = [str(shared_data("math", "gsm8k_train.jsonl"))]
     assert (
