@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -26,20 +25,11 @@ from training_runs import Command, children, make_tmp, metrics, rows, succeed, w
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 6, 4
-SLOW_REWARD = """
-import time
-
-def score(response, answer, *, seconds=0.0):
-    time.sleep(seconds)
-    return float(len(response) % 3)
-"""
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_inputs(tmp_path_factory.mktemp("grpo-async"))
-    (folder / "rewards.py").write_text(SLOW_REWARD)
-    return folder
+    return make_inputs(tmp_path_factory.mktemp("grpo-async"))
 
 
 def asynchronous(inputs: Path, name: str, options: dict[str, Any], **sections: Any) -> Any:
@@ -218,46 +208,6 @@ def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs:
             if not name.startswith(excluded):
                 assert actual_metrics[name] == value, name
     assert max(report["rollout/staleness_max"] for report in metrics(asynchronous_run)) == 0
-
-
-def seconds_per_step(inputs: Path, name: str, options: dict[str, Any], sleep_s: float) -> Any:
-    """Return the mean seconds of updates and steps of a run whose reward sleeps."""
-    function = {"function": f"{inputs / 'rewards.py'}:score", "options": {"seconds": sleep_s}}
-    config = asynchronous(
-        inputs,
-        name,
-        options,
-        reward={"sources": [{**function, "timeout_s": 60.0}]},
-        train={
-            "steps": STEPS,
-            "micro_batch": 2,
-            "optimizer": {"lr": 1e-4},
-            "updates": {"epochs": 4},
-        },
-        checkpoint={},
-    )
-    config["rollout"] |= {"max_response_tokens": 16, "engine": {"max_num_seqs": 32}}
-    run_dir = run(inputs, config)
-    return seconds_by_stage(run_dir)
-
-
-def seconds_by_stage(run_dir: Path) -> dict[str, float]:
-    reports = rows(run_dir)[1:]
-    return {
-        stage: statistics.mean(report["seconds"][stage] for report in reports)
-        for stage in ("update", "step")
-    }
-
-
-@pytest.mark.full
-def test_a_reward_as_slow_as_an_update_is_hidden_behind_it(inputs: Path) -> None:
-    update_s = seconds_per_step(inputs, "fast", {}, 0.0)["update"]
-    num_workers = max(1, min(8, os.cpu_count() or 1))
-    sleep_s = update_s * num_workers / 16  # a step has 16 responses
-    synchronous = seconds_per_step(inputs, "bench-sync", {}, sleep_s)
-    hidden = seconds_per_step(inputs, "bench-async", {"max_staleness": 1}, sleep_s)
-    print(f"update {update_s:.2f} s; seconds per stage {synchronous} and {hidden}")
-    assert hidden["step"] <= 0.65 * synchronous["step"], (synchronous, hidden)
 
 
 @pytest.mark.full
