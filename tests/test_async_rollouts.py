@@ -614,6 +614,7 @@ class UnstableEngines(LosingEngines):
             raise
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_step_begins_again_after_an_engine_that_hung_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

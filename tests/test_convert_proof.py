@@ -351,6 +351,7 @@ def test_an_altered_checkpoint_is_not_converted(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "mcore"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layout", "rank", "name"),
     [

@@ -206,6 +206,7 @@ def test_files_are_identical_for_any_number_of_workers(tmp_path, pack):
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
     alpaca = [
         str(shared_data("sft", "alpaca_en_demo.json")),

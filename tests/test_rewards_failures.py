@@ -164,6 +164,7 @@ def test_a_function_that_hangs_on_every_call_takes_a_bounded_time(own):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"), [("segfaults", "crash"), ("is_slow_and_raises", "error")]
 )
@@ -179,6 +180,7 @@ def test_quick_errors_do_not_stop_further_calls(own):
     assert scores.failures == {"raises/error": 400}
 
 
+@pytest.mark.slow
 def test_hanging_on_the_first_prompts_does_not_stop_a_function_that_answers_others(
     own, monkeypatch
 ):

@@ -134,6 +134,7 @@ def test_rows_that_cannot_be_scored_are_found_before_any_is():
                 scorer.check([*fine, bad.prompt])
 
 
+@pytest.mark.slow
 def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
     def source(*, timeout_s=3.0, **options):
         return Source(function=f"{own}:stuck_at_b", timeout_s=timeout_s, **options)
