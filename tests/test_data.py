@@ -23,7 +23,7 @@ from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
 from msrl.data.readers import find_files, read_batches
 from msrl.data.tokenize import _fit_to_kind
-from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
+from msrl.data.tokenizer import _build, load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from support import assert_mentions, mentions, shared_data
@@ -684,6 +684,22 @@ def test_the_tokenizer_is_that_of_auto_tokenizer(tmp_path, name, model_type):
     expected, loaded = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     assert type(loaded) is type(expected)
     assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_plain_class_of_a_qwen2_model_is_opened_without_transformers(tmp_path, name):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / name
+    shutil.copytree(shared_data("tokenizers", "qwen2.5-0.5b-instruct"), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    expected, loaded = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert type(loaded) is type(expected)
+    assert _build(folder) is not None
+    text = "Hello, 世界! 1234\n\n  x"
+    assert open_tokenizer(folder).backend.encode(text).ids == expected(text)["input_ids"]
 
 
 def test_the_hash_distinguishes_tokenizers():

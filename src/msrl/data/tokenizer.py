@@ -32,6 +32,7 @@ _CLASSES = {
     (None, "Qwen2Tokenizer"): "Qwen2Tokenizer",
     ("qwen2", "Qwen2Tokenizer"): "Qwen2Tokenizer",
     ("qwen2", "LlamaTokenizer"): "Qwen2Tokenizer",
+    **{("qwen2", name): "Qwen2Tokenizer" for name in _PLAIN_CLASSES},
     ("qwen3", "Qwen2Tokenizer"): "Qwen2Tokenizer",
     ("qwen2_moe", "Qwen2Tokenizer"): "Qwen2Tokenizer",
     ("qwen3_moe", "Qwen2Tokenizer"): "Qwen2Tokenizer",
