@@ -190,7 +190,8 @@ def put_profile(keys: Keys, *, is_on: bool, first: int | None, last: int | None)
         if is_on:
             text = "profile_step_start and profile_step_end select no steps"
             keys.record("profile", KeyStatus.DROPPED, text)
-        keys.record("profile", KeyStatus.OFF, "")
+        else:
+            keys.record("profile", KeyStatus.OFF, "")
         for key in options:
             keys.record(key, KeyStatus.DEAD, "read with profile only")
         return None
@@ -230,7 +231,7 @@ def refuse_misspelled(translation: Translation, entry: SourceKey, known: Iterabl
 
 
 def refuse_unknown(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
-    """Add an error for each key of a section, of arguments, that the original does not have."""
+    """Add an error for each key that the arguments of the original do not include."""
     names = list(known)
     if entry.value is not None and not isinstance(entry.node.value, dict):
         translation.add_error(entry, "must be a section of keys")
@@ -248,7 +249,7 @@ def _refuse_key(translation: Translation, where: str, hint: str) -> None:
 
 
 def put_call_time(translation: Translation, origin: Origin, time_s: float) -> None:
-    """Set the time limit of the calls of a tool whose programs have a limit of `time_s`."""
+    """Set the time limit of calls to a tool that runs each program for at most `time_s`."""
     translation.set("environment.timeout_s", wrap(time_s + _GRACE_S, origin))
 
 

@@ -40,7 +40,7 @@ def _is_switch(value: object) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return True for a finite number; a switch is none."""
+    """Return True for a finite number, and False for a boolean."""
     return isinstance(value, (int, float)) and _is_finite(value) and not isinstance(value, bool)
 
 
@@ -67,7 +67,7 @@ def _is_section(value: object) -> bool:
     return isinstance(value, dict)
 
 
-# What a value must be, by the name of the form. YAML reads some texts as numbers.
+# Checks of values and their messages, by form. YAML reads some texts as numbers.
 FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "switch": (_is_switch, "must be true or false"),
     "number": (is_number, "must be a finite number"),

@@ -216,8 +216,10 @@ class RolloutActor:
         digests = self._load_tensors(tensors.items(), offer, adapter_digests)
         with self._digests_lock:
             newest = self._newest_offer
-            is_replaced = newest is not None and newest.version == offer.version
-            if offer.verify and (newest is offer or not is_replaced):
+            was_offered_again = (
+                newest is not None and newest is not offer and newest.version == offer.version
+            )
+            if offer.verify and not was_offered_again:
                 self._digests[offer.version] = digests
         self._received = tensors
 

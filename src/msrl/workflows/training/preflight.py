@@ -114,7 +114,7 @@ def _check_start_adapters(plan: RunPlan, folder: Path) -> None:
     ]
     problems += [
         f"train.lora.targets={written(lora.targets)}: {folder} has no adapter of {target}. "
-        "Remove it."
+        "Remove this target."
         for target in lora.targets
         if not any(is_layer(rule.mcore, rule.hf, (target,)) for rule in adapted)
     ]
