@@ -280,6 +280,38 @@ def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog, tmp_path)
     assert [process.wait(30) for process in late] == [-signal.SIGKILL] * 4
 
 
+def test_processes_of_ray_are_killed_as_soon_as_ray_ends_them(monkeypatch):
+    from msrl.cluster import ray_process
+
+    script = (
+        "import signal, time\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    first, second, earlier = (
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for _ in range(3)
+    )
+    for process in (first, second, earlier):
+        assert process.stdout.readline() == b"ready\n"
+    earlier.terminate()  # as Slurm does, before Ray ends it
+
+    def shutdown():
+        for process in (first, second):
+            process.terminate()
+            assert process.wait(60) == -signal.SIGKILL
+        assert earlier.poll() is None
+
+    monkeypatch.setattr(ray_process.ray, "shutdown", shutdown)
+    try:
+        ray_process.shut_down_ray()
+    finally:
+        for process in (first, second, earlier):
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
 def test_a_node_whose_start_times_out_is_started_again(monkeypatch, tmp_path, caplog):
     launch.down()
     num_starts = tmp_path / "starts"

@@ -48,6 +48,28 @@ def _name(pid: int) -> str:
         return ""
 
 
+def is_blocked(process: ProcessRecord, number: signal.Signals) -> bool:
+    """Return whether a running process blocks a signal, on Linux."""
+    return _has_signal(process, "SigBlk", number)
+
+
+def is_pending(process: ProcessRecord, number: signal.Signals) -> bool:
+    """Return whether a running process has been sent a signal that it blocks, on Linux."""
+    return _has_signal(process, "ShdPnd", number)
+
+
+def _has_signal(process: ProcessRecord, key: str, number: signal.Signals) -> bool:
+    """Return whether a set of signals in `/proc/PID/status` contains a signal."""
+    if not temporary.is_running(process):
+        return False
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return bool(int(fields.get(key, "0"), 16) >> (number - 1) & 1)
+
+
 def send(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
     """Send a signal to those of `processes` that are running.
 

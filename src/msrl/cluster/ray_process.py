@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from msrl.temporary import ProcessRecord
 
 _DAEMONS = ("gcs_server", "raylet")
 _NAMES = (*_DAEMONS, "ray::")  # with which the names of Ray's processes begin
+_POLL_S = 0.02
 
 
 def start_ray(**arguments: Any) -> None:
@@ -38,6 +39,39 @@ def start_ray(**arguments: Any) -> None:
             raise
 
     retry_timeouts(start)
+
+
+def shut_down_ray() -> None:
+    """Call `ray.shutdown`, and kill each of Ray's processes as soon as Ray has ended it.
+
+    Ray sends SIGTERM to one process after the other and waits a second for each, but
+    `separate_sessions` blocks the signal.
+    """
+    descendants = processes.descendants(os.getpid())
+    with _killed_once_terminated(
+        [process for process in descendants if processes.is_blocked(process, signal.SIGTERM)]
+    ):
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _killed_once_terminated(blocking: Sequence[ProcessRecord]) -> Iterator[None]:
+    """Kill each of the processes, which block SIGTERM, once SIGTERM was sent to it in the body."""
+    waiting = [process for process in blocking if not processes.is_pending(process, signal.SIGTERM)]
+    finished = threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(_POLL_S):
+            sent = [process for process in waiting if processes.is_pending(process, signal.SIGTERM)]
+            processes.send(sent, signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, name="msrl-ray-end", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
 
 
 def ray_processes() -> list[ProcessRecord]:

@@ -33,6 +33,7 @@ from msrl.cluster.ray_process import (
     ray_processes,
     ray_settings,
     separate_sessions,
+    shut_down_ray,
     start_ray,
 )
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
@@ -394,7 +395,7 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
 def _shut_down() -> None:
     """End the local Ray, and kill those of its processes that do not end by themselves."""
     daemons = ray_processes()
-    ray.shutdown()
+    shut_down_ray()
     remaining = processes.wait_for_end(daemons, _END_S, lambda: None)
     processes.send(remaining, signal.SIGKILL)
 
