@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import math
 import os
@@ -28,6 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+from msrl import user_files
 
 LENGTH = struct.Struct("<Q")
 HEADER = struct.Struct("<BdI")
@@ -131,13 +132,8 @@ def _load(function: Function) -> _VerifierCall:
 
 def load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
     try:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
         sys.path.insert(0, str(Path(file).resolve().parent))
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)
+        return getattr(user_files.execute(file, module_name), attribute)
     except BaseException as error:
         detail = traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]
         raise NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error

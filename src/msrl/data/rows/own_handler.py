@@ -15,7 +15,6 @@ The file is executed with the rights of the user, once per worker process.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from msrl import user_files
 from msrl.data.columns import DroppedRow
 from msrl.data.turns import check_order, read_messages, tools_text
 from msrl.errors import MsrlError, nearest
@@ -134,13 +134,8 @@ def _load(name: str) -> Any:
     module_name = f"msrl_handler_{Path(file).stem}"
     folder = str(Path(file).resolve().parent)
     try:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
         sys.path.insert(0, folder)
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)
+        return getattr(user_files.execute(file, module_name), attribute)
     except Exception as error:  # the user's code may raise anything
         raise MsrlError(f"preprocess.handler={name}: {_reason(error)}") from error
     finally:
