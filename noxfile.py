@@ -45,6 +45,8 @@ OFFLINE = {
 }
 # Two threads that spin on two busy cores take ten times as long as one thread.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHDYNAMO_DISABLE": "1"}
+# Even where the environment disables bytecode files, since hundreds of processes import the same.
+BYTECODE_FILES = {"PYTHONDONTWRITEBYTECODE": ""}
 
 # Tests that call functions of TRL.
 ORACLE_TESTS = (
@@ -228,7 +230,7 @@ def run_tests(session: nox.Session, *options: str) -> None:
 
 def python(session: nox.Session, *args: str) -> None:
     """Run this environment's Python, offline and with one OpenMP thread per process."""
-    session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD)
+    session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD | BYTECODE_FILES)
 
 
 def parallel_options() -> tuple[str, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from config_reads import CLASSES, Reads, leaves, reads
 
 MERGED = {"algo.preset"}  # read where files are merged
 
 
+@pytest.mark.slow
 def test_every_key_is_read_where_the_work_is_done():
     read, keys = reads(), list(leaves())
     dead = [key for key, model, name in keys if (model, name) not in read]

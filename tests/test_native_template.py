@@ -155,6 +155,7 @@ def test_prompts_equal_apply_chat_template(name: str, case: str):
     assert native(name).prompt(conversation).tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_equal_those_of_generation_blocks(name: str, tmp_path: Path):
     hf = load_tokenizer(shared_data("tokenizers", name))

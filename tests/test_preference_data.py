@@ -284,6 +284,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "handler", "map_keys", "kind", "count"), REAL)
 def test_real_preference_data_is_preprocessed_completely(
     name: str, handler: str, map_keys: dict[str, str], kind: str, count: int, tmp_path: Path

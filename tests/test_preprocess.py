@@ -517,6 +517,7 @@ def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path,
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start_prints_one_word(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     inputs = jsonl(tmp_path / "g.jsonl", [{"instruction": "x" * 200, "output": "y"}] * 20_000)

@@ -198,6 +198,7 @@ def test_native_has_the_ids_and_masks_of_the_packaged_template(template, hf):
         assert ours.loss_mask.tolist() == native.loss_mask.tolist()
 
 
+@pytest.mark.slow
 def test_native_masks_follow_generation_blocks(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
     hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}"
