@@ -106,6 +106,24 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path):
     assert len((tmp_path / "full" / "attempts.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_samples_of_steps_that_are_repeated_are_removed(tmp_path: Path, is_restart: bool):
+    with _open(tmp_path) as log:
+        _log_steps(log, 3)
+        names = [f"{folder}/step_00000{n}.jsonl" for folder in ("rollouts", "eval") for n in (1, 3)]
+        files = [tmp_path / "full" / name for name in (*names, "rollouts/step_000002.parquet")]
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.touch()
+        if is_restart:
+            log.rewind(2)
+    if not is_restart:
+        with _open(tmp_path, "checkpoint.resume=auto", start_step=2):
+            pass
+    expected = [name not in ("step_000003.jsonl",) for name in (file.name for file in files)]
+    assert [file.exists() for file in files] == expected
+
+
 def test_the_log_has_all_printed_lines_with_their_time(tmp_path: Path):
     output = sys.stdout, sys.stderr
     with pytest.raises(ZeroDivisionError), _open(tmp_path) as log:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -22,12 +23,13 @@ import yaml
 from golden import wandb_records
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
+from msrl.limits import one_line
 from msrl.tracking.console import COLUMNS, StepConsole
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.tracking.report import lines, summarize, write_report
-from msrl.tracking.run import RunFolder, resume_command, stack_versions
+from msrl.tracking.run import RunFolder, read_attempts, resume_command, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
 from support import assert_mentions, mentions
@@ -418,6 +420,16 @@ def test_a_run_that_failed_before_its_first_step_can_be_started_again(
         assert yaml.safe_load((run.path / "config.1.yaml").read_text()) == {"lr": 1}
 
 
+def test_a_start_that_was_not_recorded_completely_is_left_out(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a", config={}).close()
+    with (tmp_path / "a" / "attempts.jsonl").open("a") as file:
+        file.write('{"attempt": 2, "comm')  # as on a full disk
+    assert resume_command(tmp_path / "a") is not None
+    with RunFolder.create(tmp_path, "a", config={}, resume=True) as run:
+        assert run.attempt == 2
+    assert [row["attempt"] for row in read_attempts(tmp_path / "a")] == [1, 2]
+
+
 def test_a_resumed_run_keeps_its_earlier_configuration(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "a", config={"lr": 1}).close()
     RunFolder.create(tmp_path, "a", config={"lr": 1}, resume=True).close()
@@ -541,7 +553,17 @@ def test_the_report_contains_metrics_times_and_notes(
     assert "- exported: hf" in text
     assert "| loss (1 not finite) | 2 | 1 | 1 | 2 |" in text
     assert "| rollout | 4.5 s | 75% |" in text
-    assert "- retry (3 times)" in text
+    assert "- `retry` (3 times)" in text
+
+
+@pytest.mark.parametrize("text", ["![x](http://h/?q) <img src=x>", "a`b``c`", "`", "a\n# b\x1b[2J"])
+def test_no_markup_of_a_note_takes_effect_in_the_report(tmp_path: Path, text: str) -> None:
+    path = write_report(tmp_path, summarize([StepReport(1, {}, {}, (text,))]))
+    (line,) = [row for row in path.read_text().splitlines() if row.endswith("(1 times)")]
+    code = re.fullmatch(r"- (`+)( ?)(.*)\2\1 \(1 times\)", line)
+    assert code is not None and "\x1b" not in line
+    assert code[1] not in re.findall("`+", code[3])
+    assert code[3] == one_line(text)
 
 
 def test_the_report_shows_the_curves_and_the_next_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import urllib.error
@@ -10,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import view_runs
@@ -17,7 +19,7 @@ from msrl.cli.app import main
 from msrl.errors import MsrlError
 from msrl.tracking.rollouts import write_records
 from msrl.workflows.view.build import View, write_folder, write_single_file
-from msrl.workflows.view.chunks import safe_json
+from msrl.workflows.view.chunks import InlineChunks, safe_json
 from msrl.workflows.view.page import MODULES, page
 from msrl.workflows.view.pieces import open_pieces
 from msrl.workflows.view.samples import read_samples, sample_files
@@ -140,11 +142,112 @@ def test_the_turns_of_an_episode_are_those_of_the_conversation(tmp_path: Path):
     assert line.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert line.is_sampled.tolist() == is_sampled and line.num_response_tokens == 2
     assert line.values["behavior"].tolist() == [0, 0, -1, -2, 0]
-    # Without the history of an edited episode, its answers follow the prompt.
-    edited = json.dumps(row | {"sequences": [sequence, sequence]})
-    (tmp_path / "step_000003.jsonl").write_text(edited + "\n")
-    (line,) = read_samples(tmp_path / "step_000003.jsonl")
-    assert line.token_ids.tolist() == [1, 2, 3, 4] and line.turns == turns
+
+
+def edited_episode(**changes: Any) -> dict[str, Any]:
+    """Return a row of an episode with two sequences, and thus two histories."""
+    row = view_runs.jsonl_row("\\boxed{15}", 0, prompt_ids=[1, 2], response_ids=[3, 4, 7])
+    sequences = [
+        {"token_ids": [1, 2, 3, 4, 5], "is_sampled": [False, False, True, True, False]},
+        {"token_ids": [1, 6, 7], "is_sampled": [False, False, True]},
+    ]
+    more = {"logprobs": [-1.0, -2.0, -3.0], "versions": [[3, 1], [4, 2]], "sequences": sequences}
+    return row | more | changes
+
+
+def test_each_sequence_of_an_edited_episode_has_its_own_context(tmp_path: Path):
+    (tmp_path / "step_000006.jsonl").write_text(json.dumps(edited_episode()) + "\n")
+    first, second = read_samples(tmp_path / "step_000006.jsonl")
+    assert (first.sample, first.sequence) == (0, 0)
+    assert (second.sample, second.sequence) == (0, 1)
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5] and second.token_ids.tolist() == [1, 6, 7]
+    assert first.values["behavior"].tolist() == [0, 0, -1, -2, 0]
+    assert second.values["behavior"].tolist() == [0, 0, -3]
+    assert first.versions == ((3, 1), (4, 1)) and second.versions == ((4, 1),)
+    assert (first.staleness, second.staleness) == (2, 1)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_an_episode_with_several_sequences_is_one_sample(tmp_path: Path, format: str):
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1)
+    file = run / "rollouts" / "step_000001.jsonl"
+    if format == "jsonl":
+        rows = [edited_episode(), view_runs.jsonl_row("\\boxed{14}", 0)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        file.unlink()
+        tokens = {"token_ids": np.array([1, 7]), "is_sampled": np.array([False, True])}
+        part = {**tokens, "loss_mask": tokens["is_sampled"], "advantages": np.zeros(2, np.float32)}
+        part |= {"behavior_logprobs": np.zeros(2, np.float32), "versions": ((0, 1),)}
+        values = dict.fromkeys(("trainer_logprobs", "reference_logprobs", "entropies"))
+        records = [
+            view_runs.record(1, 0, 0, "\\boxed{15}"),
+            view_runs.record(1, 0, 0, "\\boxed{15}", sequence=1, **part, **values),
+            view_runs.record(1, 0, 1, "\\boxed{14}"),
+        ]
+        write_records(file.with_suffix(".parquet"), records)
+    write_folder([run], tmp_path / "view")
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert [entry["count"] for entry in overview["tables"]["rollout"]] == [2]
+    table = read_chunk(tmp_path / "view", "0/rollout-000001-table")
+    assert table["sample"] == [0, 1] and table["verdict"] == [1, 0]
+    rows = read_chunk(tmp_path / "view", "0/rollout-000001-0")
+    assert [len(row["sequences"]) for row in rows] == [2, 1]
+    assert table["length"][0] == {"jsonl": 3, "parquet": len("\\boxed{15}") + 1}[format]
+
+
+def test_an_environment_without_a_reward_source_decides_the_verdict(tmp_path: Path):
+    config = view_runs.make_config("grpo", reward={"sources": []}, environment={"name": "sokoban"})
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1, config=config)
+    rows = [view_runs.jsonl_row("a", 0, scores={}, success=value) for value in (True, False, None)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "rollouts" / "step_000001.jsonl").write_text(text)
+    write_folder([run], tmp_path / "view")
+    table = read_chunk(tmp_path / "view", "0/rollout-000001-table")
+    assert table["verdict"] == [1, 0, -1]
+
+
+def test_a_step_with_files_of_both_formats_is_that_of_the_newer_file(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1)
+    older, newer = (run / "rollouts" / f"step_000001.{name}" for name in ("jsonl", "parquet"))
+    write_records(newer, [view_runs.record(1, 0, 0, "\\boxed{15}")])
+    os.utime(older, (1, 1))
+    (run / "rollouts" / "step_000001.backup.jsonl").write_text("{}")
+    assert sample_files(run, "rollout") == [newer]
+
+
+def test_verdicts_need_no_secret_of_the_configuration(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("MSRL_TEST_KEY", raising=False)
+    config = view_runs.make_config("grpo", cluster={"env": {"KEY": "${env:MSRL_TEST_KEY}"}})
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1, config=config)
+    write_folder([run], tmp_path / "view")
+    table = read_chunk(tmp_path / "view", "0/rollout-000001-table")
+    assert {*table["verdict"]} == {0, 1}
+
+
+def test_a_configuration_that_cannot_be_read_is_reported(tmp_path: Path, capsys):
+    config = view_runs.make_config("grpo", unknown_section={})
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1, config=config)
+    view = View([run], tmp_path / "view")
+    view.update()
+    view.update()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert_mentions(line, str(run / "config.yaml"), "verdicts", "unknown_section")
+
+
+def test_metrics_with_any_text_and_a_cut_end_are_read(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1)
+    row = {"step": 2, "time": "2026-01-01T00:03:00+00:00", "metrics": {"train/loss": 12345678}}
+    line = json.dumps(row | {"notes": ["a\u2028b\u0085c"]}, ensure_ascii=False).encode() + b"\n"
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(line + '{"step": 3, "notes": ["\u00e9'.encode()[:-1])
+    with (run / "attempts.jsonl").open("ab") as file:
+        file.write(b'{"attempt": 3')
+    write_folder([run], tmp_path / "view")
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert overview["metrics"]["steps"] == [0, 1, 2] and len(overview["attempts"]) == 2
+    assert overview["metrics"]["values"]["train/loss"][-1] == 12345678
+    assert overview["metrics"]["notes"] == [[2, "a\u2028b\u0085c"]]
 
 
 def test_a_wrong_answer_has_its_verdict_and_the_reason_of_each_verifier(run: Path, tmp_path: Path):
@@ -254,6 +357,16 @@ def test_a_damaged_record_of_attempts_is_one_message(tmp_path: Path, line: str):
     (run / "attempts.jsonl").write_text(f"{line}\n{line}\n")
     with pytest.raises(MsrlError, match=mentions("attempts.jsonl", "line")):
         write_folder([run], tmp_path / "view")
+
+
+def test_a_single_file_has_a_limit_in_bytes(run: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("msrl.workflows.view.build.SINGLE_FILE_BYTES", 2000)
+    with pytest.raises(MsrlError, match=mentions("--single-file", "MB")):
+        write_single_file([run], tmp_path / "view.html")
+    chunks = InlineChunks(8)
+    chunks.add("a", "ab")
+    with pytest.raises(MsrlError):
+        chunks.add("b", "\u4e00\u4e01")  # 2 characters and 8 bytes with the quotes
 
 
 def test_a_single_file_holds_its_data_and_allows_no_other_file(run: Path, tmp_path: Path):

@@ -145,10 +145,12 @@ def load(
     sets: Sequence[str] = (),
     flags: Sequence[Flag] = (),
     importers: Importers = NO_IMPORTERS,
+    environment: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge schema defaults, preset, files (each after its `defaults:`), `--set` and flags.
 
-    Later sources override earlier ones, in this order.
+    Later sources override earlier ones, in this order. `environment` replaces that of this process
+    in `${env:NAME}`.
 
     Raises:
         ManyErrors: one message per error.
@@ -160,7 +162,7 @@ def load(
     preset = _preset(tree)
     if preset is not None:
         tree = _merged(merge(defaults, preset), layers, [])
-    interpolation = Interpolation(tree)
+    interpolation = Interpolation(tree, environment)
     tree = interpolation.resolve()
     config, schema_errors = _validated(tree)
     errors += [*interpolation.errors, *schema_errors]

@@ -29,21 +29,34 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "equal_groups": (0.0, 1.0),
     "value_explained_variance": (None, 1.0),
 }
-# All metrics that a report plots, of both trainings.
-CURVES = (
+_PAIR_CURVES = (
     "train/loss",
     "eval/loss",
-    "eval/perplexity",
+    "train/accuracy",
+    "eval/accuracy",
+    "train/margin",
+    "train/grad_norm",
+)
+_ROLLOUT_CURVES = (
     "reward/mean",
-    "eval/pass@1",
-    "eval/reward",
     "rollout/response_length",
     "train/kl",
+    "train/distill",
+    "train/distill_kl",
     "train/entropy",
     "train/grad_norm",
     "train/value_explained_variance",
-    "train/lr",
+    "eval/pass@1",
+    "eval/reward",
 )
+CURVES: Mapping[str, tuple[str, ...]] = {
+    "train-sft": ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr"),
+    "train-dpo": _PAIR_CURVES,
+    "train-rm": _PAIR_CURVES,
+    "train-grpo": _ROLLOUT_CURVES,
+    "train-distill": _ROLLOUT_CURVES,
+}
+"""Metrics that the report of each command plots, if the run has them."""
 
 
 def plot_metrics(

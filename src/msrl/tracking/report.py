@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from msrl.errors import MsrlError
 from msrl.files import write_text
+from msrl.limits import one_line
 from msrl.tracking.console import STEP
 from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
@@ -123,8 +125,16 @@ def lines(
     if summary.timeline:
         text += ["", *_timeline_rows(summary.timeline)]
     if summary.notes:
-        text += ["", *(f"- {note} ({count} times)" for note, count in summary.notes.items())]
+        text += ["", *(f"- {_code(n)} ({count} times)" for n, count in summary.notes.items())]
     return text
+
+
+def _code(text: str) -> str:
+    """Return a text as code on one line, so that no markup in it takes effect."""
+    runs = re.findall("`+", text)
+    fence = "`" * (1 + max(map(len, runs), default=0))
+    space = " " if runs else ""
+    return f"{fence}{space}{one_line(text)}{space}{fence}"
 
 
 def _summarize_metric(values: Sequence[float]) -> MetricSummary:

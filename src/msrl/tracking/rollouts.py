@@ -35,7 +35,7 @@ class RolloutRecord:
         sample: Number of the sample in its group.
         prompt_index: Row of the prompt in the data.
         token_ids: Tokens of the sequence.
-        loss_mask: True for sampled tokens that the step trained on.
+        loss_mask: True for sampled tokens that the step trained on, before `algo.top_entropy`.
         is_sampled: True for tokens that the model sampled.
         behavior_logprobs: Log-probabilities of the sampling distribution; 0 if not sampled.
         versions: Policy versions of the sampled tokens, in order, as (version, number of tokens).
@@ -104,6 +104,15 @@ class TokenArrays:
 
 Column = Sequence[Any] | TokenArrays
 """Values of all rows in the order of the record's attributes."""
+
+
+def remove_after(run_dir: Path, step: int) -> None:
+    """Remove the files of rollouts and evaluations of later steps, which a run repeats."""
+    for folder in ("rollouts", "eval"):
+        for path in (run_dir / folder).glob("step_*"):
+            number = path.stem.removeprefix("step_")
+            if path.suffix in (".jsonl", ".parquet") and number.isdecimal() and int(number) > step:
+                path.unlink(missing_ok=True)
 
 
 def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:

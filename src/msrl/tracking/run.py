@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -224,8 +224,31 @@ def _is_used(path: Path) -> bool:
 
 
 def _attempts(path: Path) -> int:
-    file = path / ATTEMPTS
-    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+    return len(read_attempts(path))
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the starts of a run. Raises MsrlError if the file is damaged."""
+    return read_objects(path / ATTEMPTS)
+
+
+def read_objects(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON objects; none if the file is missing.
+
+    A last line that was not completed is left out.
+
+    Raises:
+        MsrlError: The file is damaged.
+    """
+    # Lines of text end at more characters than those of the file.
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    try:
+        rows = [json.loads(line.decode()) for line in lines if line.endswith(b"\n")]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"{file}: contains a damaged line ({error}). Delete the line.") from error
+    return rows
 
 
 def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> None:
@@ -238,11 +261,10 @@ def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> Non
 
 def resume_command(path: Path) -> str | None:
     """Return the command that resumes the run of a folder; None if it is not recorded."""
-    file = path / ATTEMPTS
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    if not lines:
+    attempts = read_attempts(path)
+    if not attempts:
         return None
-    words: list[str] = json.loads(lines[-1])["command"][1:]
+    words: list[str] = attempts[-1]["command"][1:]
     for start in (i for i, word in enumerate(words) if word == "--resume"):
         words = [*words[:start], *words[start + 2 :]]
         break
@@ -260,5 +282,5 @@ def _record_attempt(path: Path, attempt: int, argv: Sequence[str], num_steps: in
         "versions": stack_versions(),
         **({"num_steps": num_steps} if num_steps is not None else {}),
     }
-    with (path / ATTEMPTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    rows = [*read_attempts(path), row]
+    write_text(path / ATTEMPTS, "".join(json.dumps(row) + "\n" for row in rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from msrl.config.loader import Flag, load
@@ -11,7 +10,7 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import TRAININGS, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
-from msrl.tracking.run import ATTEMPTS, CONFIG
+from msrl.tracking.run import CONFIG, read_attempts
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.completed import final_results
@@ -33,33 +32,25 @@ def run(folder: Path) -> None:
     if not reports:
         raise MsrlError(f"{folder}: the run has no step to report yet.")
     config = _config(folder)
+    training = _training(config, folder)
     saved = _last_checkpoint(config)
     is_completed = saved is not None and _is_completed(folder, saved)
     if saved is not None and is_completed:
-        results = final_results(resolve(config, _training(config, folder)), saved, folder)
+        results = final_results(resolve(config, training), saved, folder)
     else:
         results = checkpoint_results(saved, is_done=True)
     command = next_command(
-        config,
-        folder,
-        results,
-        is_completed,
-        is_reward_model=_training(config, folder) == "train-rm",
+        config, folder, results, is_completed, is_reward_model=training == "train-rm"
     )
-    write_results(folder, results, curves=CURVES, command=command)
+    write_results(folder, results, curves=CURVES[training], command=command)
 
 
 def _training(config: Config, folder: Path) -> str:
     """Return the command of a run, from its last start or else from its configuration."""
-    lines = _attempts(folder)
-    words: list[str] = json.loads(lines[-1]).get("command", []) if lines else []
+    attempts = read_attempts(folder)
+    words: list[str] = attempts[-1].get("command", []) if attempts else []
     started = next((word for word in words if word in TRAININGS), None)
     return started or ("train-grpo" if config.reward.sources else "train-sft")
-
-
-def _attempts(folder: Path) -> list[str]:
-    path = folder / ATTEMPTS
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _config(folder: Path) -> Config:
@@ -83,5 +74,5 @@ def _last_checkpoint(config: Config) -> SavedTraining | None:
 
 def _is_completed(folder: Path, saved: SavedTraining) -> bool:
     """Return True if the checkpoint is that of the run's last step."""
-    lines = _attempts(folder)
-    return bool(lines) and json.loads(lines[-1]).get("num_steps") == saved.step
+    attempts = read_attempts(folder)
+    return bool(attempts) and attempts[-1].get("num_steps") == saved.step

@@ -16,6 +16,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences
 from msrl.diagnose.evidence import CacheProbe, Component, Evidence, Logprobs, Recorded
 from msrl.diagnose.recorder import by_layer
+from msrl.errors import MsrlError
 from msrl.plan.derived import world_size
 from msrl.platforms.base import Platform
 from msrl.rollout.weights.digest import Digests, add_digests, differences, file_digests
@@ -134,7 +135,7 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
             dtype=target.plan.dtype,
             digests=_file_digests(target),
             settings=expected.settings,
-            encodings=folder_encodings(target.reference_dir),
+            encodings=folder_encodings(target.reference_dir, with_template=target.has_own_template),
             activations=expected.activations,
         ),
         logprobs=_logprobs(target, trainers, engine, samples, expected),
@@ -198,6 +199,11 @@ def _sample(target: Target, engine: VllmEngine) -> SampledTokens:
     """Sample a response to each prompt that leaves room for one."""
     limit = target.max_model_len - 1
     short = [prompt for prompt in target.prompts if len(prompt.token_ids) < limit]
+    if not short:
+        raise MsrlError(
+            f"max_model_len={target.max_model_len}: no prompt is short enough for a response. Set "
+            "rollout.engine.max_model_len to a larger value."
+        )
     longest = max(len(prompt.token_ids) for prompt in short)
     sampling = replace(target.sampling, max_tokens=min(target.sampling.max_tokens, limit - longest))
     return _as_samples(engine.generate(short, sampling, target.version))

@@ -36,10 +36,10 @@ def rendered_encodings(renderer: Renderer, encode: Encode) -> dict[str, tuple[in
     return texts | chats
 
 
-def folder_encodings(folder: Path) -> dict[str, tuple[int, ...]]:
+def folder_encodings(folder: Path, *, with_template: bool = True) -> dict[str, tuple[int, ...]]:
     """Return the token ids by the tokenizer of transformers and the chat template of a folder.
 
-    Conversations are missing if the folder has no chat template.
+    Conversations are missing without `with_template`, and if the folder has no chat template.
     """
     tokenizer = load_tokenizer(folder)
 
@@ -47,6 +47,6 @@ def folder_encodings(folder: Path) -> dict[str, tuple[int, ...]]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     encodings = rendered_encodings(choose_renderer(folder, None), encode)
-    if not getattr(tokenizer, "chat_template", None):
+    if not with_template or not getattr(tokenizer, "chat_template", None):
         encodings = {name: encodings[name] for name in _TEXTS}
     return encodings

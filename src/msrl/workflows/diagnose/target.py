@@ -20,7 +20,7 @@ from msrl.types import Conversation, Message, Prompt, SamplingParams
 from msrl.workflows.evaluate.checkpoints import Checkpoint, open_checkpoint
 from msrl.workflows.serve.engine import choose_renderer, open_model
 from msrl.workflows.training.settings import rank_settings
-from msrl.workflows.view.samples import ViewSample, read_samples, sample_files
+from msrl.workflows.view.samples import ViewSample, read_samples, sample_files, step_of
 
 if TYPE_CHECKING:
     from msrl.checkpoint.source import WeightSource
@@ -56,6 +56,8 @@ class Target:
         version: Policy version of the weights.
         adapted: Weights that have an adapter.
         recorded: Samples of the rollout record that this version has sampled.
+        has_own_template: Whether the renderer's template must be that of `reference_dir`. The data
+            of a run may have another template than its initial model.
     """
 
     plan: RunPlan
@@ -70,6 +72,7 @@ class Target:
     version: int
     adapted: frozenset[str] = frozenset()
     recorded: tuple[ViewSample, ...] = ()
+    has_own_template: bool = True
 
     @property
     def max_model_len(self) -> int:
@@ -118,9 +121,7 @@ def _open_model(plan: RunPlan, platform: str) -> Target:
 
 
 def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
-    files = {
-        int(path.stem.removeprefix("step_")): path for path in sample_files(run_dir, "rollout")
-    }
+    files = {step_of(path): path for path in sample_files(run_dir, "rollout")}
     own = run_dir.absolute() / "checkpoints"
     root = own if own.is_dir() else plan.checkpoint_dir
     step = choose_step(saved_steps(root), files)
@@ -129,7 +130,7 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     prompts = _recorded_prompts(samples) or model.prompts
     model = replace(model, renderer=_data_renderer(plan), prompts=prompts)
     if step == 0:
-        return replace(model, recorded=_sampled_by(samples, 0))
+        return replace(model, recorded=_sampled_by(samples, 0), has_own_template=False)
     saved = SavedTraining(root, step)
     source = open_checkpoint(Checkpoint(f"step {step}", run_dir.name, root, step, step))
     settings, base, resume = rank_settings(plan, platform), None, None

@@ -16,6 +16,7 @@ from msrl.config.schema import Config
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import ScoreLoss
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
@@ -47,7 +48,7 @@ def run(plan: RunPlan) -> None:
 class RewardModelTask:
     """Training of a reward model on pairs."""
 
-    curves = ("train/loss", "eval/loss", "train/accuracy", "eval/accuracy", "train/margin")
+    curves = CURVES["train-rm"]
 
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
         return checked_rows(plan, "pairs", reads_margins=True, num_added=1)

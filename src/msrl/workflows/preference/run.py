@@ -11,6 +11,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.derived import PreferencePlan, preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import PreferenceLoss
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
@@ -61,7 +62,7 @@ def prepare(plan: RunPlan, platform: Platform) -> PreferenceSetup:
 class PreferenceTask:
     """Training on pairs or labeled answers."""
 
-    curves = ("train/loss", "eval/loss", "train/accuracy", "eval/accuracy", "train/margin")
+    curves = CURVES["train-dpo"]
 
     def __init__(self, plan: RunPlan) -> None:
         self._loss = preference_plan(plan.config)

@@ -21,6 +21,7 @@ from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.steps import LABEL, StepLoss
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, Ints, RenderedExample, StepReport
@@ -42,7 +43,7 @@ _KEY = "algo.reward_model.reward_tokens"
 class StepTask:
     """Training of a process reward model."""
 
-    curves = ("train/loss", "eval/loss", "train/accuracy", "eval/accuracy", "train/grad_norm")
+    curves = CURVES["train-rm"]
 
     def open_rows(self, plan: RunPlan) -> tuple[ExampleRows, ExampleRows | None]:
         for prefix in data_prefixes(plan.config):

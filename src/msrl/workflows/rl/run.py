@@ -23,7 +23,7 @@ from msrl.errors import MsrlError, ProcessFailedError
 from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
-from msrl.tracking.plots import plot_distributions
+from msrl.tracking.plots import CURVES, plot_distributions
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
@@ -57,20 +57,6 @@ from msrl.workflows.training.settings import (
 from msrl.workflows.training.trainers import ray_trainers, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
-CURVES = (
-    "reward/mean",
-    "rollout/response_length",
-    "train/kl",
-    "train/distill",
-    "train/distill_kl",
-    "train/entropy",
-    "train/grad_norm",
-    "train/value_explained_variance",
-    "eval/pass@1",
-    "eval/reward",
-)
-
-
 _MAX_EMPTY_STEPS = 10  # in succession
 _SILENCE = 0.8  # of cluster.rpc_timeout_s: an engine that hangs is found before its callers give up
 
@@ -83,7 +69,7 @@ def run(plan: RunPlan) -> None:
     """
     job = prepare(plan)
     if job.resume is not None and job.resume.step == job.num_steps:
-        finish_completed(plan, job.resume, CURVES)
+        finish_completed(plan, job.resume, CURVES["train-grpo"])
         return
     check_start(plan, job.platform, job.resume)
     teachers = connect_teachers(job.config.algo.distill.teachers, job.tokenizer, plan.max_model_len)
@@ -92,7 +78,7 @@ def run(plan: RunPlan) -> None:
         start_step=job.start_step,
         num_steps=job.num_steps,
         resume=job.resume,
-        curves=CURVES,
+        curves=CURVES["train-grpo"],
     ) as session:
         start_time = time.perf_counter()
         if size := size_note(job.config, job.num_steps):

@@ -10,6 +10,7 @@ from msrl.data.dataset import SftDataset, TextDataset
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.tracking.plots import CURVES
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch
@@ -46,7 +47,7 @@ def prepare(plan: RunPlan, platform: Platform) -> SftSetup:
 class SftTask:
     """Training on examples or text."""
 
-    curves = ("train/loss", "eval/loss", "eval/perplexity", "train/grad_norm", "train/lr")
+    curves = CURVES["train-sft"]
 
     def open_rows(self, plan: RunPlan) -> tuple[SftRows, SftRows | None]:
         return _checked_rows(plan)

@@ -23,6 +23,7 @@ from msrl.tracking.metrics import MetricsWriter, read_metrics
 from msrl.tracking.plots import plot_metrics
 from msrl.tracking.prometheus import PrometheusTracker
 from msrl.tracking.report import summarize, write_report
+from msrl.tracking.rollouts import remove_after
 from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.trainer.checkpointing.resume import saved_steps
@@ -120,6 +121,8 @@ class RunLog:
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
         """Return the trackers, without the steps after `resumed_step`, which are repeated."""
         metrics = MetricsWriter(self.path, resumed_step=resumed_step)
+        if resumed_step is not None:
+            remove_after(self.path, resumed_step)
         if metrics.num_dropped:
             print(
                 f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "

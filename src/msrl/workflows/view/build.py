@@ -59,14 +59,9 @@ def write_single_file(folders: Sequence[Path], output: Path) -> Path:
         MsrlError: The runs have too much data for a single file.
     """
     runs = _open_runs(folders)
-    chunks = InlineChunks()
+    chunks = InlineChunks(SINGLE_FILE_BYTES)
     _write_runs(runs, chunks)
     text = page(", ".join(run.name for run in runs), chunks.values)
-    if len(text) > SINGLE_FILE_BYTES:
-        raise MsrlError(
-            f"{output}: the runs need {len(text) / 1e6:.0f} MB in a single file, and at most "
-            f"{SINGLE_FILE_BYTES / 1e6:.0f} MB open well. Leave out --single-file."
-        )
     reason = why_not_writable(output.parent)
     if reason is not None:
         raise MsrlError(f"--output={output}: cannot be written ({reason}). Choose another file.")

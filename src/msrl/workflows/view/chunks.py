@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from msrl.errors import MsrlError
 from msrl.files import write_text
 
 CHUNK_BYTES = 1 << 20  # a chunk ends after the sample that reaches this size
@@ -44,14 +45,21 @@ class FolderChunks:
 
 
 class InlineChunks:
-    """Collector of data for a view in a single file."""
+    """Collector of data for a view in a single file, up to a number of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.values: dict[str, str] = {}
+        self._max_bytes, self._num_bytes = max_bytes, 0
 
     def add(self, name: str, value: object) -> None:
-        """Encode a value."""
+        """Encode a value. Raises MsrlError if all values are too large for a single file."""
         self.values[name] = safe_json(value)
+        self._num_bytes += len(self.values[name].encode())
+        if self._num_bytes > self._max_bytes:
+            raise MsrlError(
+                f"the runs need more than {self._max_bytes / 1e6:.0f} MB, which a browser does not "
+                "open well in a single file. Leave out --single-file."
+            )
 
 
 def safe_json(value: object) -> str:
@@ -62,7 +70,9 @@ def safe_json(value: object) -> str:
 
 def number(value: float) -> float | None:
     """Return a number that JSON can represent, or None."""
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return float(value) if value == int(value) else float(f"{value:.7g}")
 
 
 def compact(values: Sequence[float] | np.ndarray) -> list[float | None] | float | None:

@@ -106,7 +106,7 @@ def _iterations(manifest: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]
 
 
 def _data_nodes(prefix: Path, depth: int, name: str) -> Iterator[Node]:
-    manifest = _json(prefix.with_name(prefix.name + "_manifest.json"))
+    manifest = _json(Path(f"{prefix}_manifest.json"))
     rows = manifest.get("num_rows")
     note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
     yield _node(depth, f"data.{name}", prefix, _digest(manifest.get("files")), note)

@@ -14,11 +14,12 @@ from typing import Any, cast
 import numpy as np
 
 from msrl.errors import MsrlError
+from msrl.limits import print_line
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import SAVED
 from msrl.tracking.metrics import FILE_NAME as METRICS
 from msrl.tracking.metrics import read_metrics
-from msrl.tracking.run import ATTEMPTS, CONFIG
+from msrl.tracking.run import ATTEMPTS, CONFIG, read_attempts, read_objects
 from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
 from msrl.workflows.view.lineage import lineage
@@ -45,6 +46,7 @@ class RunData:
     name: str
     _tables: dict[str, _ConvertedFile] = field(default_factory=dict[str, "_ConvertedFile"])
     _token_ids: set[int] = field(default_factory=set[int])
+    _is_noted: bool = False
 
     def __post_init__(self) -> None:
         """Raise MsrlError unless the folder is that of a run."""
@@ -55,12 +57,12 @@ class RunData:
 
     def write(self, chunks: Chunks) -> dict[str, Any]:
         """Write all data of the run except its overview, which is returned."""
-        verdicts = Verdicts(read_config(self.folder))
+        verdicts = self._verdicts()
         config = self._config()
         tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in _KINDS}
         pieces = self._write_pieces(config, chunks)
         reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
-        attempts = _json_lines(self.folder / ATTEMPTS)
+        attempts = read_attempts(self.folder)
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -72,6 +74,15 @@ class RunData:
             "tables": tables,
             "hasPieces": pieces,
         }
+
+    def _verdicts(self) -> Verdicts:
+        config = read_config(self.folder)
+        if not isinstance(config, str):
+            return Verdicts(config)
+        if not self._is_noted:
+            print_line(f"{self.folder / CONFIG}: cannot be read, so verdicts are missing: {config}")
+            self._is_noted = True
+        return Verdicts(None)
 
     def _config(self) -> dict[str, Any]:
         return recorded_values(self.folder / CONFIG)
@@ -161,7 +172,7 @@ def _markers(
 
 def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """Yield the last step that was logged before each attempt after the first."""
-    lines = _json_lines(folder / METRICS)
+    lines = read_objects(folder / METRICS)
     try:
         times = [
             (datetime.fromisoformat(line["time"]), int(line["step"]))
@@ -178,20 +189,6 @@ def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[i
             f"{folder}: {METRICS} or {ATTEMPTS} has a line without a valid time ({error!r}). "
             "Restore it, or delete the line."
         ) from error
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON objects; none if the file is missing."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    try:
-        values = [json.loads(line) for line in lines if line.endswith("\n")]
-        if not all(isinstance(value, dict) for value in values):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{path}: contains a damaged line ({error}). Delete the line.") from error
-    return values
 
 
 def _tokenizer_folders(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
@@ -218,17 +215,24 @@ def _write_table(
     name: str, samples: Sequence[ViewSample], verdicts: Verdicts, chunks: Chunks
 ) -> dict[str, Any]:
     """Write the summary and the details of the samples of a step; return the entry of the step."""
-    judged = [verdicts.verdict(sample) for sample in samples]
-    rows = [_details(sample, verdicts) for sample in samples]
-    starts = add_in_parts(chunks, name, rows, lambda index: _size(samples[index]))
-    chunks.add(f"{name}-table", _summary(samples, judged))
+    parts = _by_sample(samples)
+    judged = [verdicts.verdict(sequences[0]) for sequences in parts]
+    rows = [_details(sequences, verdicts) for sequences in parts]
+    starts = add_in_parts(chunks, name, rows, lambda index: sum(map(_size, parts[index])))
+    chunks.add(f"{name}-table", _summary(parts, judged))
     return {
         "name": name,
         "step": samples[0].step if samples else 0,
-        "count": len(samples),
+        "count": len(parts),
         "starts": starts,
         "times": dict(samples[0].times) if samples else {},
     }
+
+
+def _by_sample(samples: Sequence[ViewSample]) -> list[Sequence[ViewSample]]:
+    """Return the sequences of each sample. Only episodes whose history was edited have several."""
+    starts = [index for index, sample in enumerate(samples) if not sample.sequence]
+    return [samples[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _size(sample: ViewSample) -> int:
@@ -237,8 +241,11 @@ def _size(sample: ViewSample) -> int:
     return text + arrays * _BYTES_PER_NUMBER
 
 
-def _summary(samples: Sequence[ViewSample], verdicts: Sequence[bool | None]) -> dict[str, Any]:
+def _summary(
+    parts: Sequence[Sequence[ViewSample]], verdicts: Sequence[bool | None]
+) -> dict[str, Any]:
     """Return the columns of the table of samples."""
+    samples = [sequences[0] for sequences in parts]
     prompts = {sample.group: sample for sample in samples}
     codes = {True: 1, False: 0, None: -1}
     return {
@@ -246,12 +253,12 @@ def _summary(samples: Sequence[ViewSample], verdicts: Sequence[bool | None]) -> 
         "sample": [sample.sample for sample in samples],
         "prompt": [sample.prompt_index for sample in samples],
         "reward": [number(sample.reward) for sample in samples],
-        "length": [sample.num_response_tokens for sample in samples],
+        "length": [sum(part.num_response_tokens for part in sequences) for sequences in parts],
         "finish": [sample.finish_reason for sample in samples],
         "tag": [sample.tag for sample in samples],
-        "trained": [int(sample.is_trained) for sample in samples],
+        "trained": [int(any(part.is_trained for part in sequences)) for sequences in parts],
         "verdict": [codes[verdict] for verdict in verdicts],
-        "staleness": [sample.staleness for sample in samples],
+        "staleness": [max(part.staleness for part in sequences) for sequences in parts],
         "preview": [_preview(sample.response) for sample in samples],
         "prompts": {str(g): _preview(sample.prompt) for g, sample in prompts.items()},
         "scores": _scores(samples),
@@ -274,15 +281,23 @@ def _preview(text: str) -> str:
     return f"{line[: _PREVIEW // 3]} … {line[-2 * _PREVIEW // 3 :]}"
 
 
-def _details(sample: ViewSample, verdicts: Verdicts) -> dict[str, Any]:
+def _details(sequences: Sequence[ViewSample], verdicts: Verdicts) -> dict[str, Any]:
     """Return everything that the page of a sample shows."""
-    sampled = sample.is_sampled
-    first = int(np.argmax(sampled)) if sampled.any() else len(sampled)
+    sample = sequences[0]
     return {
         "turns": [list(turn) for turn in sample.turns],
         "answer": sample.answer,
         "scores": {name: number(score) for name, score in sample.scores.items()},
         "reasons": dict(verdicts.reasons(sample)),
+        "sequences": [_tokens(sequence) for sequence in sequences],
+    }
+
+
+def _tokens(sample: ViewSample) -> dict[str, Any]:
+    """Return the tokens of a sequence and their values after the first sampled one."""
+    sampled = sample.is_sampled
+    first = int(np.argmax(sampled)) if sampled.any() else len(sampled)
+    return {
         "ids": sample.token_ids.tolist(),
         "first": first,
         "sampled": 1 if sampled[first:].all() else sampled[first:].astype(int).tolist(),

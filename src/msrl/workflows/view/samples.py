@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from msrl.types import Bools, Floats, Ints
 Kind = Literal["rollout", "eval"]
 Turns = Sequence[tuple[str, str]]
 
+_NAME = re.compile(r"step_\d+\.(jsonl|parquet)")
 _COLUMNS = {
     "behavior": "behavior_logprobs",
     "trainer": "trainer_logprobs",
@@ -27,14 +29,18 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class ViewSample:
-    """One response. Arrays have one value per token of prompt and response, T in all.
+    """One token sequence of a response. Arrays have one value per token, T in all.
+
+    An episode whose history was edited has several sequences.
 
     Attributes:
         group: Number of the prompt's group in the file.
         sample: Number of the sample in its group.
+        sequence: Number of the sequence in its sample.
         turns: Text of the turns as (role, text). Without an environment, prompt and response.
         response: Text of all answers of the policy, which verifiers score.
         verdict: True for a right answer, None if it is not recorded.
+        success: What the environment reports; None without a report.
         values: Arrays [T] by name (behavior, trainer, reference, entropy), those that are recorded.
     """
 
@@ -59,6 +65,8 @@ class ViewSample:
     loss_mask: Bools  # [T]
     values: Mapping[str, Floats] = field(default_factory=dict[str, "Floats"])
     times: Mapping[str, float] = field(default_factory=dict[str, float])
+    sequence: int = 0
+    success: bool | None = None
 
     @property
     def prompt(self) -> str:
@@ -70,10 +78,20 @@ class ViewSample:
 
 
 def sample_files(run_dir: Path, kind: Kind) -> list[Path]:
-    """Return the files of all steps in order. A step has one file."""
+    """Return the file of each step in order.
+
+    A step that was repeated in the other format has two files, of which the newer one counts. Files
+    with other names are not those of a run.
+    """
     folder = run_dir / ("rollouts" if kind == "rollout" else "eval")
-    files = [*folder.glob("step_*.jsonl"), *folder.glob("step_*.parquet")]
-    return sorted(files, key=lambda path: path.name)
+    files = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
+    newest_last = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+    return [path for _, path in sorted({step_of(path): path for path in newest_last}.items())]
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a file of samples."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
@@ -117,11 +135,13 @@ def _from_record(record: RolloutRecord) -> ViewSample:
         loss_mask=record.loss_mask,
         values={name: values for name, values in arrays.items() if values is not None},
         times=record.times,
+        sequence=record.sequence,
+        success=record.success,
     )
 
 
 def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
-    step = int(path.stem.removeprefix("step_"))
+    step = step_of(path)
     group, sample, previous = -1, 0, None
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -129,41 +149,58 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
             is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
             if not is_next:
                 group, sample, previous = group + 1, 0, row["prompt_index"]
-            yield _from_row(row, step, group, sample)
+            yield from _from_row(row, step, group, sample)
             sample += 1
 
 
-def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> ViewSample:
-    token_ids, is_sampled = _tokens(row)
+def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> Iterator[ViewSample]:
+    """Yield a sample per token sequence of a row."""
     # Earlier versions wrote `is_learnt`.
     is_trained = bool(row.get("is_trained", row.get("is_learnt", False)))
-    behavior = np.zeros(len(token_ids), np.float32)
-    behavior[is_sampled] = row["logprobs"]
+    is_evaluation = "is_right" in row
+    start = 0
+    for number, (token_ids, is_sampled) in enumerate(_sequences(row)):
+        end = start + int(np.count_nonzero(is_sampled))
+        behavior = np.zeros(len(token_ids), np.float32)
+        behavior[is_sampled] = row["logprobs"][start:end]
+        versions = tuple(_versions(row, step, start, end))
+        oldest = min((version for version, _ in versions), default=step - 1)
+        start = end
+        yield ViewSample(
+            step=step,
+            group=group,
+            sample=sample,
+            prompt_index=int(row["prompt_index"]),
+            turns=_turns(row),
+            response=row["response"],
+            answer=row["answer"],
+            reward=float(row["reward"]),
+            scores={name: float(score) for name, score in row["scores"].items()},
+            finish_reason=row["finish_reason"],
+            is_trained=is_trained,
+            tag=row.get("tag", ""),
+            verdict=row.get("is_right"),
+            versions=versions,
+            staleness=0 if is_evaluation else step - 1 - oldest,
+            token_ids=token_ids,
+            is_sampled=is_sampled,
+            advantages=np.where(is_sampled, np.float32(row.get("advantage", 0.0)), np.float32(0)),
+            loss_mask=is_sampled & is_trained,
+            values={"behavior": behavior},
+            sequence=number,
+            success=row.get("success"),
+        )
+
+
+def _versions(row: Mapping[str, Any], step: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the versions of the sampled tokens from `start` to `end` as run lengths."""
     version = int(row.get("policy_version", step))
-    recorded = row.get("versions") or [[version, len(row["response_ids"])]]
-    versions = tuple((int(number), int(count)) for number, count in recorded)
-    return ViewSample(
-        step=step,
-        group=group,
-        sample=sample,
-        prompt_index=int(row["prompt_index"]),
-        turns=_turns(row),
-        response=row["response"],
-        answer=row["answer"],
-        reward=float(row["reward"]),
-        scores={name: float(score) for name, score in row["scores"].items()},
-        finish_reason=row["finish_reason"],
-        is_trained=is_trained,
-        tag=row.get("tag", ""),
-        verdict=row.get("is_right"),
-        versions=versions,
-        staleness=0 if "is_right" in row else max(step - 1 - number for number, _ in versions),
-        token_ids=token_ids,
-        is_sampled=is_sampled,
-        advantages=np.where(is_sampled, np.float32(row.get("advantage", 0.0)), np.float32(0)),
-        loss_mask=is_sampled & is_trained,
-        values={"behavior": behavior},
-    )
+    position = 0
+    for number, count in row.get("versions") or [[version, len(row["response_ids"])]]:
+        first, last = max(position, start), min(position + int(count), end)
+        if first < last:
+            yield int(number), last - first
+        position += int(count)
 
 
 def _turns(row: Mapping[str, Any]) -> Turns:
@@ -173,15 +210,11 @@ def _turns(row: Mapping[str, Any]) -> Turns:
     return ("prompt", row["prompt"]), ("assistant", row["response"])
 
 
-def _tokens(row: Mapping[str, Any]) -> tuple[Ints, Bools]:  # [T], [T]
-    """Return the tokens of a row and which of them the policy sampled.
-
-    An episode whose history was edited has several sequences. Its answers follow the prompt then,
-    without the messages of the environment.
-    """
-    sequences = row.get("sequences", ())
-    if len(sequences) == 1:
-        (sequence,) = sequences
-        return np.asarray(sequence["token_ids"], np.int64), np.asarray(sequence["is_sampled"], bool)
-    token_ids = np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64)
-    return token_ids, np.arange(len(token_ids)) >= len(row["prompt_ids"])
+def _sequences(row: Mapping[str, Any]) -> Iterator[tuple[Ints, Bools]]:  # [T], [T] each
+    """Yield the token sequences of a row and which of their tokens the policy sampled."""
+    for sequence in row.get("sequences", ()):
+        is_sampled = np.asarray(sequence["is_sampled"], bool)
+        yield np.asarray(sequence["token_ids"], np.int64), is_sampled
+    if not row.get("sequences"):
+        token_ids = np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64)
+        yield token_ids, np.arange(len(token_ids)) >= len(row["prompt_ids"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+from collections import UserDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msrl.config.loader import load
 from msrl.config.schema import Config
@@ -26,16 +29,22 @@ class Verdicts:
         self._judge: Judge | None = None if config is None else judge(config)
 
     def verdict(self, sample: ViewSample) -> bool | None:
-        """Return True for a right answer; None if no source decides."""
-        if sample.verdict is not None or self._judge is None:
+        """Return True for a right answer; None if neither a source nor an environment decides."""
+        if sample.verdict is not None:
             return sample.verdict
+        label = self._label(sample)
+        if self._judge is None or label is None or label not in sample.scores:
+            return sample.success
+        return sample.scores[label] >= self._judge.right_from
+
+    def _label(self, sample: ViewSample) -> str | None:
+        """Return the source that decides about a sample."""
+        if self._judge is None:
+            return None
         try:
-            label = self._judge.source_for(_prompt(sample))
+            return self._judge.source_for(_prompt(sample))
         except MsrlError:
             return None
-        if label is None or label not in sample.scores:
-            return None
-        return sample.scores[label] >= self._judge.right_from
 
     def reasons(self, sample: ViewSample) -> Mapping[str, str]:
         """Return why each verifier gave its score, for those that explain it."""
@@ -45,12 +54,23 @@ class Verdicts:
         return {label: reason for label, reason in reasons.items() if reason}
 
 
-def read_config(run_dir: Path) -> Config | None:
-    """Return the configuration of a run; None if this version cannot read it."""
+class _Environment(UserDict[str, str]):
+    """Environment of this process, in which every other variable has a placeholder as its value.
+
+    Verdicts need no secrets, such as the key of a reward server.
+    """
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a variable."""
+        return super().get(key, "unset")
+
+
+def read_config(run_dir: Path) -> Config | str:
+    """Return the configuration of a run, or the reason why this version cannot read it."""
     try:
-        return load([str(run_dir / CONFIG)]).config
-    except (MsrlError, ManyErrors):
-        return None
+        return load([str(run_dir / CONFIG)], environment=_Environment(os.environ)).config
+    except (MsrlError, ManyErrors) as error:
+        return str(error)
 
 
 def _prompt(sample: ViewSample) -> Prompt:

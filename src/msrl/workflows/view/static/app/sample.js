@@ -53,13 +53,20 @@ function surprise(sample, i) {
 }
 
 function versionAt(sample, i) {
-  let sampled = 0;
-  for (let j = 0; j < i; j += 1) sampled += at(sample.sampled, j) ? 1 : 0;
-  for (const [version, tokens] of sample.versions) {
-    if (sampled < tokens) return version;
-    sampled -= tokens;
+  sample.tokenVersions ??= tokenVersions(sample);
+  return sample.tokenVersions[i];
+}
+
+/** Return the version of each token after the first sampled one; that of a text is the next one. */
+function tokenVersions(sample) {
+  const versions = [];
+  let [run, used] = [0, 0];
+  for (let i = 0; i < sample.ids.length - sample.first; i += 1) {
+    while (run < sample.versions.length - 1 && used >= sample.versions[run][1]) [run, used] = [run + 1, 0];
+    versions.push(sample.versions.length ? sample.versions[run][0] : null);
+    used += at(sample.sampled, i) ? 1 : 0;
   }
-  return sample.versions.length ? sample.versions[sample.versions.length - 1][0] : null;
+  return versions;
 }
 
 export async function samplePage(main, words) {
@@ -71,7 +78,7 @@ export async function samplePage(main, words) {
   const body = el("div", {});
   const show = (key) => {
     remember("sample.view", key);
-    if (key === "tokens") drawTokens(body, sample, run);
+    if (key === "tokens") tokensView(body, sample.sequences, run);
     else fill(body, turnViews(sample.turns));
   };
   fill(main,
@@ -106,13 +113,16 @@ function scores(sample, columns, row) {
 }
 
 function about(sample, columns, row) {
-  const advantages = Array.isArray(sample.advantages)
-    ? `${digits(Math.min(...sample.advantages))} to ${digits(Math.max(...sample.advantages))}`
-    : digits(sample.advantages);
+  const values = sample.sequences.flatMap(({ advantages }) => advantages).filter((value) => value !== null);
+  const [lowest, highest] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)],
+    [Infinity, -Infinity]);
+  const several = lowest < highest ? `${digits(lowest)} to ${digits(highest)}` : digits(lowest);
+  const advantages = values.length ? several : "-";
+  const versions = sample.sequences.flatMap((sequence) => sequence.versions);
   return card("About this sample", facts([
     ["tokens", count(columns.length[row], "token")], ["finish", columns.finish[row]],
     ["advantage", advantages], ["trained", columns.trained[row] ? "yes" : "no"],
-    ["versions", sample.versions.map(([version, tokens]) => `${version} (${tokens})`).join(", ")],
+    ["versions", versions.map(([version, tokens]) => `${version} (${tokens})`).join(", ")],
     ["staleness", columns.staleness[row]], ["tag", visible(columns.tag[row])]]));
 }
 
@@ -132,6 +142,18 @@ function toolCalls(text) {
   return text.split(TOOL_CALLS).map((part, i) => (i % 2 // the parts between are the matches
     ? el("details", { class: "call" }, el("summary", {}, "tool call"), el("pre", {}, visible(part)))
     : visible(part)));
+}
+
+/** Show the tokens of a sequence. An episode whose history was edited has several. */
+function tokensView(body, sequences, run) {
+  if (sequences.length === 1) {
+    drawTokens(body, sequences[0], run);
+    return;
+  }
+  const tokens = el("div", {});
+  const names = sequences.map((_, i) => [i, `${i + 1} of ${sequences.length}`]);
+  fill(body, field("Sequence", select(names, 0, (value) => drawTokens(tokens, sequences[Number(value)], run))), tokens);
+  drawTokens(tokens, sequences[0], run);
 }
 
 async function drawTokens(body, sample, run) {
