@@ -210,17 +210,22 @@ def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs:
     assert max(report["rollout/staleness_max"] for report in metrics(asynchronous_run)) == 0
 
 
+HANGS = {"cluster": {"platform": "cpu", "rpc_timeout_s": 60.0}}
+
+
 @pytest.mark.full
-def test_the_prompts_of_a_killed_engine_are_sampled_again_without_a_rewind(
-    inputs: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_prompts_of_a_lost_engine_are_sampled_again_without_a_rewind(
+    inputs: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    config = asynchronous(inputs, "lost-engine", {"max_staleness": 2})
-    file, run_dir = write_config(inputs / "lost-engine.yaml", config), inputs / "runs/lost-engine"
-    command = Command("train-grpo", "-c", str(file), log=inputs / "lost-engine.log", tmp=make_tmp())
+    name = f"engine-{number.name}"
+    config = asynchronous(inputs, name, {"max_staleness": 2}, **HANGS)
+    file, run_dir = write_config(inputs / f"{name}.yaml", config), inputs / "runs" / name
+    command = Command("train-grpo", "-c", str(file), log=inputs / f"{name}.log", tmp=make_tmp())
     command.when(lambda: run_dir.exists() and len(rows(run_dir)) >= 2)
     processes = children(command.process.pid)
     (engine,) = (pid for pid, line in processes.items() if "RolloutActor" in line)
-    os.kill(engine, signal.SIGKILL)
+    os.kill(engine, number)
     assert command.wait() == 0, command.output()
     assert "Restarting the lost engine" in command.output()
     assert "Continuing from" not in command.output(), "the training was not repeated"
@@ -228,8 +233,10 @@ def test_the_prompts_of_a_killed_engine_are_sampled_again_without_a_rewind(
     assert trained_rows(run_dir) == expected_rows(inputs)
 
 
+RECEIVING = {"role": "rollout", "worker": 0, "method": "update_weights", "call": 2}
 KILLS = {
-    "engine": {"role": "rollout", "worker": 0, "method": "update_weights", "call": 2},
+    "engine": RECEIVING,
+    "hanging engine": {**RECEIVING, "signal": "SIGSTOP"},
     "rank": {"role": "actor", "worker": 0, "method": "update", "call": 3},
 }
 
@@ -239,16 +246,16 @@ KILLS = {
 def test_only_a_lost_rank_repeats_steps_and_each_prompt_is_trained_once(
     inputs: Path, tmp_path: Path, victim: str
 ) -> None:
-    """Kill an engine while it receives weights, or a rank in an update."""
-    name = f"killed-{victim}"
-    config = asynchronous(inputs, name, {"max_staleness": 2})
+    """Kill or stop an engine while it receives weights, or kill a rank in an update."""
+    name = f"killed-{victim.replace(' ', '-')}"
+    config = asynchronous(inputs, name, {"max_staleness": 2}, **HANGS)
     config["rollout"]["weights"] = {"verify": "every"}
     file, run_dir = write_config(inputs / f"{name}.yaml", config), inputs / "runs" / name
     program = (str(Path(__file__).with_name("killing_driver.py")), json.dumps([KILLS[victim]]))
     log = inputs / f"{name}.log"
     command = Command("train-grpo", "-c", str(file), log=log, tmp=make_tmp(), program=program)
     assert command.wait() == 0, command.output()
-    restarted = {"engine": "the lost engine", "rank": "the training ranks"}[victim]
+    restarted = "the training ranks" if victim == "rank" else "the lost engine"
     assert command.output().count(f"Restarting {restarted}") == 1, command.output()
     assert ("Continuing from" in command.output()) == (victim == "rank"), command.output()
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
