@@ -110,6 +110,11 @@ def test_additional_prompts_of_a_refill_are_refused_by_name() -> None:
     assert_mentions(text, "rollout.filter.extra_prompts", "no effect", "max_staleness")
 
 
+def test_asynchronous_scheduling_of_the_engine_is_refused_by_name() -> None:
+    text = error(S1, TOKEN, "rollout.engine.options={async_scheduling: true}")
+    assert_mentions(text, "rollout.engine.options.async_scheduling", "versions")
+
+
 @pytest.mark.parametrize("name", ["cuda", "npu"])
 def test_engines_that_share_devices_with_ranks_cannot_be_asynchronous(name: str) -> None:
     config = resolve(S1, TOKEN).config

@@ -553,6 +553,17 @@ def test_a_run_folder_as_model_path_suggests_its_checkpoint_folder(folder: Path)
         )
 
 
+@pytest.mark.parametrize("name", ["top_p=0.9", "top_k=5", "min_p=0.1"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_filters_of_greedy_sampling_are_refused(folder: Path, command: str, name: str):
+    key = f"{command}.{name}"
+    messages = mistakes(command, f"{command}.temperature=0", key)
+    (message,) = [each for each in messages if key in each]
+    assert_mentions(message, "no effect", f"{command}.temperature")
+    messages = mistakes(command, f"{command}.temperature=0.5", key)
+    assert not [each for each in messages if key in each]
+
+
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
@@ -579,6 +590,11 @@ def test_a_profile_of_a_missing_step_or_rank_is_refused(
         (
             ["transfer=ipc", "rollout.async.max_staleness=1"],
             ("rollout.weights.transfer=ipc", "rollout.async"),
+        ),
+        (["transfer=nccl"], ("rollout.weights.transfer=nccl", "cluster.roles.rollout.devices")),
+        (
+            ["transfer=ipc", "cluster.roles.rollout.devices=1"],
+            ("rollout.weights.transfer=ipc", "cluster.roles.rollout.devices"),
         ),
         (["bucket_bytes=100"], ("rollout.weights.bucket_bytes=100", "65536")),
         (["adapters_only=true"], ("rollout.weights.adapters_only=true", "train.lora.rank")),

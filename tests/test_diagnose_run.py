@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,24 @@ def test_a_run_with_adapters_is_healthy_and_agrees_with_its_record(tmp_path: Pat
     (recorded,) = [row for row in report["comparisons"] if "recorded" in row["compared"]]
     assert recorded["num_tokens"] > 0
     assert recorded["largest"] < 1e-3
+
+
+def test_the_template_of_a_run_may_differ_from_that_of_its_initial_model(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    file = inputs / "untied" / "tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    train = {"steps": 1, "micro_batch": 2, "optimizer": {"lr": 2e-3}}
+    configuration = write_config(
+        inputs / "first.yaml", settings(inputs, "first", "untied", train=train)
+    )
+    succeed("train-grpo", "-c", str(configuration), log=inputs / "first.log")
+    run_dir = inputs / "runs" / "first"
+    shutil.rmtree(run_dir / "checkpoints")  # the record of step 1 is that of the initial model
+    output = succeed("diagnose", "mismatch", str(run_dir), "--json", log=inputs / "diagnose.log")
+    report = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    assert report["healthy"]
+    assert any("recorded" in row["compared"] for row in report["comparisons"])
 
 
 def test_another_dtype_of_the_engine_is_named(tmp_path: Path) -> None:

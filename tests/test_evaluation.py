@@ -171,6 +171,11 @@ EVERY = ("data.eval=held", "eval.every_steps=5")
         ),
         (
             "grpo",
+            ("eval.prompts=8",),
+            ("eval.prompts=8", "eval.every_steps"),
+        ),
+        (
+            "grpo",
             (*EVERY, "eval.source=accuracy"),
             ("eval.source=accuracy", "reward.sources", "acc"),
         ),

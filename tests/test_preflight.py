@@ -183,6 +183,22 @@ REFUSALS = {
         )
         for command in ("train-grpo", "generate", "chat", "serve", "eval")
     },
+    **{
+        f"{command}, stop text with a control token": Refusal(
+            command, (f'{key}=["</answer><|im_end|>"]',), (key, "<|im_end|>", "control token")
+        )
+        for command, key in (
+            ("train-grpo", "rollout.sampling.stop"),
+            ("eval", "eval.sampling.stop"),
+            ("generate", "generate.stop"),
+            ("chat", "chat.stop"),
+        )
+    },
+    "eval, engine too short": Refusal(
+        "eval",
+        ("rollout.engine.max_model_len=20",),
+        ("rollout.engine.max_model_len=20", "eval.max_response_tokens"),
+    ),
     "train-grpo, fewer tokens per step than a sequence": Refusal(
         "train-grpo",
         ("rollout.engine.max_num_batched_tokens=150",),

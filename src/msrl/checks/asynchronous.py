@@ -97,6 +97,12 @@ def _check_unsupported(resolved: Resolved) -> Iterator[str]:
             "has no effect with rollout.async.max_staleness above 0, where engines sample groups "
             "of later steps anyway. Remove it.",
         )
+    if config.rollout.engine.options.get("async_scheduling"):
+        yield resolved.mistake(
+            "rollout.engine.options.async_scheduling",
+            "lets tokens of older weights arrive after an update, so their versions would be "
+            "wrong. Remove it.",
+        )
     for number, section in enumerate(config.reward.sources):
         source = Source.of(section)
         if source.kind == "model" and source.on_ranks and not has_ranks:

@@ -65,10 +65,10 @@ def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                 f"eval.{key}", "needs held-out data. Set data.eval to its prefix."
             )
     if section.every_steps is None and not section.at_start:
-        for name in _GRPO_ONLY:
-            if _is_set(resolved, f"eval.{name}"):
+        for key in ("eval.prompts", *(f"eval.{name}" for name in _GRPO_ONLY)):
+            if _is_set(resolved, key):
                 yield resolved.mistake(
-                    _first(resolved, f"eval.{name}"),
+                    _first(resolved, key),
                     "has no effect without evaluations. Set eval.every_steps.",
                 )
         return
@@ -120,7 +120,13 @@ def check_eval_source(resolved: Resolved) -> Iterator[str]:
     """Check that eval.source names a reward source."""
     name = resolved.config.eval.source
     known = [sources.Source.of(section).label for section in resolved.config.reward.sources]
-    if name is not None and known and name not in known:
+    if not known:
+        for key in ("eval.source", "eval.right_from"):
+            if _is_set(resolved, key):
+                yield resolved.mistake(
+                    key, "has no effect without reward.sources: the environment decides. Remove it."
+                )
+    elif name is not None and name not in known:
         yield resolved.mistake(
             "eval.source",
             f"is not a reward source. Choose one of reward.sources: {', '.join(known)}.",

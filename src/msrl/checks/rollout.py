@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
-from msrl.config.sections.rollout import DEVICE_TRANSFERS
+from msrl.config.sections.rollout import COLOCATED_TRANSFERS, DEVICE_TRANSFERS
+from msrl.plan.derived import num_separate_devices
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.rewards import sources
@@ -103,6 +104,7 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             "it to ray or auto.",
         )
     transfer, platform = config.rollout.weights.transfer, config.cluster.platform
+    is_colocated = num_separate_devices(config.cluster.roles.rollout) == 0
     if (
         transfer in DEVICE_TRANSFERS
         and platform != "auto"
@@ -112,6 +114,12 @@ def check_weight_transfer(resolved: Resolved) -> Iterator[str]:
             "rollout.weights.transfer",
             f"needs an accelerator with this engine, but cluster.platform is {platform}. Set it to "
             "auto.",
+        )
+    elif transfer in DEVICE_TRANSFERS and is_colocated != (transfer in COLOCATED_TRANSFERS):
+        relation = "share devices" if is_colocated else "are on separate devices"
+        yield resolved.mistake(
+            "rollout.weights.transfer",
+            f"ranks and engines {relation} (cluster.roles.rollout.devices). Set it to auto.",
         )
     if transfer in DEVICE_TRANSFERS and config.rollout.asynchronous.is_on:
         yield resolved.mistake(

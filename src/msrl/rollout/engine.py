@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from msrl.config.sections.rollout import EngineConfig
+from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
@@ -240,8 +241,15 @@ def check_prompt(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
         )
 
 
+def check_stops(key: str, stops: Sequence[str], tokenizer: TextTokenizer) -> None:
+    """Check stop texts before an engine starts. Raises MsrlError as `stop_conditions` does."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    control = {token.content: number for number, token in added.items() if token.special}
+    stop_conditions(SamplingParams(max_tokens=1, stop=tuple(stops)), control, key=key)
+
+
 def stop_conditions(
-    sampling: SamplingParams, control: Mapping[str, int]
+    sampling: SamplingParams, control: Mapping[str, int], *, key: str = "stop"
 ) -> tuple[list[str], list[int]]:
     """Return the stop texts and the token ids that end a completion.
 
@@ -256,7 +264,7 @@ def stop_conditions(
         for token in control:
             if token in stop:
                 raise MsrlError(
-                    f"stop={stop!r}: {token} is a control token, which the text of a "
+                    f"{key}={stop!r}: {token} is a control token, which the text of a "
                     f"completion never contains. Use {token!r} as a separate stop."
                 )
     control_ids = [control[stop] for stop in sampling.stop if stop in control]

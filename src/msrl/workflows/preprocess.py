@@ -355,6 +355,11 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
                 f"preprocess.{key}={getattr(settings, key)}: has no effect for {kind} data. "
                 "Remove it."
             )
+    if settings.too_long == "truncate" and settings.seq_length is None:
+        raise MsrlError(
+            "preprocess.too_long=truncate: has no effect without a length. Set "
+            "preprocess.seq_length."
+        )
     if settings.pack and settings.seq_length is None:
         raise MsrlError("preprocess.pack=true: needs the row length. Set preprocess.seq_length.")
 

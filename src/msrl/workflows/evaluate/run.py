@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ from msrl.algorithms.pass_at_k import depths, pass_at_k
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded
 from msrl.data.manifest import read_manifest
-from msrl.data.tokenizer import TextTokenizer, open_tokenizer
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
@@ -33,7 +33,7 @@ from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.functions import split
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineSettings, check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
@@ -112,9 +112,10 @@ def prepare(config: Config) -> EvaluationSetup:
     distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
     prompts = [eval_prompts(plan, tokenizer) for plan in distinct.values()][-1]
     sampling = eval_sampling(config, plans[0].sampling)
+    check_stops("eval.sampling.stop", sampling.stop, tokenizer)
     longest = _longest_prompt(config, prompts)
     for plan in plans:
-        _check_lengths(plan.shape, plan.model.weights, longest, sampling)
+        _check_lengths(plan, longest, sampling)
         check_engine(
             config, _engine_settings(plan, plan.model.hf_dir, longest, len(prompts), sampling)
         )
@@ -166,8 +167,16 @@ def _longest_prompt(config: Config, prompts: Sequence[Prompt]) -> int:
     return max(len(prompt.token_ids) for prompt in prompts)
 
 
-def _check_lengths(shape: Shape, weights: Path, longest: int, sampling: SamplingParams) -> None:
-    """Raise MsrlError if a prompt with its response is longer than the model supports."""
+def _check_lengths(plan: RunPlan, longest: int, sampling: SamplingParams) -> None:
+    """Raise MsrlError if a prompt with its response is longer than model or engine support."""
+    shape, weights = plan.shape, plan.model.weights
+    max_model_len = plan.config.rollout.engine.max_model_len
+    if max_model_len is not None and longest + sampling.max_tokens > max_model_len:
+        raise MsrlError(
+            f"rollout.engine.max_model_len={max_model_len}: the longest prompt of {longest} tokens "
+            f"and eval.max_response_tokens={sampling.max_tokens} need "
+            f"{longest + sampling.max_tokens}. Raise it, or remove it."
+        )
     if shape.reward_head:
         raise MsrlError(f"{weights}: {shape.architecture} generates scores instead of text.")
     if longest + sampling.max_tokens > shape.max_position_embeddings:
@@ -291,7 +300,7 @@ class _Engines:
 
     def __init__(self, setup: EvaluationSetup, pool: EnvironmentPool | None) -> None:
         self._setup, self._pool = setup, pool
-        self._current: tuple[Shape, VllmEngine] | None = None
+        self._current: tuple[tuple[Shape, str], VllmEngine] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> _Engines:
@@ -309,12 +318,13 @@ class _Engines:
 
     def _engine(self, model: EvaluatedModel) -> VllmEngine:
         source = open_checkpoint(model.checkpoint)
-        if self._current is not None and self._current[0] == source.shape:
+        plan = model.plan
+        kind = source.shape, vocab_hash(open_tokenizer(plan.tokenizer_dir).get_vocab())
+        if self._current is not None and self._current[0] == kind:
             engine = self._current[1]
             engine.load_weights(hf_weights(source))
             return engine
         self._stack.close()
-        plan = model.plan
         settings = _engine_settings(
             plan,
             source.hf_dir,
@@ -323,14 +333,14 @@ class _Engines:
             self._setup.sampling,
         )
         engine = self._stack.enter_context(running_engine(plan.config, source, settings))
-        self._current = source.shape, engine
+        self._current = kind, engine
         return engine
 
 
 def _engine_settings(
     plan: RunPlan, hf_dir: Path, longest_prompt: int, num_prompts: int, sampling: SamplingParams
 ) -> EngineSettings:
-    return engine_settings(
+    settings = engine_settings(
         plan.config,
         hf_dir,
         dtype=plan.dtype,
@@ -338,6 +348,7 @@ def _engine_settings(
         max_num_seqs=num_prompts * sampling.num_samples,
         random_weights=True,
     )
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
 
 
 def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:

@@ -25,7 +25,7 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineSettings, check_stops
 from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.episodes.settings import EpisodeSettings
@@ -97,6 +97,8 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     check_limits(rollout_engine_settings(plan), platform, read_config=plan.hf_config)
     check_run_folder(config)
     tokenizer = open_tokenizer(plan.tokenizer_dir)
+    check_stops("rollout.sampling.stop", config.rollout.sampling.stop, tokenizer)
+    check_stops("eval.sampling.stop", config.eval.sampling.stop or (), tokenizer)
     check_teacher_tokenizers(plan)
     prompts = _training_prompts(plan, tokenizer)
     check_tags(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
 from msrl.limits import printable
-from msrl.rollout.engine import Engine, EngineSettings, Piece, sample_seed
+from msrl.rollout.engine import Engine, EngineSettings, Piece, check_stops, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.serve.engine import (
     check_engine,
@@ -94,6 +94,7 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
     renderer = choose_renderer(source.hf_dir, config.chat.template)
     if warning := other_template(source.hf_dir, renderer):
         _print_note(warning)
+    check_stops("chat.stop", config.chat.stop, renderer.tokenizer)
     system = system_turns(config.chat.system)
     renderer.prompt(Conversation((*system, Message("user", "?"))))
     check_engine(config, _engine_settings(config, source))

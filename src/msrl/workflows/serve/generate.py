@@ -24,7 +24,7 @@ from msrl.data.render import Renderer, with_system
 from msrl.data.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
-from msrl.rollout.engine import Engine, EngineSettings
+from msrl.rollout.engine import Engine, EngineSettings, check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import progress
@@ -126,6 +126,7 @@ def prepare(config: Config) -> GenerateSetup:
     renderer = choose_renderer(source.hf_dir, section.template)
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         print(printable(warning), file=sys.stderr)
+    check_stops("generate.stop", section.stop, renderer.tokenizer)
     requests = read_requests(section, renderer, has_environment=config.environment.is_on)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
     check_lengths(requests, limit, may_be_empty=config.environment.is_on)
