@@ -144,19 +144,8 @@ def test_the_turns_of_an_episode_are_those_of_the_conversation(tmp_path: Path):
     assert line.values["behavior"].tolist() == [0, 0, -1, -2, 0]
 
 
-def edited_episode(**changes: Any) -> dict[str, Any]:
-    """Return a row of an episode with two sequences, and thus two histories."""
-    row = view_runs.jsonl_row("\\boxed{15}", 0, prompt_ids=[1, 2], response_ids=[3, 4, 7])
-    sequences = [
-        {"token_ids": [1, 2, 3, 4, 5], "is_sampled": [False, False, True, True, False]},
-        {"token_ids": [1, 6, 7], "is_sampled": [False, False, True]},
-    ]
-    more = {"logprobs": [-1.0, -2.0, -3.0], "versions": [[3, 1], [4, 2]], "sequences": sequences}
-    return row | more | changes
-
-
 def test_each_sequence_of_an_edited_episode_has_its_own_context(tmp_path: Path):
-    (tmp_path / "step_000006.jsonl").write_text(json.dumps(edited_episode()) + "\n")
+    (tmp_path / "step_000006.jsonl").write_text(json.dumps(view_runs.edited_episode()) + "\n")
     first, second = read_samples(tmp_path / "step_000006.jsonl")
     assert (first.sample, first.sequence) == (0, 0)
     assert (second.sample, second.sequence) == (0, 1)
@@ -172,7 +161,7 @@ def test_an_episode_with_several_sequences_is_one_sample(tmp_path: Path, format:
     run = view_runs.make_run(tmp_path / "grpo", num_steps=1)
     file = run / "rollouts" / "step_000001.jsonl"
     if format == "jsonl":
-        rows = [edited_episode(), view_runs.jsonl_row("\\boxed{14}", 0)]
+        rows = [view_runs.edited_episode(), view_runs.jsonl_row("\\boxed{14}", 0)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         file.unlink()

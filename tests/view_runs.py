@@ -85,6 +85,17 @@ def jsonl_row(text: str, prompt_index: int, **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
+def edited_episode(**changes: Any) -> dict[str, Any]:
+    """Return a row of an episode with two sequences, and thus two histories."""
+    row = jsonl_row("\\boxed{15}", 0, prompt_ids=[1, 2], response_ids=[3, 4, 7])
+    sequences = [
+        {"token_ids": [1, 2, 3, 4, 5], "is_sampled": [False, False, True, True, False]},
+        {"token_ids": [1, 6, 7], "is_sampled": [False, False, True]},
+    ]
+    more = {"logprobs": [-1.0, -2.0, -3.0], "versions": [[3, 1], [4, 2]], "sequences": sequences}
+    return row | more | changes
+
+
 def record(step: int, group: int, sample: int, text: str, **changes: Any) -> RolloutRecord:
     """Return a rollout record with the trainer's values of every token."""
     row = jsonl_row(text, 10 * step + group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -326,3 +327,16 @@ def test_100_000_samples_open_in_three_seconds_and_scroll(
     print(f"opened in {wall:.2f} s ({seconds:.2f} s of CPU), {frames[0]:.0f} ms per frame")
     assert seconds < 3.0
     assert frames[1] < 100
+
+
+def test_the_tokens_of_each_sequence_of_an_episode_are_shown(tmp_path: Path, open_page: Open):
+    run = view_runs.make_run(tmp_path / "runs" / "agent", num_steps=1)
+    row = json.dumps(view_runs.edited_episode())
+    (run / "rollouts" / "step_000001.jsonl").write_text(row + "\n")
+    write_folder([run], tmp_path / "view")
+    page = open_page(tmp_path / "view", "#/sample/0/rollout/1/0?view=tokens")
+    page.wait_for_selector(".tokens .tk")
+    assert page.locator(".tokens .tk").count() == 5
+    page.get_by_label("Sequence").select_option("1")
+    page.wait_for_function("document.querySelectorAll('.tokens .tk').length === 3")
+    assert page.problems == []
