@@ -265,6 +265,8 @@ def _inference(translation: Translation, keys: Keys) -> None:
         keys.assign("task", ["generate.temperature"], 0.0)
         for key in ("temperature", "top_p", "top_k"):
             keys.record(key, KeyStatus.DEAD, "greedy decoding takes the most likely token")
+        translation.set_default("generate.top_p", 1.0)
+        translation.set_default("generate.top_k", -1)
     return keys.record(
         "task", KeyStatus.SAME, "`msrl generate` and `msrl chat` are separate commands"
     )
