@@ -91,7 +91,19 @@ def _raise() -> None:
     raise ValueError("the environment is broken")
 
 
+def _raise_surrogate() -> None:
+    raise ValueError("\ud800")
+
+
+def _deep() -> Any:
+    value: list[Any] = []
+    for _ in range(400):
+        value = [value]
+    return value
+
+
 ACTIONS = {
+    "raise surrogate": _raise_surrogate,
     "hang": lambda: time.sleep(3600),
     "ignore signals": _ignore_signals,
     "segfault": lambda: ctypes.string_at(0),
@@ -106,6 +118,11 @@ BAD_RESULTS: dict[str, Any] = {
     "nan": StepResult([], float("nan"), True),
     "object": StepResult([], None, True, {"value": object()}),
     "none": 5,
+    "deep": StepResult([], None, True, {"value": _deep()}),
+    "surrogates": StepResult(
+        [Message("tool", "x", {"role": "tool", "content": "x", "name": "\ud800"})],
+        info={"state": "\ud800", "\udc00": ["a\ud800", 1, None]},
+    ),
     "call text": StepResult([], None, True, {"tool_calls": ["look"]}),
     "call number": StepResult([], None, True, {"tool_calls": 5}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -265,6 +266,31 @@ def test_a_tool_may_return_any_text(mood, text):
         assert result.messages[0].content == text
         assert result.messages[0].fields["content"] == text
         assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
+
+
+def test_a_lone_surrogate_of_the_model_becomes_a_character_of_files():
+    answer = r'<tool_call>{"name": "do", "arguments": {"mood": "\ud83d", "\ud83e": ["\udc00"]}}'
+    with pool(toolbox()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        result = environments.step("a", answer).result(LIMIT_S)
+    (record,) = result.info["tool_calls"]
+    assert record["arguments"] == {"mood": "\ufffd", "\ufffd": ["\ufffd"]}
+
+
+def test_every_text_of_a_reply_can_be_written():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        result = environments.step("a", "surrogates").result(LIMIT_S)
+        json.dumps([result.info, result.messages[0].fields], ensure_ascii=False).encode()
+        assert result.info == {"state": "\ufffd", "\ufffd": ["a\ufffd", 1, None]}
+        detail = fault(environments.step("a", "raise surrogate")).detail
+        assert "\ufffd" in detail and detail.encode()
+
+
+def test_a_reply_that_is_nested_too_deeply_is_a_fault():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        assert fault(environments.step("a", "deep")).reason == "invalid"
 
 
 @pytest.mark.slow

@@ -320,6 +320,19 @@ def test_an_opening_that_is_too_long_is_a_fault(template: EpisodeTemplate) -> No
     assert completion.episode is not None and completion.episode.fault[0] == "long_prompt"
 
 
+def test_text_that_no_tokenizer_reads_ends_its_episode(template: EpisodeTemplate) -> None:
+    fields = {"role": "user", "content": "x", "name": "\ud800"}
+    listed = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[-1].name }}"
+    named = EpisodeTemplate(template.tokenizer, listed)
+    for opening in (
+        Opening([Message("user", "x", fields)]),
+        Opening([Message("user", "x")], [{"type": "function", "name": "\ud800"}]),
+    ):
+        runner, _ = make_runner(named, lambda *_: done(), opening)
+        completion, _ = run_one(runner, [])
+        assert completion.episode is not None and completion.episode.fault[0] == "template"
+
+
 def test_long_and_damaged_messages_are_truncated_and_counted(template: EpisodeTemplate) -> None:
     text = "\x00\ud800<|im_end|>" + "x" * 10_000_000
     runner, _ = make_runner(

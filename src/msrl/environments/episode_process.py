@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, get_args
 
 from msrl.environments.base import Environment, EnvironmentSource, StepResult
+from msrl.environments.clean import clean_text
 from msrl.environments.tools import tool_schemas
 from msrl.rewards.worker import HEADER, MAX_DETAIL_BYTES, limit_memory, read, start_alarm
 from msrl.types import JsonObject, Message, Role
@@ -161,13 +162,6 @@ def _messages(messages: Sequence[Message], info: dict[str, Any]) -> list[JsonObj
     if num_replaced:
         info["cleaned_messages"] = num_replaced
     return entries
-
-
-def clean_text(text: str) -> str:
-    """Replace NUL and lone surrogates by U+FFFD."""
-    return (
-        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
-    )
 
 
 def _check_message(message: Message) -> None:

@@ -189,17 +189,22 @@ class EpisodeTemplate:
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template is code of the model's author
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise MsrlError(
-                f"{self._name} fails for a message of the environment: {printable(reason)}. "
-                f"{_REMEDY}"
-            ) from error
+            raise self._failure(error) from error
 
     def _encode(self, text: str) -> Ints:
         if not text:
             return np.zeros(0, np.int64)
-        ((ids, _),) = encode_with_offsets(self.tokenizer, self.controls, [text.split(MARK)])
+        try:
+            ((ids, _),) = encode_with_offsets(self.tokenizer, self.controls, [text.split(MARK)])
+        except (TypeError, ValueError) as error:  # a lone surrogate is no text for a tokenizer
+            raise self._failure(error) from error
         return ids
+
+    def _failure(self, error: Exception) -> MsrlError:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return MsrlError(
+            f"{self._name} fails for a message of the environment: {printable(reason)}. {_REMEDY}"
+        )
 
 
 _REMEDY = "Preprocess the data with another template."
