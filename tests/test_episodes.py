@@ -632,7 +632,7 @@ def test_padding_repeats_a_sequence_without_loss() -> None:
 
 def test_metrics_of_episodes() -> None:
     values = episode_metrics([scored(FIRST, SECOND).rollout])
-    assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 1.0
+    assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 0.5
     assert values["observation_tokens"] == 0.5  # token 3 of the second episode
     plain = Completion(np.array([1]), np.zeros(1, np.float32), "stop", 0, "")
     assert episode_metrics([scored(plain, rewards=(0.0,)).rollout]) == {}

@@ -362,7 +362,7 @@ def _evaluate(
     started = time.perf_counter()
     checkpoint, referee = model.checkpoint, judge(setup.config)
     scores = _score_all(setup, checkpoint, sampler, scorer)
-    verdicts = [referee.verdicts(group) for group in scores.groups]
+    verdicts = referee.verdicts(scores.groups)
     result = Result(
         label=checkpoint.label,
         series=checkpoint.series,
