@@ -593,6 +593,7 @@ def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> N
     assert result.rewards[0].scores == {"environment": 1.5}
     assert scores.failures == {"environment/crash": 1}
     assert fault_matrix([result]).tolist() == [[False, False, True]]
+    assert episode_turns([result]).complete_turns.tolist() == [True] * 4 + [False]
     assert "gone" in scores.notes[0]
     scores.require_scores("step 1")
 
