@@ -46,7 +46,7 @@ class Moody(Environment):
         if result is not None:
             return result
         message = Message("user", f"{answer} {self._num_steps}")
-        return StepResult([message], 1.0, answer == "end", {"pid": os.getpid()})
+        return StepResult([message], 1.0, answer == "end", _process_info())
 
 
 class Toolbox(Environment):
@@ -72,6 +72,10 @@ class Toolbox(Environment):
             "injection": INJECTION,
         }
         return outputs.get(mood, mood)
+
+
+def _process_info() -> dict[str, Any]:
+    return {"pid": os.getpid(), "no_proxy": os.environ.get("no_proxy", "")}
 
 
 def _act(mood: str) -> StepResult | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,14 @@ def test_a_service_without_a_usable_answer_ends_its_episode(answer: bytes, keywo
         agent = environment(url=url)
         with pytest.raises(RuntimeError, match=mentions("agent", keyword)):
             agent.reset({})
+
+
+def test_an_agent_reaches_its_endpoint_without_a_proxy() -> None:
+    code = "import os, sys; sys.exit(os.environ['NO_PROXY'] != 'internal,127.0.0.1,localhost')"
+    agent = environment(command=[sys.executable, "-c", code], env={"NO_PROXY": "internal"})
+    with pytest.raises(RuntimeError) as error:
+        agent.reset({})
+    assert "exit code" not in str(error.value)
 
 
 def test_an_agent_that_cannot_run_ends_its_episode() -> None:

@@ -17,6 +17,7 @@ from msrl.data.turns import ToolCall
 from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment
+from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_formats import hermes
 from msrl.errors import MsrlError
 from msrl.types import Message
@@ -60,6 +61,24 @@ def test_every_episode_has_a_process_of_its_own():
             environments.open(name, {}).result(LIMIT_S)
         pids = {environments.step(name, "x").result(LIMIT_S).info["pid"] for name in "ab"}
     assert len(pids) == 2 and os.getpid() not in pids
+
+
+def test_environments_reach_loopback_without_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "internal")
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        info = environments.step("a", "x").result(LIMIT_S).info
+    assert info["no_proxy"].split(",") == ["internal", "127.0.0.1", "localhost"]
+
+
+def test_hosts_without_a_proxy_keep_their_meaning():
+    assert without_loopback_proxy({"A": "1"})["NO_PROXY"] == "127.0.0.1,localhost"
+    assert without_loopback_proxy({"NO_PROXY": "*"})["no_proxy"] == "*"
+    both = without_loopback_proxy({"NO_PROXY": "a, localhost", "no_proxy": "b"})
+    assert (both["NO_PROXY"], both["no_proxy"]) == (
+        "a,localhost,127.0.0.1",
+        "b,127.0.0.1,localhost",
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from msrl.environments.builtin._chat_server import (
     ChatServer,
     text_content,
 )
+from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_call import ParsedAnswer
 from msrl.environments.tools import tool_format
 from msrl.errors import MsrlError
@@ -154,7 +155,9 @@ class Endpoint(Environment):
         }
         try:
             self._program = subprocess.Popen(
-                self._command, env={**os.environ, **variables}, stdin=subprocess.PIPE
+                self._command,
+                env=without_loopback_proxy({**os.environ, **variables}),
+                stdin=subprocess.PIPE,
             )
             self._program.communicate(text.encode())
             if self._program.returncode:
