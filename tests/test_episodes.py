@@ -320,6 +320,28 @@ def test_an_opening_that_is_too_long_is_a_fault(template: EpisodeTemplate) -> No
     assert completion.episode is not None and completion.episode.fault[0] == "long_prompt"
 
 
+def test_an_opening_must_leave_room_for_an_answer_in_the_engine(template: EpisodeTemplate) -> None:
+    opening = Opening([Message("user", "x" * 50)])
+    length = len(template.conversation(opening.messages))
+    for room, limits, keyword in (
+        (1, {"max_model_len": length + 1, "max_prompt_tokens": 1000}, ""),
+        (0, {"max_model_len": length, "max_prompt_tokens": 1000}, f"max_model_len={length}"),
+        (0, {"max_prompt_tokens": length - 1}, f"max_prompt_tokens={length - 1}"),
+    ):
+        runner, _ = make_runner(template, lambda *_: done(), opening, **limits)
+        completion, policy = run_one(runner, [[70]])
+        assert completion.episode is not None and len(policy.requests) == room
+        reason, detail = completion.episode.fault
+        assert (reason == "long_prompt") is (room == 0) and keyword in detail
+
+
+def test_an_episode_without_a_first_prompt_is_a_fault(template: EpisodeTemplate) -> None:
+    runner, _ = make_runner(template, lambda *_: done())
+    completion, policy = run_one(runner, [], prompt=Prompt(0, np.zeros(0, np.int64)))
+    assert completion.episode is not None and not policy.requests
+    assert completion.episode.fault[0] == "invalid"
+
+
 def test_text_that_no_tokenizer_reads_ends_its_episode(template: EpisodeTemplate) -> None:
     fields = {"role": "user", "content": "x", "name": "\ud800"}
     listed = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[-1].name }}"

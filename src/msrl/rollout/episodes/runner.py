@@ -227,12 +227,23 @@ class EpisodeRunner:
             prompt_ids = self._template.conversation(episode.history, opening.tools)
             episode.tokens = EpisodeTokens(prompt_ids)
         episode.state = _state(opening.info, episode.history)
-        length, longest = episode.tokens.num_tokens, self._settings.max_prompt_tokens
-        if length > longest:
-            detail = f"{length} tokens, but rollout.max_prompt_tokens={longest}"
-            return "fault", "long_prompt", detail
+        length = episode.tokens.num_tokens
+        if not length:
+            return "fault", "invalid", "reset returned no messages, and the row has no prompt"
+        problem = self._why_too_long(length)
+        if problem:
+            return "fault", "long_prompt", problem
         episode.limit = min(length + episode.sampling.max_tokens, self._max_model_len)
         return None
+
+    def _why_too_long(self, length: int) -> str:
+        """Return why a first prompt is too long; empty if it is not."""
+        longest, context = self._settings.max_prompt_tokens, self._max_model_len
+        if length <= min(longest, context - 1):
+            return ""
+        if longest < context:
+            return f"{length} tokens, but rollout.max_prompt_tokens={longest}"
+        return f"{length} tokens, but the engine's max_model_len={context} includes an answer"
 
     def _continue(
         self, episode: _Running, result: StepResult, waited_s: float
