@@ -129,7 +129,7 @@ def prepare(config: Config) -> EvaluationSetup:
         code = digest(checkpoint)
         is_finished = results.is_finished(checkpoint.label, code)
         models.append(EvaluatedModel(checkpoint, plan, code, is_finished))
-    episodes = episode_settings(plans[0], prompts[0])
+    episodes = episode_settings(plans[0], prompts)
     return EvaluationSetup(config, tuple(models), prompts, sampling, tokenizer, results, episodes)
 
 
