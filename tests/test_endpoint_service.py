@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from msrl.environments.builtin._chat_server import ChatServer
-from msrl.environments.builtin.endpoint import environment
+from msrl.environments.builtin.endpoint import Endpoint, environment
 from support import mentions
 
 
@@ -61,6 +61,30 @@ def test_a_service_without_a_usable_answer_ends_its_episode(answer: bytes, keywo
         agent = environment(url=url)
         with pytest.raises(RuntimeError, match=mentions("agent", keyword)):
             agent.reset({})
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens_thought", "content", "num_calls"),
+    [
+        (f"<think>{CALL}</think>No.", False, f"<think>{CALL}</think>No.", 0),
+        (f"<think>a</think>b {CALL}", False, "<think>a</think>b", 1),
+        (f"a {CALL}", True, f"a {CALL}", 0),
+        (f"a</think>{CALL}", True, "a</think>", 1),
+    ],
+)
+def test_a_call_in_a_thought_does_not_reach_the_agent(
+    answer: str, opens_thought: bool, content: str, num_calls: int
+) -> None:
+    agent = environment(url="http://127.0.0.1:9")
+    assert isinstance(agent, Endpoint)
+    agent.opens_thought = opens_thought
+    agent._tools = TOOLS
+    reply = agent._reply(answer)
+    assert (reply["content"], len(reply.get("tool_calls", ()))) == (content, num_calls)
 
 
 def test_an_agent_reaches_its_endpoint_without_a_proxy() -> None:

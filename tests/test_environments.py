@@ -11,6 +11,7 @@ import pytest
 
 from msrl.environments.base import Environment, EnvironmentSource, Opening, StepResult
 from msrl.environments.builtin import calculator, frozen_lake, gymnasium, search, sokoban
+from msrl.environments.builtin._grid import read_action
 from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.rewards import sandbox
@@ -99,6 +100,20 @@ def test_frozen_lakes_of_a_seed_are_equal_and_have_a_path():
         while not (result := lake.step(lake.best_action())).done:
             assert result.reward == 0.0
         assert result.info["success"] is True
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens_thought", "action"),
+    [
+        ("<think>left</think> Up", False, "up"),
+        ("<think><answer>left</answer>", False, None),
+        ("left", True, None),
+        ("<answer>left</answer>", True, None),
+        ("left</think><answer>Up</answer>", True, "up"),
+    ],
+)
+def test_an_action_is_not_read_from_a_thought(answer, opens_thought, action):
+    assert read_action(answer, opens_thought=opens_thought) == action
 
 
 def test_a_hole_ends_a_walk():

@@ -275,6 +275,13 @@ def test_a_tool_that_raises_is_an_observation():
         assert environments.step("a", "done").result(LIMIT_S).done
 
 
+@pytest.mark.parametrize(("opens_thought", "done"), [(True, True), (False, False)])
+def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, done):
+    with pool(toolbox(), opens_thought=opens_thought) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        assert environments.step("a", f"Hm. {call('fine')}").result(LIMIT_S).done is done
+
+
 @pytest.mark.parametrize(
     ("mood", "text"), [("nul", "a\ufffdb"), ("surrogate", "a\ufffdb"), ("injection", INJECTION)]
 )

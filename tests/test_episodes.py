@@ -313,6 +313,18 @@ def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> 
     assert completion.policy_version == 3 and environments.closed == ["a/0"]
 
 
+def test_a_generation_prompt_may_begin_a_thought(template: EpisodeTemplate) -> None:
+    prompt = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    assert not template.opens_thought
+    assert EpisodeTemplate(template.tokenizer, prompt + "\n").opens_thought
+    assert not EpisodeTemplate(template.tokenizer, prompt + "\n\n</think>\n\n").opens_thought
+    section = EnvironmentConfig(name="frozen_lake")
+    settings = EpisodeSettings(section, Path(), "", "hermes", 9, opens_thought=True)
+    with settings.pool() as pool:
+        pool.start()
+        assert pool._loop._make_setup(0).opens_thought
+
+
 def test_an_opening_that_is_too_long_is_a_fault(template: EpisodeTemplate) -> None:
     opening = Opening([Message("user", "x" * 300)])
     runner, _ = make_runner(template, lambda *_: done(), opening)

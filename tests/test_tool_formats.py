@@ -231,3 +231,8 @@ def test_calls_in_a_thought_do_not_run():
     assert run_calls(Shop(), f"<think>{call}</think>The answer is 5.") is None
     assert run_calls(Shop(), f"<think>{call}") is None
     assert run_calls(Shop(), f"<think>Hm.</think>{call}") is not None
+    assert run_calls(Shop(), f"<think>Hm.</think>So.<think>{call}") is None
+    thinking = Shop()
+    thinking.opens_thought = True
+    assert run_calls(thinking, f"Let me think. {call}") is None
+    assert run_calls(thinking, f"Let me think.</think>{call}") is not None

@@ -93,6 +93,7 @@ class Environment:
     TOOLS: Sequence[str] = ()
     max_calls: int = 0  # calls of one answer that run; further ones are skipped, 0 is no limit
     tool_format: str = "hermes"  # set for the template of the run before `reset` is called
+    opens_thought: bool = False  # the generation prompt begins a thought; set like `tool_format`
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start an episode and return its first messages; an empty list keeps the row's prompt.

@@ -38,6 +38,7 @@ class EpisodeSetup:
     sources: Mapping[str, EnvironmentSource]
     path: tuple[str, ...]  # sys.path of the parent
     tool_format: str
+    opens_thought: bool  # the generation prompt begins a thought
     memory_bytes: int  # limit of the address space of an episode; 0 disables it
     max_message_bytes: int
     control_fd: int
@@ -89,6 +90,7 @@ class _Episode:
             raise _InvalidError(f"{kind} is no subclass of msrl.environments.base.Environment")
         self._environment = environment
         environment.tool_format = self._setup.tool_format
+        environment.opens_thought = self._setup.opens_thought
         messages = environment.reset(row)
         tools, state = tool_schemas(environment), environment.state()
         info = {} if state is None else {"state": state}

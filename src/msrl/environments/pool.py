@@ -43,13 +43,15 @@ class EnvironmentPool:
         sources: Mapping[str, EnvironmentSource],
         *,
         tool_format: str = "hermes",
+        opens_thought: bool = False,
         max_running: int = 64,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         max_message_bytes: int = 1 << 20,
     ) -> None:
         self._sources = dict(sources)
         path = tuple(sys.path)
-        settings = (self._sources, path, tool_format, memory_bytes, max_message_bytes)
+        formats = (tool_format, opens_thought)
+        settings = (self._sources, path, *formats, memory_bytes, max_message_bytes)
         self._loop = PoolLoop(lambda fd: EpisodeSetup(*settings, fd), max_running)
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
         self._numbers = iter(range(1, sys.maxsize))

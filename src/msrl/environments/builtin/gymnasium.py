@@ -42,7 +42,7 @@ class Gymnasium(Environment):
 
     def step(self, answer: str) -> StepResult:
         """Take the action of an answer; an invalid answer changes nothing."""
-        action = read_action(answer, self._actions)
+        action = read_action(answer, self._actions, opens_thought=self.opens_thought)
         if action is None:
             text = f"{choices_note(self._actions)}\n{self._text}"
             return StepResult([Message("user", text)], 0.0, info={"invalid_action": True})

@@ -21,6 +21,7 @@ import numpy as np
 from msrl.data.native import MARK, control_pattern, mark_controls, turn_fields
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer, open_tokenizer
+from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.limits import printable
 from msrl.types import Ints, JsonObject, Message
@@ -73,6 +74,16 @@ class EpisodeTemplate:
             if token.content in self.source and not _TAG.fullmatch(token.content)
         )
         return tuple(dict.fromkeys((*self.tokenizer.special_tokens(), *own)))
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """True if the generation prompt begins a thought, which an answer continues.
+
+        Raises:
+            MsrlError: The template cannot render a user message.
+        """
+        prompt = self._render([{"role": "user", "content": _PROBE}], [])
+        return prompt.rstrip().endswith(THOUGHT[0])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[JsonObject] = ()) -> Ints:
         """Return the tokens [T] of a conversation, including the generation prompt.

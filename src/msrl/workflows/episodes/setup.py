@@ -47,11 +47,14 @@ def make_settings(
     section: EnvironmentConfig, tokenizer_dir: Path, chat_template: str, max_prompt_tokens: int
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
+    template = open_template(tokenizer_dir, chat_template)
     tool_format = section.tool_format
     if tool_format is None:
-        template = open_template(tokenizer_dir, chat_template)
         tool_format = detect_format(template.source) or _DEFAULT_FORMAT
-    return EpisodeSettings(section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens)
+    opens_thought = not section.is_single_turn and template.opens_thought
+    return EpisodeSettings(
+        section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens, opens_thought
+    )
 
 
 def check_openings(
