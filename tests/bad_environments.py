@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -47,6 +48,16 @@ class Moody(Environment):
             return result
         message = Message("user", f"{answer} {self._num_steps}")
         return StepResult([message], 1.0, answer == "end", _process_info())
+
+
+class Large(Moody):
+    """Environment whose file has mapped 2 GiB, as that of a large corpus or of torch."""
+
+    memory = mmap.mmap(-1, 2 << 30) if "LARGE" in os.environ else None
+
+    def step(self, answer):
+        mmap.mmap(-1, int(answer))
+        return StepResult([], 1.0, done=True)
 
 
 class Toolbox(Environment):

@@ -116,6 +116,18 @@ def faulty():
         yield environments
 
 
+def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("LARGE", "1")
+    source = EnvironmentSource(path=f"{FILE}:Large", timeout_s=60.0)
+    with pool(source, memory_bytes=1 << 30) as environments:
+        for name in "ab":
+            environments.open(name, {}).result(LIMIT_S)
+        assert environments.step("a", str(1 << 29)).result(LIMIT_S).done
+        assert fault(environments.step("b", str(3 << 29))).reason == "error"
+
+
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
 def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
     with pool(moody()) as environments:
