@@ -6,6 +6,7 @@ import contextlib
 import json
 import socketserver
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,85 @@ def test_a_call_in_a_thought_does_not_reach_the_agent(
     agent._tools = TOOLS
     reply = agent._reply(answer)
     assert (reply["content"], len(reply.get("tool_calls", ()))) == (content, num_calls)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, data, headers)
+    return json.loads(urllib.request.urlopen(request).read())
+
+def ask(*texts, **body):
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+    (choice,) = post("/chat/completions", {"messages": messages, **body})["choices"]
+    messages.append(choice["message"])
+    return choice["finish_reason"]
+
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+messages = []
+"""
+
+
+def program(body: str) -> Endpoint:
+    """Return the environment of an agent that runs this code."""
+    agent = environment(command=[sys.executable, "-c", f"{AGENT}\n{textwrap.dedent(body)}"])
+    assert isinstance(agent, Endpoint)
+    return agent
+
+
+def test_the_finish_reason_tells_that_an_answer_is_truncated() -> None:
+    agent = program("ask(ask(ask('a'))) == 'stop' or sys.exit(3)")
+    agent.reset({})
+    agent.is_truncated = True
+    (message,) = agent.step("x").messages
+    assert message.content == "length"
+    agent.is_truncated = False
+    assert agent.step("x").messages[0].content == "stop"
+    assert agent.step("x").done
+
+
+def test_an_agent_may_change_its_tools() -> None:
+    agent = program(
+        """
+        ask("a", tools=[tool("look")])
+        ask("b", tools=[tool("look")])
+        ask("c", tools=[tool("jump")])
+        ask("d")
+        """
+    )
+    agent.reset({})
+    assert "tools" not in agent.step("x").info
+    changed = agent.step("y")
+    assert [tool["function"]["name"] for tool in changed.info["tools"]] == ["jump"]
+    assert [entry["content"] for entry in changed.info["history"]] == ["a", "x", "b", "y"]
+    assert [message.content for message in changed.messages] == ["c"]
+    call = '<tool_call>{"name": "jump", "arguments": {}}</tool_call>'
+    assert agent.step(call).info["tools"] == []
+    last = agent.step("z")
+    assert last.done and last.reward is None
+
+
+def test_a_reward_counts_for_the_answer_before_it() -> None:
+    agent = program(
+        """
+        ask("a")
+        post("/reward", {"reward": 0.5, "success": True})
+        ask("b")
+        ask("c")
+        post("/reward", {"reward": 0.25, "success": False})
+        """
+    )
+    agent.reset({})
+    results = [agent.step("x") for _ in range(3)]
+    assert [result.reward for result in results] == [0.5, None, -0.25]
+    assert [result.info["success"] for result in results] == [True, True, False]
+    assert [result.done for result in results] == [False, False, True]
 
 
 def test_an_agent_reaches_its_endpoint_without_a_proxy() -> None:

@@ -85,6 +85,7 @@ class ScriptedEnvironments:
     def __init__(self, script: Script, opening: Opening | EpisodeFault, *, holds: bool) -> None:
         self.script, self.opening, self.holds = script, opening, holds
         self.turns, self.answers = dict[str, int](), list[str]()
+        self.are_truncated = list[bool]()
         self.rows, self.closed = list[dict[str, Any]](), list[str]()
         self.waiting = list[tuple[Future[Any], Any]]()
 
@@ -93,8 +94,9 @@ class ScriptedEnvironments:
         self.rows.append(row)
         return self._reply(self.opening)
 
-    def step(self, episode_id: str, answer: str) -> Future[Any]:
+    def step(self, episode_id: str, answer: str, *, is_truncated: bool = False) -> Future[Any]:
         self.answers.append(answer)
+        self.are_truncated.append(is_truncated)
         reply = self.script(answer, self.turns[episode_id])
         self.turns[episode_id] += 1
         return self._reply(reply)
@@ -262,8 +264,11 @@ def test_an_answer_at_the_limit_of_the_episode_is_truncated_even_if_it_is_the_la
 def test_an_answer_at_the_limit_of_a_turn_continues_with_the_token_that_ends_it(
     template: EpisodeTemplate,
 ) -> None:
-    runner, _ = make_runner(template, lambda _, turn: done() if turn else more(), max_turn_tokens=3)
+    runner, environments = make_runner(
+        template, lambda _, turn: done() if turn else more(), max_turn_tokens=3
+    )
     completion, policy = run_one(runner, [[70] * 50, [71, END]])
+    assert environments.are_truncated == [True, False]
     second = policy.requests[1][1].token_ids.tolist()
     assert second[10:14] == [70, 70, 70, END]  # the last one comes from the template
     assert completion.finish_reason == "stop" and completion.episode is not None
@@ -395,6 +400,25 @@ def test_an_edited_history_begins_a_new_sequence(template: EpisodeTemplate) -> N
     assert second.token_ids.tolist() == [*rendered.tolist(), 71, END]
     assert first.token_ids[first.is_sampled].tolist() == [70, END]
     assert completion.token_ids.tolist() == [70, END, 71, END]
+
+
+def test_an_edited_history_may_have_other_tools(template: EpisodeTemplate) -> None:
+    listing = EpisodeTemplate(
+        template.tokenizer,
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    opening = Opening([Message("user", "Walk.")], [{"name": "look"}])
+    info: dict[str, Any] = {
+        "history": [{"role": "user", "content": "Walk."}],
+        "tools": [{"name": "jump"}],
+    }
+    runner, _ = make_runner(
+        listing, lambda _, turn: done() if turn else more("Go.", **info), opening
+    )
+    _, policy = run_one(runner, [[70, END], [71, END]])
+    prompts = [prompt.token_ids.tolist() for _, prompt, _, _ in policy.requests]
+    assert prompts == [ids(listing, "lookWalk."), ids(listing, "jumpWalk.Go.")]
 
 
 def test_the_history_of_an_unknown_prompt_cannot_be_edited(template: EpisodeTemplate) -> None:

@@ -1,8 +1,9 @@
 """Process of one episode, forked by `fork_server.py`: it runs the calls of one environment.
 
 Input messages are pickled and prefixed by their length, as in `msrl.rewards.worker`: first
-(name of the environment, row), then answers. Output messages are frames (kind, 0, detail):
-RESULT with JSON, or FAULT with JSON {reason, detail}. The process ends with its input.
+(name of the environment, row), then (answer, whether it is truncated). Output messages are frames
+(kind, 0, detail): RESULT with JSON, or FAULT with JSON {reason, detail}. The process ends with its
+input.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def serve_episode(
         frame = _frame(call, setup.max_message_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0.0)  # an idle episode has no time limit
         channel.sendall(frame)
-        answer = read(source)
-        call = None if answer is None else partial(episode.step, answer)
+        message = read(source)
+        call = None if message is None else partial(episode.step, *message)
     signal.setitimer(signal.ITIMER_REAL, CLOSE_LIMIT_S)
     episode.close()
 
@@ -96,8 +97,9 @@ class _Episode:
         info = {} if state is None else {"state": state}
         return {"messages": _messages(messages, info), "tools": tools, "info": info}
 
-    def step(self, answer: str) -> JsonObject:
+    def step(self, answer: str, is_truncated: bool) -> JsonObject:
         assert self._environment is not None
+        self._environment.is_truncated = is_truncated
         result = self._environment.step(answer)
         if not isinstance(result, StepResult):
             raise _InvalidError(f"step returned {_shown(result)}, not a StepResult")

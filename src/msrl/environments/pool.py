@@ -94,13 +94,17 @@ class EnvironmentPool:
             self._episodes[episode_id] = episode
         return self._call(episode, "open", (name, row))
 
-    def step(self, episode_id: str, answer: str) -> Future[StepResult | EpisodeFault]:
+    def step(
+        self, episode_id: str, answer: str, *, is_truncated: bool = False
+    ) -> Future[StepResult | EpisodeFault]:
         """Pass an answer of the model to the environment of an open episode.
+
+        `is_truncated` tells that the answer ended at a limit of tokens.
 
         Raises:
             KeyError: No episode of this id is open.
         """
-        return self._call(self._episodes[episode_id], "step", answer)
+        return self._call(self._episodes[episode_id], "step", (answer, is_truncated))
 
     def close(self, episode_id: str) -> None:
         """End an episode, also during a call, whose future is then cancelled."""

@@ -47,7 +47,9 @@ class Environments(Protocol):
 
     def open(self, episode_id: str, row: dict[str, Any]) -> Future[Opening | EpisodeFault]: ...
 
-    def step(self, episode_id: str, answer: str) -> Future[StepResult | EpisodeFault]: ...
+    def step(
+        self, episode_id: str, answer: str, *, is_truncated: bool = False
+    ) -> Future[StepResult | EpisodeFault]: ...
 
     def close(self, episode_id: str) -> None: ...
 
@@ -193,7 +195,7 @@ class EpisodeRunner:
             generation_s=episode.waited_s(),
         )
         episode.turns.append(turn)
-        self._await(name, self._environments.step(name, text))
+        self._await(name, self._environments.step(name, text, is_truncated=not is_complete))
 
     def _await(self, name: str, future: Future[Any]) -> None:
         future.add_done_callback(partial(self._put_reply, name))
@@ -290,6 +292,8 @@ class EpisodeRunner:
         """Append messages to the prompt; return "length" if no room for an answer remains."""
         history = info.get("history")
         if history is not None:
+            if isinstance(info.get("tools"), list):
+                episode.tools = info["tools"]
             self._edit(episode, readable_messages(history), messages)
         elif self._section.history == "template":
             self._edit(episode, episode.history, messages)
