@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -46,7 +47,17 @@ class Moody(Environment):
         if result is not None:
             return result
         message = Message("user", f"{answer} {self._num_steps}")
-        return StepResult([message], 1.0, answer == "end", {"pid": os.getpid()})
+        return StepResult([message], 1.0, answer == "end", _process_info())
+
+
+class Large(Moody):
+    """Environment whose file has mapped 2 GiB, as that of a large corpus or of torch."""
+
+    memory = mmap.mmap(-1, 2 << 30) if "LARGE" in os.environ else None
+
+    def step(self, answer):
+        mmap.mmap(-1, int(answer))
+        return StepResult([], 1.0, done=True)
 
 
 class Toolbox(Environment):
@@ -74,6 +85,10 @@ class Toolbox(Environment):
         return outputs.get(mood, mood)
 
 
+def _process_info() -> dict[str, Any]:
+    return {"pid": os.getpid(), "no_proxy": os.environ.get("no_proxy", "")}
+
+
 def _act(mood: str) -> StepResult | None:
     """Misbehave if the mood is an action; return the result of a mood that is a bad result."""
     if mood in ACTIONS:
@@ -91,7 +106,19 @@ def _raise() -> None:
     raise ValueError("the environment is broken")
 
 
+def _raise_surrogate() -> None:
+    raise ValueError("\ud800")
+
+
+def _deep() -> Any:
+    value: list[Any] = []
+    for _ in range(400):
+        value = [value]
+    return value
+
+
 ACTIONS = {
+    "raise surrogate": _raise_surrogate,
     "hang": lambda: time.sleep(3600),
     "ignore signals": _ignore_signals,
     "segfault": lambda: ctypes.string_at(0),
@@ -106,6 +133,11 @@ BAD_RESULTS: dict[str, Any] = {
     "nan": StepResult([], float("nan"), True),
     "object": StepResult([], None, True, {"value": object()}),
     "none": 5,
+    "deep": StepResult([], None, True, {"value": _deep()}),
+    "surrogates": StepResult(
+        [Message("tool", "x", {"role": "tool", "content": "x", "name": "\ud800"})],
+        info={"state": "\ud800", "\udc00": ["a\ud800", 1, None]},
+    ),
     "call text": StepResult([], None, True, {"tool_calls": ["look"]}),
     "call number": StepResult([], None, True, {"tool_calls": 5}),
 }

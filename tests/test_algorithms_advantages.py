@@ -400,6 +400,36 @@ def test_returns_of_turns_are_normalized_within_their_scope(scope, scaled):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+def with_fault(lengths: list[list[int]], turn_rewards: list[float], states: list[int]):
+    """Return rewards and turns of one token; the last episode of each prompt has a fault."""
+    counts = np.array(lengths)
+    complete = np.ones(counts.shape, np.bool_)
+    complete[:, -1] = False
+    token_rewards = rewards(np.zeros(counts.shape), lengths, np.array(turn_rewards))
+    turns = Turns(counts, np.ones(len(states), np.int64), np.array(states), None, complete)
+    return token_rewards, turns
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *[("gigpo", {"grouping": grouping}) for grouping in ("group", "batch", "tag")],
+        *[("step_reinforce", {"center": scope, "scale": scope}) for scope in SCOPES],
+        ("step_reinforce", {}),
+    ],
+)
+def test_turns_of_a_faulted_episode_do_not_change_those_of_others(name, options):
+    states = [5, 6, 5, 6]
+    others = rewards(np.zeros((1, 2)), [[2, 2]], np.array([1.0, 0.0, 0.0, 3.0]))
+    alone = estimate(
+        name, others, turns=make_turns([[2, 2]], [1] * 4, states), step_gamma=0.5, **options
+    )
+    faulted, turns = with_fault([[2, 2, 2]], [1.0, 0.0, 0.0, 3.0, 7.0, -5.0], [*states, 5, 6])
+    together = estimate(name, faulted, turns=turns, step_gamma=0.5, **options)
+    np.testing.assert_allclose(together, [*alone, 0.0, 0.0], rtol=0, atol=1e-12)
+    assert np.abs(alone).max() > 0.1
+
+
 @pytest.mark.parametrize("grouping", ["batch", "tag"])
 def test_gigpo_may_compare_episodes_of_several_prompts(grouping):
     counts = np.ones((3, 2), np.int64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socketserver
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from msrl.environments.builtin._chat_server import ChatServer
-from msrl.environments.builtin.endpoint import environment
+from msrl.environments.builtin.endpoint import Endpoint, environment
 from support import mentions
 
 
@@ -60,6 +62,117 @@ def test_a_service_without_a_usable_answer_ends_its_episode(answer: bytes, keywo
         agent = environment(url=url)
         with pytest.raises(RuntimeError, match=mentions("agent", keyword)):
             agent.reset({})
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens_thought", "content", "num_calls"),
+    [
+        (f"<think>{CALL}</think>No.", False, f"<think>{CALL}</think>No.", 0),
+        (f"<think>a</think>b {CALL}", False, "<think>a</think>b", 1),
+        (f"a {CALL}", True, f"a {CALL}", 0),
+        (f"a</think>{CALL}", True, "a</think>", 1),
+    ],
+)
+def test_a_call_in_a_thought_does_not_reach_the_agent(
+    answer: str, opens_thought: bool, content: str, num_calls: int
+) -> None:
+    agent = environment(url="http://127.0.0.1:9")
+    assert isinstance(agent, Endpoint)
+    agent.opens_thought = opens_thought
+    agent._tools = TOOLS
+    reply = agent._reply(answer)
+    assert (reply["content"], len(reply.get("tool_calls", ()))) == (content, num_calls)
+
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, data, headers)
+    return json.loads(urllib.request.urlopen(request).read())
+
+def ask(*texts, **body):
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+    (choice,) = post("/chat/completions", {"messages": messages, **body})["choices"]
+    messages.append(choice["message"])
+    return choice["finish_reason"]
+
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+messages = []
+"""
+
+
+def program(body: str) -> Endpoint:
+    """Return the environment of an agent that runs this code."""
+    agent = environment(command=[sys.executable, "-c", f"{AGENT}\n{textwrap.dedent(body)}"])
+    assert isinstance(agent, Endpoint)
+    return agent
+
+
+def test_the_finish_reason_tells_that_an_answer_is_truncated() -> None:
+    agent = program("ask(ask(ask('a'))) == 'stop' or sys.exit(3)")
+    agent.reset({})
+    agent.is_truncated = True
+    (message,) = agent.step("x").messages
+    assert message.content == "length"
+    agent.is_truncated = False
+    assert agent.step("x").messages[0].content == "stop"
+    assert agent.step("x").done
+
+
+def test_an_agent_may_change_its_tools() -> None:
+    agent = program(
+        """
+        ask("a", tools=[tool("look")])
+        ask("b", tools=[tool("look")])
+        ask("c", tools=[tool("jump")])
+        ask("d")
+        """
+    )
+    agent.reset({})
+    assert "tools" not in agent.step("x").info
+    changed = agent.step("y")
+    assert [tool["function"]["name"] for tool in changed.info["tools"]] == ["jump"]
+    assert [entry["content"] for entry in changed.info["history"]] == ["a", "x", "b", "y"]
+    assert [message.content for message in changed.messages] == ["c"]
+    call = '<tool_call>{"name": "jump", "arguments": {}}</tool_call>'
+    assert agent.step(call).info["tools"] == []
+    last = agent.step("z")
+    assert last.done and last.reward is None
+
+
+def test_a_reward_counts_for_the_answer_before_it() -> None:
+    agent = program(
+        """
+        ask("a")
+        post("/reward", {"reward": 0.5, "success": True})
+        ask("b")
+        ask("c")
+        post("/reward", {"reward": 0.25, "success": False})
+        """
+    )
+    agent.reset({})
+    results = [agent.step("x") for _ in range(3)]
+    assert [result.reward for result in results] == [0.5, None, -0.25]
+    assert [result.info["success"] for result in results] == [True, True, False]
+    assert [result.done for result in results] == [False, False, True]
+
+
+def test_an_agent_reaches_its_endpoint_without_a_proxy() -> None:
+    code = "import os, sys; sys.exit(os.environ['NO_PROXY'] != 'internal,127.0.0.1,localhost')"
+    agent = environment(command=[sys.executable, "-c", code], env={"NO_PROXY": "internal"})
+    with pytest.raises(RuntimeError) as error:
+        agent.reset({})
+    assert "exit code" not in str(error.value)
 
 
 def test_an_agent_that_cannot_run_ends_its_episode() -> None:

@@ -13,13 +13,18 @@ from msrl.checks.validate import find_errors
 from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry
 from msrl.data.chat_template import chat_template
-from msrl.data.render import make_renderer
+from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.types import Conversation, Message, Prompt
-from msrl.workflows.episodes.setup import check_environment_names, check_opening, make_settings
+from msrl.workflows.episodes.setup import (
+    check_environment_names,
+    check_openings,
+    first_rows,
+    make_settings,
+)
 from support import assert_each_mentions, mentions
 from tiny_qwen2 import make_tokenizer
 
@@ -187,17 +192,44 @@ def _row(environment: str) -> Prompt:
     return Prompt(2, np.array([1]), "", {"environment": environment})
 
 
+def test_each_environment_of_a_mixture_is_opened_with_a_row_that_may_run_it(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    asks = {"prompt_column": "question"}
+    section = EnvironmentConfig(
+        mixture={
+            "lake": MixtureEntry(name="frozen_lake"),
+            "math": MixtureEntry(name="calculator", options=asks),
+        }
+    )
+    settings = make_settings(section, tmp_path, chat_template(_renderer(tmp_path)), 2000)
+    lake, math = [
+        Prompt(number, np.array([1]), "5", {"environment": name, "question": "2 + 3?"})
+        for number, name in enumerate(("lake", "math"))
+    ]
+    unasked = Prompt(2, np.array([1]), "5")
+    assert list(check_openings(settings, [lake], 0)) == ["lake"]
+    assert first_rows(section, [lake, math, unasked]) == {"lake": lake, "math": math}
+    drawn = first_rows(section, [lake, unasked])
+    assert [drawn[name].index for name in ("lake", "math")] == [0, 2]
+    with pytest.raises(MsrlError, match=mentions("environment.mixture.math", "row 2", "question")):
+        check_openings(settings, [lake, unasked], 0)
+
+
+def _renderer(folder: Path) -> Renderer:
+    return make_renderer(load_template("qwen_retool"), text_tokenizer(load_tokenizer(folder)))
+
+
 def test_prompts_that_show_the_tools_need_no_template_that_lists_them(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
-    renderer = make_renderer(load_template("qwen_retool"), text_tokenizer(load_tokenizer(tmp_path)))
+    renderer = _renderer(tmp_path)
     section = EnvironmentConfig(name="python_tool")
     settings = make_settings(section, tmp_path, chat_template(renderer), 2000)
     ids = renderer.prompt(Conversation((Message("user", "What is 2 + 3?"),)))
-    opening = check_opening(settings, Prompt(0, ids), 0)
+    opening = check_openings(settings, [Prompt(0, ids)], 0)["environment"]
     assert opening.tools and not opening.messages
     with pytest.raises(MsrlError, match=mentions("row 3", "code_interpreter", "prompt_column")):
-        check_opening(settings, Prompt(3, ids[-20:]), 0)
+        check_openings(settings, [Prompt(3, ids[-20:])], 0)
     asks = section.model_copy(update={"options": {"prompt_column": "question"}})
     settings = make_settings(asks, tmp_path, chat_template(renderer), 2000)
     with pytest.raises(MsrlError, match=mentions("environment", "tools")):
-        check_opening(settings, Prompt(0, ids, "", {"question": "2 + 3?"}), 0)
+        check_openings(settings, [Prompt(0, ids, "", {"question": "2 + 3?"})], 0)

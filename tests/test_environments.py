@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from msrl.environments.base import EnvironmentSource, Opening, StepResult
-from msrl.environments.builtin import calculator, frozen_lake, search, sokoban
+from msrl.environments.base import Environment, EnvironmentSource, Opening, StepResult
+from msrl.environments.builtin import calculator, frozen_lake, gymnasium, search, sokoban
+from msrl.environments.builtin._grid import read_action
 from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.rewards import sandbox
@@ -56,6 +58,39 @@ def check(script: Script, opening: Any, steps: list[Any]) -> None:
     assert steps[-1].info.get("success") == script.success
 
 
+# CliffWalking: the walk along the cliff has 13 steps of reward -1, and gymnasium has no threshold.
+CLIFF_WALK = ("0", *("1",) * 11, "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "answers", "success"),
+    [
+        ({"id": "CartPole-v1"}, ("1",) * 30, False),
+        ({"id": "CartPole-v1", "success_return": 5.0}, ("1",) * 30, True),
+        ({"id": "CliffWalking-v1"}, CLIFF_WALK, None),
+        ({"id": "CliffWalking-v1", "success_return": -13.0}, CLIFF_WALK, True),
+        ({"id": "CliffWalking-v1", "success_return": -12.0}, CLIFF_WALK, False),
+    ],
+)
+def test_success_in_gymnasium_follows_from_its_return(options, answers, success):
+    pytest.importorskip("gymnasium")
+    assert last_result(gymnasium.environment(**options), answers).info.get("success") is success
+
+
+def test_success_in_gymnasium_is_what_the_environment_reports(monkeypatch: pytest.MonkeyPatch):
+    package = pytest.importorskip("gymnasium")
+    cartpole = package.envs.classic_control.CartPoleEnv
+    step = cartpole.step
+    monkeypatch.setattr(cartpole, "step", lambda *a: (*step(*a)[:4], {"is_success": True}))
+    room = gymnasium.environment(id="CartPole-v1")
+    assert last_result(room, ("1",) * 30).info["success"] is True
+
+
+def last_result(room: Environment, answers: Sequence[str]) -> StepResult:
+    room.reset({"seed": 1})
+    return next(result for answer in answers if (result := room.step(answer)).done)
+
+
 def test_frozen_lakes_of_a_seed_are_equal_and_have_a_path():
     for seed in range(50):
         lakes = [frozen_lake.environment(hole_share=0.4) for _ in range(2)]
@@ -65,6 +100,20 @@ def test_frozen_lakes_of_a_seed_are_equal_and_have_a_path():
         while not (result := lake.step(lake.best_action())).done:
             assert result.reward == 0.0
         assert result.info["success"] is True
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens_thought", "action"),
+    [
+        ("<think>left</think> Up", False, "up"),
+        ("<think><answer>left</answer>", False, None),
+        ("left", True, None),
+        ("<answer>left</answer>", True, None),
+        ("left</think><answer>Up</answer>", True, "up"),
+    ],
+)
+def test_an_action_is_not_read_from_a_thought(answer, opens_thought, action):
+    assert read_action(answer, opens_thought=opens_thought) == action
 
 
 def test_a_hole_ends_a_walk():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from msrl.data.turns import ToolCall
 from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment
+from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_formats import hermes
 from msrl.errors import MsrlError
 from msrl.types import Message
@@ -61,6 +63,24 @@ def test_every_episode_has_a_process_of_its_own():
     assert len(pids) == 2 and os.getpid() not in pids
 
 
+def test_environments_reach_loopback_without_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "internal")
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        info = environments.step("a", "x").result(LIMIT_S).info
+    assert info["no_proxy"].split(",") == ["internal", "127.0.0.1", "localhost"]
+
+
+def test_hosts_without_a_proxy_keep_their_meaning():
+    assert without_loopback_proxy({"A": "1"})["NO_PROXY"] == "127.0.0.1,localhost"
+    assert without_loopback_proxy({"NO_PROXY": "*"})["no_proxy"] == "*"
+    both = without_loopback_proxy({"NO_PROXY": "a, localhost", "no_proxy": "b"})
+    assert (both["NO_PROXY"], both["no_proxy"]) == (
+        "a,localhost,127.0.0.1",
+        "b,127.0.0.1,localhost",
+    )
+
+
 @pytest.mark.parametrize(
     ("mood", "reason", "keyword"),
     [
@@ -94,6 +114,18 @@ def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, ke
 def faulty():
     with pool(moody()) as environments:
         yield environments
+
+
+def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("LARGE", "1")
+    source = EnvironmentSource(path=f"{FILE}:Large", timeout_s=60.0)
+    with pool(source, memory_bytes=1 << 30) as environments:
+        for name in "ab":
+            environments.open(name, {}).result(LIMIT_S)
+        assert environments.step("a", str(1 << 29)).result(LIMIT_S).done
+        assert fault(environments.step("b", str(3 << 29))).reason == "error"
 
 
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
@@ -255,6 +287,13 @@ def test_a_tool_that_raises_is_an_observation():
         assert environments.step("a", "done").result(LIMIT_S).done
 
 
+@pytest.mark.parametrize(("opens_thought", "done"), [(True, True), (False, False)])
+def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, done):
+    with pool(toolbox(), opens_thought=opens_thought) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        assert environments.step("a", f"Hm. {call('fine')}").result(LIMIT_S).done is done
+
+
 @pytest.mark.parametrize(
     ("mood", "text"), [("nul", "a\ufffdb"), ("surrogate", "a\ufffdb"), ("injection", INJECTION)]
 )
@@ -265,6 +304,31 @@ def test_a_tool_may_return_any_text(mood, text):
         assert result.messages[0].content == text
         assert result.messages[0].fields["content"] == text
         assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
+
+
+def test_a_lone_surrogate_of_the_model_becomes_a_character_of_files():
+    answer = r'<tool_call>{"name": "do", "arguments": {"mood": "\ud83d", "\ud83e": ["\udc00"]}}'
+    with pool(toolbox()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        result = environments.step("a", answer).result(LIMIT_S)
+    (record,) = result.info["tool_calls"]
+    assert record["arguments"] == {"mood": "\ufffd", "\ufffd": ["\ufffd"]}
+
+
+def test_every_text_of_a_reply_can_be_written():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        result = environments.step("a", "surrogates").result(LIMIT_S)
+        json.dumps([result.info, result.messages[0].fields], ensure_ascii=False).encode()
+        assert result.info == {"state": "\ufffd", "\ufffd": ["a\ufffd", 1, None]}
+        detail = fault(environments.step("a", "raise surrogate")).detail
+        assert "\ufffd" in detail and detail.encode()
+
+
+def test_a_reply_that_is_nested_too_deeply_is_a_fault():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(LIMIT_S)
+        assert fault(environments.step("a", "deep")).reason == "invalid"
 
 
 @pytest.mark.slow

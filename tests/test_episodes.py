@@ -85,6 +85,7 @@ class ScriptedEnvironments:
     def __init__(self, script: Script, opening: Opening | EpisodeFault, *, holds: bool) -> None:
         self.script, self.opening, self.holds = script, opening, holds
         self.turns, self.answers = dict[str, int](), list[str]()
+        self.are_truncated = list[bool]()
         self.rows, self.closed = list[dict[str, Any]](), list[str]()
         self.waiting = list[tuple[Future[Any], Any]]()
 
@@ -93,8 +94,9 @@ class ScriptedEnvironments:
         self.rows.append(row)
         return self._reply(self.opening)
 
-    def step(self, episode_id: str, answer: str) -> Future[Any]:
+    def step(self, episode_id: str, answer: str, *, is_truncated: bool = False) -> Future[Any]:
         self.answers.append(answer)
+        self.are_truncated.append(is_truncated)
         reply = self.script(answer, self.turns[episode_id])
         self.turns[episode_id] += 1
         return self._reply(reply)
@@ -262,8 +264,11 @@ def test_an_answer_at_the_limit_of_the_episode_is_truncated_even_if_it_is_the_la
 def test_an_answer_at_the_limit_of_a_turn_continues_with_the_token_that_ends_it(
     template: EpisodeTemplate,
 ) -> None:
-    runner, _ = make_runner(template, lambda _, turn: done() if turn else more(), max_turn_tokens=3)
+    runner, environments = make_runner(
+        template, lambda _, turn: done() if turn else more(), max_turn_tokens=3
+    )
     completion, policy = run_one(runner, [[70] * 50, [71, END]])
+    assert environments.are_truncated == [True, False]
     second = policy.requests[1][1].token_ids.tolist()
     assert second[10:14] == [70, 70, 70, END]  # the last one comes from the template
     assert completion.finish_reason == "stop" and completion.episode is not None
@@ -313,11 +318,58 @@ def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> 
     assert completion.policy_version == 3 and environments.closed == ["a/0"]
 
 
+def test_a_generation_prompt_may_begin_a_thought(template: EpisodeTemplate) -> None:
+    prompt = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    assert not template.opens_thought
+    assert EpisodeTemplate(template.tokenizer, prompt + "\n").opens_thought
+    assert not EpisodeTemplate(template.tokenizer, prompt + "\n\n</think>\n\n").opens_thought
+    section = EnvironmentConfig(name="frozen_lake")
+    settings = EpisodeSettings(section, Path(), "", "hermes", 9, opens_thought=True)
+    with settings.pool() as pool:
+        pool.start()
+        assert pool._loop._make_setup(0).opens_thought
+
+
 def test_an_opening_that_is_too_long_is_a_fault(template: EpisodeTemplate) -> None:
     opening = Opening([Message("user", "x" * 300)])
     runner, _ = make_runner(template, lambda *_: done(), opening)
     completion, _ = run_one(runner, [])
     assert completion.episode is not None and completion.episode.fault[0] == "long_prompt"
+
+
+def test_an_opening_must_leave_room_for_an_answer_in_the_engine(template: EpisodeTemplate) -> None:
+    opening = Opening([Message("user", "x" * 50)])
+    length = len(template.conversation(opening.messages))
+    for room, limits, keyword in (
+        (1, {"max_model_len": length + 1, "max_prompt_tokens": 1000}, ""),
+        (0, {"max_model_len": length, "max_prompt_tokens": 1000}, f"max_model_len={length}"),
+        (0, {"max_prompt_tokens": length - 1}, f"max_prompt_tokens={length - 1}"),
+    ):
+        runner, _ = make_runner(template, lambda *_: done(), opening, **limits)
+        completion, policy = run_one(runner, [[70]])
+        assert completion.episode is not None and len(policy.requests) == room
+        reason, detail = completion.episode.fault
+        assert (reason == "long_prompt") is (room == 0) and keyword in detail
+
+
+def test_an_episode_without_a_first_prompt_is_a_fault(template: EpisodeTemplate) -> None:
+    runner, _ = make_runner(template, lambda *_: done())
+    completion, policy = run_one(runner, [], prompt=Prompt(0, np.zeros(0, np.int64)))
+    assert completion.episode is not None and not policy.requests
+    assert completion.episode.fault[0] == "invalid"
+
+
+def test_text_that_no_tokenizer_reads_ends_its_episode(template: EpisodeTemplate) -> None:
+    fields = {"role": "user", "content": "x", "name": "\ud800"}
+    listed = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[-1].name }}"
+    named = EpisodeTemplate(template.tokenizer, listed)
+    for opening in (
+        Opening([Message("user", "x", fields)]),
+        Opening([Message("user", "x")], [{"type": "function", "name": "\ud800"}]),
+    ):
+        runner, _ = make_runner(named, lambda *_: done(), opening)
+        completion, _ = run_one(runner, [])
+        assert completion.episode is not None and completion.episode.fault[0] == "template"
 
 
 def test_long_and_damaged_messages_are_truncated_and_counted(template: EpisodeTemplate) -> None:
@@ -348,6 +400,25 @@ def test_an_edited_history_begins_a_new_sequence(template: EpisodeTemplate) -> N
     assert second.token_ids.tolist() == [*rendered.tolist(), 71, END]
     assert first.token_ids[first.is_sampled].tolist() == [70, END]
     assert completion.token_ids.tolist() == [70, END, 71, END]
+
+
+def test_an_edited_history_may_have_other_tools(template: EpisodeTemplate) -> None:
+    listing = EpisodeTemplate(
+        template.tokenizer,
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    opening = Opening([Message("user", "Walk.")], [{"name": "look"}])
+    info: dict[str, Any] = {
+        "history": [{"role": "user", "content": "Walk."}],
+        "tools": [{"name": "jump"}],
+    }
+    runner, _ = make_runner(
+        listing, lambda _, turn: done() if turn else more("Go.", **info), opening
+    )
+    _, policy = run_one(runner, [[70, END], [71, END]])
+    prompts = [prompt.token_ids.tolist() for _, prompt, _, _ in policy.requests]
+    assert prompts == [ids(listing, "lookWalk."), ids(listing, "jumpWalk.Go.")]
 
 
 def test_the_history_of_an_unknown_prompt_cannot_be_edited(template: EpisodeTemplate) -> None:
@@ -580,6 +651,7 @@ def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> N
     assert result.rewards[0].scores == {"environment": 1.5}
     assert scores.failures == {"environment/crash": 1}
     assert fault_matrix([result]).tolist() == [[False, False, True]]
+    assert episode_turns([result]).complete_turns.tolist() == [True] * 4 + [False]
     assert "gone" in scores.notes[0]
     scores.require_scores("step 1")
 
@@ -619,7 +691,7 @@ def test_padding_repeats_a_sequence_without_loss() -> None:
 
 def test_metrics_of_episodes() -> None:
     values = episode_metrics([scored(FIRST, SECOND).rollout])
-    assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 1.0
+    assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 0.5
     assert values["observation_tokens"] == 0.5  # token 3 of the second episode
     plain = Completion(np.array([1]), np.zeros(1, np.float32), "stop", 0, "")
     assert episode_metrics([scored(plain, rewards=(0.0,)).rollout]) == {}

@@ -22,7 +22,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.tracking.curves import Point, plot_curves
 from msrl.workflows import preprocess
 from msrl.workflows.evaluate import run as evaluation
-from msrl.workflows.evaluate.checkpoints import find_checkpoints
+from msrl.workflows.evaluate.checkpoints import find_checkpoints, with_unique_labels
 from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.evaluate.run import intervals
 from support import assert_each_mentions, assert_mentions, mentions
@@ -144,6 +144,38 @@ def test_finished_checkpoints_stay_until_weights_or_settings_change(tmp_path: Pa
     (tmp_path / "out" / "results.json").write_text("[]")
     with pytest.raises(MsrlError, match=mentions("results.json", "msrl eval")):
         ResultFolder(tmp_path / "out", settings, overwrite=False)
+
+
+def test_models_with_similar_names_have_different_files_of_samples(tmp_path: Path):
+    folder = ResultFolder(tmp_path / "out", {}, overwrite=False)
+    labels = ["grpo hf", "grpo_hf", "GRPO_hf"]
+    for label in labels:
+        folder.add(result(label, samples=folder.samples_file(label)), [{"response": label}])
+    again = ResultFolder(tmp_path / "out", {}, overwrite=False)
+    for entry in again.results:
+        assert again.samples_file(entry.label) == entry.samples
+        row = json.loads((tmp_path / "out" / entry.samples).read_text())
+        assert row["response"] == entry.label
+    assert len(again.results) == 3
+
+
+def test_a_model_of_another_folder_does_not_replace_results(tmp_path: Path):
+    first, second = make_run(tmp_path / "a" / "grpo", 10, 20), make_run(tmp_path / "b" / "grpo", 20)
+    root = str(first / "checkpoints")
+    folder = ResultFolder(tmp_path / "out", {}, overwrite=False)
+    for step in (10, 20):
+        stored = result(f"grpo step {step}", step, series="grpo", path=root, digest=str(step))
+        folder.add(stored, [])
+
+    def labels(run: Path, digest: str) -> list[str]:
+        checkpoints = find_checkpoints([str(run)])
+        digests = dict.fromkeys((checkpoint.label for checkpoint in checkpoints), digest)
+        named = with_unique_labels(checkpoints, folder.folders(digests))
+        return [checkpoint.label for checkpoint in named]
+
+    assert labels(first, "new") == ["grpo step 10", "grpo step 20"]
+    assert labels(second, "new") == ["b-grpo step 20"]
+    assert labels(second, "20") == ["grpo step 20"]  # the folder was moved
 
 
 def test_results_depend_on_the_files_of_own_rewards_and_environments(tmp_path: Path):

@@ -17,7 +17,16 @@ from msrl.errors import ManyErrors
 from msrl.rewards.sources import Source
 from msrl.rewards.verdicts import Judge
 from msrl.tracking.report import summarize
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
+from msrl.types import (
+    Completion,
+    Episode,
+    Prompt,
+    Reward,
+    RolloutGroup,
+    ScoredGroup,
+    StepReport,
+)
+from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.training.best import Best
 from support import assert_each_mentions
@@ -65,9 +74,9 @@ def test_the_first_verifier_of_a_ground_truth_decides_and_its_full_score_is_righ
         *({"reward_model": 9.0, "strict_format": 1.0, "acc": score} for score in (1.0, -0.5, -1.0)),
     )
     assert judge.source_for(prompt()) == "acc"
-    assert judge.verdicts(group) == [True, False, False]
-    assert Judge(judge.sources, right_from=-0.5).verdicts(group) == [True, True, False]
-    assert Judge(judge.sources, source="reward_model").verdicts(group) == [True, True, True]
+    assert judge.verdicts([group]) == [[True, False, False]]
+    assert Judge(judge.sources, right_from=-0.5).verdicts([group]) == [[True, True, False]]
+    assert Judge(judge.sources, source="reward_model").verdicts([group]) == [[True] * 3]
     assert Judge((Source(verifier="step"), Source(url="http://a"))).source_for(prompt()) == "step"
 
 
@@ -84,8 +93,33 @@ def test_every_row_is_judged_by_a_source_of_its_tag_and_by_a_model_only_if_confi
         "multiple_choice",
         None,
     ]
-    assert judge.verdicts(scored(prompt(tag="talk"), {"reward_model": 3.0})) is None
+    assert judge.verdicts([scored(prompt(tag="talk"), {"reward_model": 3.0})]) == [None]
     assert Judge(judge.sources, source="acc").source_for(prompt(tag="choice")) is None
+
+
+def played(*ends: tuple[str, bool | None], environment: str = "") -> ScoredGroup:
+    """Return a group of episodes by their finish reason and the success that was reported."""
+    nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    completions = []
+    for reason, success in ends:
+        fault = ("crash", "gone") if reason == "fault" else ("", "")
+        episode = Episode((), (), (), success, fault, environment=environment)
+        completions.append(Completion(*nothing, reason, 0, "", (), episode))
+    rollout = RolloutGroup(prompt(), tuple(completions))
+    return ScoredGroup(rollout, tuple(Reward(0.0, {}) for _ in ends))
+
+
+def test_episodes_that_an_environment_did_not_finish_are_not_successful():
+    walks = [played(("stop", True)), played(("stop", False)), *[played(("turns", None))] * 8]
+    verdicts = Judge(()).verdicts(walks)
+    assert verdicts == [[True], *[[False]] * 9]
+    assert episode_metrics([walk.rollout for walk in walks])["success"] == 0.1
+    ends = [("length", None), ("time", None), ("fault", None), ("stop", True)]
+    mixed = played(*ends, environment="lake")
+    unknown = played(*ends[:3], environment="talk")
+    assert Judge(()).verdicts([mixed, unknown]) == [[False, False, False, True], None]
+    assert episode_metrics([mixed.rollout, unknown.rollout])["success"] == pytest.approx(1 / 3)
+    assert "success" not in episode_metrics([unknown.rollout])
 
 
 def test_the_best_evaluation_is_the_lowest_loss_or_the_highest_of_anything_else_and_never_nan():

@@ -11,12 +11,14 @@ import sys
 import termios
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from http_servers import served_by
 from msrl.errors import ManyErrors, MsrlError
+from msrl.rewards import http as rewards_http
 from msrl.rewards.http import RemoteError, Server, post_json
 from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
@@ -72,6 +74,16 @@ def test_an_attempt_that_may_succeed_is_retried():
     ):
         assert post_json(quick(url), {"a": 1}) == ({"n": 4}, 3)
         assert payloads == [{"a": 1}] * 4
+
+
+def test_a_server_on_this_machine_is_reached_without_the_proxy(monkeypatch):
+    nowhere = urllib.request.ProxyHandler({"http": "http://127.0.0.1:9"})
+    opener = urllib.request.build_opener(rewards_http._AnyStatus, nowhere)
+    monkeypatch.setattr(rewards_http, "_opener", opener)
+    with served(lambda n, _: json_answer(n)) as (url, _):
+        assert post_json(quick(url, retries=0), {}) == (1, 0)
+        by_name = url.replace("127.0.0.1", "localhost")
+        assert post_json(quick(by_name, retries=0), {}) == (2, 0)
 
 
 def test_a_server_may_set_the_time_to_wait():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import http.server
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from http_servers import served_by
 from msrl import platforms, temporary
 from msrl.checkpoint.adapters.peft import write_peft
 from msrl.checkpoint.convert import McoreTarget, write_mcore
@@ -34,7 +36,7 @@ from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, is_loopback, read_api_key
 from msrl.rollout.server_key import RequireKey
-from msrl.workflows.serve import model_cache
+from msrl.workflows.serve import model_cache, server_process
 from msrl.workflows.serve.engine import choose_renderer, other_template
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
@@ -357,6 +359,21 @@ def test_an_interrupt_ends_the_server_and_its_children(
     wait_for_end(pids)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+def test_a_server_is_asked_without_the_proxy(monkeypatch: pytest.MonkeyPatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    nowhere = urllib.request.ProxyHandler({"http": "http://127.0.0.1:9"})
+    monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(nowhere))
+    with served_by(Handler) as url:
+        assert server_process._is_healthy(url)
 
 
 @pytest.mark.parametrize(

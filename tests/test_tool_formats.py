@@ -101,6 +101,13 @@ def is_json(value: object) -> bool:
     return True
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[" * 150 + "]" * 150])
+def test_a_call_with_a_value_that_json_cannot_hold_is_malformed(value: str):
+    text = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+    (call,) = tool_format("hermes").parse(text, ()).calls
+    assert isinstance(call, MalformedCall)
+
+
 def test_a_text_parameter_of_glm_stays_text():
     text = "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>"
     properties = {"a": {"type": "string"}}
@@ -224,3 +231,8 @@ def test_calls_in_a_thought_do_not_run():
     assert run_calls(Shop(), f"<think>{call}</think>The answer is 5.") is None
     assert run_calls(Shop(), f"<think>{call}") is None
     assert run_calls(Shop(), f"<think>Hm.</think>{call}") is not None
+    assert run_calls(Shop(), f"<think>Hm.</think>So.<think>{call}") is None
+    thinking = Shop()
+    thinking.opens_thought = True
+    assert run_calls(thinking, f"Let me think. {call}") is None
+    assert run_calls(thinking, f"Let me think.</think>{call}") is not None

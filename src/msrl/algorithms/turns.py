@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.algorithms.samples import fault_matrix
 from msrl.algorithms.token_rewards import Reals, TokenRewards, discounted
 from msrl.errors import MsrlError
 from msrl.types import Completion, ScoredGroup
@@ -23,13 +24,15 @@ Scope = Literal["batch", "tag", "group", "state"]
 class Turns:
     """Turns of a step. A turn is the policy's text up to the next reply of the environment.
 
-    Equal `states` of one prompt are equal observations.
+    Equal `states` of one prompt are equal observations. Episodes whose environment failed are not
+    `complete`: estimators leave their turns out of all statistics, with advantage 0.
     """
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
     lengths: NDArray[np.int64]  # [K], tokens of each turn
     states: NDArray[np.int64]  # [K]
     tags: NDArray[np.int64] | None = None  # [P], tag or environment of each prompt
+    complete: NDArray[np.bool_] | None = None  # [P, G]; None: all
 
     def __post_init__(self) -> None:
         num_turns = int(self.counts.sum())
@@ -42,6 +45,16 @@ class Turns:
                 f"{self.lengths.shape} lengths and {self.states.shape} states "
                 f"for {num_turns} turns of {self.counts.shape}"
             )
+
+    @property
+    def complete_episodes(self) -> NDArray[np.bool_]:  # [P, G]
+        """Episodes without a failure of their environment."""
+        return np.ones(self.counts.shape, np.bool_) if self.complete is None else self.complete
+
+    @property
+    def complete_turns(self) -> NDArray[np.bool_]:  # [K]
+        """Turns of episodes without a failure of their environment."""
+        return np.repeat(self.complete_episodes.ravel(), self.counts.ravel())
 
     @property
     def prompts(self) -> NDArray[np.int64]:  # [K]
@@ -97,6 +110,7 @@ def episode_turns(groups: Sequence[ScoredGroup]) -> Turns:
         np.array([length for length, _ in turns], np.int64),
         np.array([states.setdefault(state, len(states)) for _, state in turns], np.int64),
         np.unique([group.tag for group in groups], return_inverse=True)[1].ravel(),
+        ~fault_matrix(groups),
     )
 
 
@@ -164,11 +178,22 @@ def normalized(
     center: NDArray[np.int64] | None,  # [K], equal for values that share a mean
     scale: NDArray[np.int64] | None,  # [K], equal for values that share a deviation
     eps: float,
+    among: NDArray[np.bool_],  # [K]
 ) -> Reals:  # [K]
     """Return (value - mean) / (unbiased deviation + eps); None omits a step.
 
-    With `scale`, a value is 0 if its deviation is at most eps or no other value shares it.
+    With `scale`, a value is 0 if its deviation is at most eps or no other value shares it. Only the
+    values `among` count, and all others become 0.
     """
+    result = np.zeros_like(values)
+    labels = [None if by is None else by[among] for by in (center, scale)]
+    result[among] = _normalized(values[among], labels[0], labels[1], eps)
+    return result
+
+
+def _normalized(
+    values: Reals, center: NDArray[np.int64] | None, scale: NDArray[np.int64] | None, eps: float
+) -> Reals:  # [K]
     result = values - _by_label(values, center, np.mean) if center is not None else values.copy()
     if scale is None:
         return result

@@ -50,6 +50,8 @@ class StepResult:
     - `state`: text that identifies the state in which the next answer is given.
     - `success`: True or False at the end of an episode.
     - `invalid_action`: True if the answer was no action of the environment.
+    - `history`: list of {role, content} that replaces the conversation before `messages`. With it,
+      `tools` replaces the tools.
     - `tool_calls`: list of {name, arguments, error} in the order of the calls; `error` is None or
       "unknown", "arguments", "malformed", "raised" or "skipped".
     """
@@ -93,6 +95,8 @@ class Environment:
     TOOLS: Sequence[str] = ()
     max_calls: int = 0  # calls of one answer that run; further ones are skipped, 0 is no limit
     tool_format: str = "hermes"  # set for the template of the run before `reset` is called
+    opens_thought: bool = False  # the generation prompt begins a thought; set like `tool_format`
+    is_truncated: bool = False  # the answer ended at a limit of tokens; set before each `step`
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Start an episode and return its first messages; an empty list keeps the row's prompt.

@@ -1,8 +1,9 @@
 """Process of one episode, forked by `fork_server.py`: it runs the calls of one environment.
 
 Input messages are pickled and prefixed by their length, as in `msrl.rewards.worker`: first
-(name of the environment, row), then answers. Output messages are frames (kind, 0, detail):
-RESULT with JSON, or FAULT with JSON {reason, detail}. The process ends with its input.
+(name of the environment, row), then (answer, whether it is truncated). Output messages are frames
+(kind, 0, detail): RESULT with JSON, or FAULT with JSON {reason, detail}. The process ends with its
+input.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any, get_args
 
 from msrl.environments.base import Environment, EnvironmentSource, StepResult
+from msrl.environments.clean import clean_text
 from msrl.environments.tools import tool_schemas
 from msrl.rewards.worker import HEADER, MAX_DETAIL_BYTES, limit_memory, read, start_alarm
 from msrl.types import JsonObject, Message, Role
@@ -37,7 +39,8 @@ class EpisodeSetup:
     sources: Mapping[str, EnvironmentSource]
     path: tuple[str, ...]  # sys.path of the parent
     tool_format: str
-    memory_bytes: int  # limit of the address space of an episode; 0 disables it
+    opens_thought: bool  # the generation prompt begins a thought
+    memory_bytes: int  # of address space beyond that of the fork server; 0 disables the limit
     max_message_bytes: int
     control_fd: int
 
@@ -68,8 +71,8 @@ def serve_episode(
         frame = _frame(call, setup.max_message_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0.0)  # an idle episode has no time limit
         channel.sendall(frame)
-        answer = read(source)
-        call = None if answer is None else partial(episode.step, answer)
+        message = read(source)
+        call = None if message is None else partial(episode.step, *message)
     signal.setitimer(signal.ITIMER_REAL, CLOSE_LIMIT_S)
     episode.close()
 
@@ -88,13 +91,15 @@ class _Episode:
             raise _InvalidError(f"{kind} is no subclass of msrl.environments.base.Environment")
         self._environment = environment
         environment.tool_format = self._setup.tool_format
+        environment.opens_thought = self._setup.opens_thought
         messages = environment.reset(row)
         tools, state = tool_schemas(environment), environment.state()
         info = {} if state is None else {"state": state}
         return {"messages": _messages(messages, info), "tools": tools, "info": info}
 
-    def step(self, answer: str) -> JsonObject:
+    def step(self, answer: str, is_truncated: bool) -> JsonObject:
         assert self._environment is not None
+        self._environment.is_truncated = is_truncated
         result = self._environment.step(answer)
         if not isinstance(result, StepResult):
             raise _InvalidError(f"step returned {_shown(result)}, not a StepResult")
@@ -161,13 +166,6 @@ def _messages(messages: Sequence[Message], info: dict[str, Any]) -> list[JsonObj
     if num_replaced:
         info["cleaned_messages"] = num_replaced
     return entries
-
-
-def clean_text(text: str) -> str:
-    """Replace NUL and lone surrogates by U+FFFD."""
-    return (
-        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
-    )
 
 
 def _check_message(message: Message) -> None:

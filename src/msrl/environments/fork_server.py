@@ -25,6 +25,7 @@ from msrl import registry
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.episode_process import EpisodeSetup, Factory, detach, serve_episode
 from msrl.environments.protocol import COMMAND, EXITED, OPEN
+from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tools import prepare_tools, tool_format
 from msrl.errors import MsrlError
 from msrl.rewards.worker import (
@@ -48,6 +49,7 @@ def main() -> None:
     leave_signals_to_parent()
     setup: EpisodeSetup = read(source)
     sys.path[:] = setup.path
+    os.environ.update(without_loopback_proxy(os.environ))
     try:
         factories = {name: _load(name, source) for name, source in setup.sources.items()}
         tool_format(setup.tool_format)

@@ -34,8 +34,9 @@ class EnvironmentPool:
     without it, the seed of the row draws one by weight, so that a group has the same. Calls return
     at once with a future. At most `max_running` calls run at the same time; the time limit of a
     call begins when it runs. A fault ends its episode: later calls of the episode return the same
-    fault. `memory_bytes` limits the address space of each episode's process; 0 disables the limit.
-    `max_message_bytes` limits the reply of one call.
+    fault. `memory_bytes` limits the address space of each episode's process beyond that of the fork
+    server, which has loaded the environments; 0 disables it. `max_message_bytes` limits the reply
+    of one call.
     """
 
     def __init__(
@@ -43,13 +44,15 @@ class EnvironmentPool:
         sources: Mapping[str, EnvironmentSource],
         *,
         tool_format: str = "hermes",
+        opens_thought: bool = False,
         max_running: int = 64,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         max_message_bytes: int = 1 << 20,
     ) -> None:
         self._sources = dict(sources)
         path = tuple(sys.path)
-        settings = (self._sources, path, tool_format, memory_bytes, max_message_bytes)
+        formats = (tool_format, opens_thought)
+        settings = (self._sources, path, *formats, memory_bytes, max_message_bytes)
         self._loop = PoolLoop(lambda fd: EpisodeSetup(*settings, fd), max_running)
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
         self._numbers = iter(range(1, sys.maxsize))
@@ -91,13 +94,17 @@ class EnvironmentPool:
             self._episodes[episode_id] = episode
         return self._call(episode, "open", (name, row))
 
-    def step(self, episode_id: str, answer: str) -> Future[StepResult | EpisodeFault]:
+    def step(
+        self, episode_id: str, answer: str, *, is_truncated: bool = False
+    ) -> Future[StepResult | EpisodeFault]:
         """Pass an answer of the model to the environment of an open episode.
+
+        `is_truncated` tells that the answer ended at a limit of tokens.
 
         Raises:
             KeyError: No episode of this id is open.
         """
-        return self._call(self._episodes[episode_id], "step", answer)
+        return self._call(self._episodes[episode_id], "step", (answer, is_truncated))
 
     def close(self, episode_id: str) -> None:
         """End an episode, also during a call, whose future is then cancelled."""

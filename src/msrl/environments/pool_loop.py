@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from msrl.environments.base import EpisodeFault, FaultReason, Opening, StepResult
+from msrl.environments.clean import clean_value
 from msrl.environments.episode_process import FAULT, EpisodeSetup
 from msrl.environments.fork_server_client import START_LIMIT_S, ForkServerClient
 from msrl.environments.protocol import EXITED
@@ -245,7 +246,8 @@ class PoolLoop:
         if not episode.is_running:
             return self._fail(episode, "invalid", "the process of the environment sent no reply")
         try:
-            reply = _decode(kind, json.loads(detail), is_opening=episode.is_opening)
+            value = clean_value(json.loads(detail))
+            reply = _decode(kind, value, is_opening=episode.is_opening)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return self._fail(episode, "invalid", f"unreadable reply: {error!r}")
         if isinstance(reply, EpisodeFault):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from msrl.data.turns import ToolCall
 
+_MAX_DEPTH = 100  # of the values of a call; replies of environments may be nested deeper
 _MAX_NESTING_ERROR = "too deeply nested"
 
 
@@ -31,12 +35,36 @@ def read_json(text: str) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: The text is no JSON, or its nesting exceeds the limit of the interpreter.
+        ValueError: The text is no JSON, is nested too deeply, or has a number that is not finite.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError(_MAX_NESTING_ERROR) from None
+    _check_depth(value)
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:100]} is not a finite number")
+    return number
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = list(chain.from_iterable(map(_children, level)))
+        if not level:
+            return
+    raise ValueError(_MAX_NESTING_ERROR)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def read_call(text: str, arguments_key: str = "arguments") -> ToolCall | MalformedCall:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from msrl import registry
-from msrl.data.turns import ToolCall
+from msrl.data.turns import THOUGHT, ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
 from msrl.types import JsonObject, Message
 
@@ -33,6 +33,7 @@ class Toolbox(Protocol):
 
     TOOLS: Sequence[str]
     tool_format: str
+    opens_thought: bool
     max_calls: int
 
     def external_tools(self) -> list[JsonObject]:
@@ -124,7 +125,7 @@ def run_calls(toolbox: Toolbox, answer: str) -> tuple[list[Message], list[JsonOb
     model: an unknown tool, wrong arguments, text that is no call, and exceptions of a tool.
     """
     parsed: ParsedAnswer = tool_format(toolbox.tool_format).parse(
-        visible_text(answer), tool_schemas(toolbox)
+        visible_text(answer, opens_thought=toolbox.opens_thought), tool_schemas(toolbox)
     )
     if not parsed.calls:
         return None
@@ -140,11 +141,22 @@ def run_calls(toolbox: Toolbox, answer: str) -> tuple[list[Message], list[JsonOb
     return messages, records
 
 
-def visible_text(answer: str) -> str:
-    """Return an answer without its thoughts, in which calls are not meant to run."""
-    if "</think>" in answer:
-        return answer.rpartition("</think>")[2]
-    return answer.partition("<think>")[0]
+def visible_text(answer: str, *, opens_thought: bool = False) -> str:
+    """Return an answer without its thoughts, in which calls are not meant to run.
+
+    With `opens_thought`, the answer continues a thought that the generation prompt began.
+    """
+    return split_thoughts(answer, opens_thought=opens_thought)[1]
+
+
+def split_thoughts(answer: str, *, opens_thought: bool = False) -> tuple[str, str, str]:
+    """Return the thoughts up to the last end of one, the visible text, and an open thought."""
+    start, end = THOUGHT
+    before, mark, rest = answer.rpartition(end)
+    if opens_thought and not mark:
+        return answer, "", ""
+    visible, mark_of_open, thought = rest.partition(start)
+    return before + mark, visible, mark_of_open + thought
 
 
 def _run_call(toolbox: Toolbox, call: ToolCall | MalformedCall) -> tuple[str, str | None]:

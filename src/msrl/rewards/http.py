@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import random
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,6 +90,21 @@ class _AnyStatus(urllib.request.HTTPErrorProcessor):
 
 
 _opener = urllib.request.build_opener(_AnyStatus)
+_direct = urllib.request.build_opener(_AnyStatus, urllib.request.ProxyHandler({}))
+
+
+def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+    """Send a request; a server on a loopback address is reached without a proxy."""
+    opener = _direct if _is_loopback(request) else _opener
+    return opener.open(request, timeout=timeout_s)
+
+
+def _is_loopback(request: urllib.request.Request) -> bool:
+    host = urllib.parse.urlsplit(request.full_url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def post_json(server: Server, payload: object) -> tuple[Any, int]:
@@ -146,7 +163,7 @@ def _attempt(server: Server, body: bytes | None, deadline: float) -> Any:
         with_environment(server.url), data=body, headers=headers, method=method
     )
     try:
-        with _opener.open(request, timeout=max(0.001, deadline - time.monotonic())) as answer:
+        with _open(request, max(0.001, deadline - time.monotonic())) as answer:
             if not 200 <= answer.status < 300:
                 raise _status_error(server, answer)
             data = _read(answer, deadline)

@@ -108,7 +108,8 @@ class Scorer:
     Args:
         sources: Entries of `reward.sources`.
         num_workers: Number of processes for verifiers and functions.
-        memory_bytes: Limit of the address space of each process; 0 disables the limit.
+        memory_bytes: Limit of the address space of each process beyond that of its loaded
+            functions; 0 disables the limit.
         prompt_text: Function that decodes prompts for servers and models.
         read_config: Function that returns the config.json of a reward model's folder.
         environment_weight: Weight of the rewards of an environment, which makes sources optional;

@@ -61,8 +61,8 @@ def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Rea
 def with_environment(group: ScoredGroup, weight: float) -> ScoredGroup:
     """Return a group whose rewards contain those of its environment.
 
-    An episode that ended with a fault gets the mean reward of the others in its group, so that it
-    has no advantage and does not change theirs.
+    An episode that ended with a fault gets the mean reward of the others in its group, so that the
+    mean of the group is theirs.
     """
     completions = group.rollout.completions
     rewards = [

@@ -6,11 +6,11 @@ several sources does not tell whether an answer is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from msrl.rewards.sources import Source
-from msrl.types import Prompt, ScoredGroup
+from msrl.types import Episode, Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,30 @@ class Judge:
         deciding.sort(key=lambda source: not source.needs_answer)
         return deciding[0].label if deciding else None
 
-    def verdicts(self, group: ScoredGroup) -> Sequence[bool] | None:
-        """Return for each answer of a group whether it is right, or None if no source decides.
+    def verdicts(self, groups: Sequence[ScoredGroup]) -> list[Sequence[bool] | None]:
+        """Return for each group whether its answers are right, or None if nothing decides.
 
-        Without a deciding source, an environment may report whether its episode was successful.
+        Without a deciding source, an answer is right if the environment reports success for its
+        episode. `groups` are all groups of an evaluation: see `reporting_environments`.
         """
+        completions = [item for group in groups for item in group.rollout.completions]
+        reporting = reporting_environments([item.episode for item in completions])
+        return [self._verdicts(group, reporting) for group in groups]
+
+    def _verdicts(self, group: ScoredGroup, reporting: Set[str]) -> Sequence[bool] | None:
         label = self.source_for(group.rollout.prompt)
-        if label is None:
-            return _successes(group)
-        return [reward.scores[label] >= self.right_from for reward in group.rewards]
+        if label is not None:
+            return [reward.scores[label] >= self.right_from for reward in group.rewards]
+        episodes = [completion.episode for completion in group.rollout.completions]
+        if not all(item is not None and item.environment in reporting for item in episodes):
+            return None
+        return [item is not None and item.success is True for item in episodes]
 
 
-def _successes(group: ScoredGroup) -> list[bool] | None:
-    """Return whether each episode was successful; None if an environment does not report it.
+def reporting_environments(episodes: Iterable[Episode | None]) -> Set[str]:
+    """Return the names of the environments that report the success of at least one episode.
 
-    A failed environment counts as no success.
+    An environment reports at its end, so the runner's limits and faults leave episodes without a
+    report. With other episodes of the same environment, they count as not successful.
     """
-    episodes = [completion.episode for completion in group.rollout.completions]
-    judged = [item is not None and (item.success is not None or item.fault[0]) for item in episodes]
-    if not all(judged):
-        return None
-    return [item is not None and item.success is True for item in episodes]
+    return {item.environment for item in episodes if item is not None and item.success is not None}

@@ -64,7 +64,7 @@ class Setup:
 
     functions: tuple[Function, ...]
     path: tuple[str, ...]  # sys.path of the parent
-    memory_bytes: int  # limit of the address space; 0 disables it
+    memory_bytes: int  # of address space beyond the loaded functions; 0 disables the limit
 
 
 def leave_signals_to_parent() -> None:
@@ -140,10 +140,18 @@ def load_file(file: str, module_name: str, attribute: str) -> Callable[..., floa
 
 
 def limit_memory(memory_bytes: int) -> None:
+    """Limit the address space to this much more than this process has now; 0 sets no limit."""
     if memory_bytes:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+        limit = _address_space() + memory_bytes
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _address_space() -> int:
+    """Return the bytes of address space of this process; a fork begins with its parent's."""
+    num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    return int(num_pages) * resource.getpagesize()
 
 
 def start_alarm(timeout_s: float) -> None:

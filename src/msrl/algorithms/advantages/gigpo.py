@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from msrl.algorithms import turns as episodes
 from msrl.algorithms.advantages._groups import centered, group_totals
@@ -34,27 +35,42 @@ def advantages(
 ) -> Reals:  # [N]
     """Return one value for all tokens of a turn.
 
-    The value is exactly 0 if the turn has no comparable turns or equals all of them.
+    The value is exactly 0 if the turn has no comparable turns or equals all of them, and for
+    episodes whose environment failed, which are not compared.
     """
     checked, totals = episodes.require_turns(turns, "gigpo"), group_totals(rewards, "gigpo")
+    shape, complete = totals.shape, checked.complete_episodes.ravel()
     if grouping == "group":
-        episode_advantages = centered(totals) / (
-            totals.std(axis=1, ddof=1, keepdims=True) + eps if normalize else 1.0
-        )
+        labels = np.repeat(np.arange(shape[0]), shape[1])
+        values = _compared(totals.ravel(), labels, complete, eps, normalize=normalize)
     else:
-        prompts = np.zeros(len(totals), np.int64)
+        prompts = np.zeros(shape[0], np.int64)
         if grouping == "tag" and checked.tags is not None:
             prompts = checked.tags
-        labels = np.repeat(prompts, totals.shape[1])
+        labels = np.repeat(prompts, shape[1])
         scale = labels if normalize else None
-        values = episodes.normalized(totals.ravel(), center=labels, scale=scale, eps=eps)
-        episode_advantages = values.reshape(totals.shape)
-    returns = checked.returns(rewards, step_gamma)
-    turn_advantages = np.zeros_like(returns)
-    anchors = checked.labels("state")
-    for anchor in range(int(anchors.max(initial=-1)) + 1):
-        members = np.flatnonzero(anchors == anchor)
+        values = episodes.normalized(
+            totals.ravel(), center=labels, scale=scale, eps=eps, among=complete
+        )
+    returns, anchors = checked.returns(rewards, step_gamma), checked.labels("state")
+    turn_advantages = _compared(returns, anchors, checked.complete_turns, eps, normalize=normalize)
+    episode_advantages = rewards.everywhere(values.reshape(shape))
+    return episode_advantages + omega * checked.everywhere(turn_advantages)
+
+
+def _compared(
+    values: Reals,  # [K]
+    labels: NDArray[np.int64],  # [K]
+    among: NDArray[np.bool_],  # [K]
+    eps: float,
+    *,
+    normalize: bool,
+) -> Reals:  # [K]
+    """Return the distance from the mean of the values `among` with the same label; else 0."""
+    result = np.zeros_like(values)
+    for label in np.unique(labels[among]):
+        members = np.flatnonzero((labels == label) & among)
         if len(members) > 1:
-            deviation = returns[members].std(ddof=1) + eps if normalize else 1.0
-            turn_advantages[members] = centered(returns[None, members])[0] / deviation
-    return rewards.everywhere(episode_advantages) + omega * checked.everywhere(turn_advantages)
+            deviation = values[members].std(ddof=1) + eps if normalize else 1.0
+            result[members] = centered(values[None, members])[0] / deviation
+    return result

@@ -35,5 +35,6 @@ def advantages(
         center=None if center == "none" else checked.labels(center),
         scale=None if scale == "none" else checked.labels(scale),
         eps=eps,
+        among=checked.complete_turns,
     )
     return checked.everywhere(values)

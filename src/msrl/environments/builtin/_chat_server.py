@@ -27,14 +27,15 @@ class ChatRequest:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
-        self._reply: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._reply: queue.SimpleQueue[tuple[Mapping[str, Any], str]] = queue.SimpleQueue()
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer with a message of the role assistant."""
-        self._reply.put(message)
+    def answer(self, message: Mapping[str, Any], *, is_truncated: bool = False) -> None:
+        """Answer with a message of the role assistant, which may have ended at a limit."""
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        self._reply.put((message, "length" if is_truncated else reason))
 
-    def wait(self) -> Mapping[str, Any]:
-        """Return the message when it is there."""
+    def wait(self) -> tuple[Mapping[str, Any], str]:
+        """Return the message and its finish reason when they are there."""
         return self._reply.get()
 
 
@@ -146,8 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _BadRequestError("n: only one answer per request")
         request = ChatRequest(body)
         self._episode.requests.put(request)
-        message = request.wait()
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        message, reason = request.wait()
         if body.get("stream"):
             return self._stream(message, reason)
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}

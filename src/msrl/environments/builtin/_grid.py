@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from msrl.environments.tools import visible_text
+
 ACTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -22,9 +24,11 @@ class Cell(NamedTuple):
         return Cell(self.row + rows, self.column + columns)
 
 
-def read_action(answer: str, choices: Iterable[str] = ACTIONS) -> str | None:
+def read_action(
+    answer: str, choices: Iterable[str] = ACTIONS, *, opens_thought: bool = False
+) -> str | None:
     """Return the action in the last `<answer>` tags, or in the text after the thoughts."""
-    text = answer.rpartition("</think>")[2]
+    text = visible_text(answer, opens_thought=opens_thought)
     tagged = _TAGGED.findall(text)
     name = (tagged[-1] if tagged else text).strip().casefold()
     return next((choice for choice in choices if choice.casefold() == name), None)

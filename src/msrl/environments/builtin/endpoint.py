@@ -3,9 +3,9 @@
 Every episode has an endpoint on the loopback address with its own key. A program is started with
 OPENAI_BASE_URL, OPENAI_API_KEY and MSRL_ROW, the row as JSON; a service gets a POST request with
 {base_url, api_key, row}. Each of its requests for a chat completion is a turn. Messages after the
-last answer are appended to the tokens; any other change of the conversation starts a new training
-sequence. The settings of sampling are those of the training. The episode ends with the program, or
-with the reply of the service, which may be {"reward": ...}.
+last answer are appended to the tokens; any other change of the conversation, or of the tools,
+starts a new training sequence. The settings of sampling are those of the training. The episode ends
+with the program, or with the reply of the service, which may be {"reward": ...}.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from msrl.environments.builtin._chat_server import (
     ChatServer,
     text_content,
 )
+from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_call import ParsedAnswer
-from msrl.environments.tools import tool_format
+from msrl.environments.tools import split_thoughts, tool_format
 from msrl.errors import MsrlError
 from msrl.types import JsonObject, Message, Role
 
@@ -53,7 +54,8 @@ class Endpoint(Environment):
         self._program: subprocess.Popen[bytes] | None = None
         self._problem = ""
         self._request: ChatRequest | None = None
-        self._tools: list[JsonObject] = []
+        self._tools: list[JsonObject] = []  # of the last request
+        self._rewarded: float | None = None  # sum of the rewards of the turns
         self._seen: list[JsonObject] = []  # messages of the last request
         self._answers: dict[str, str] = {}  # texts of the policy by the message of the reply
 
@@ -68,7 +70,7 @@ class Endpoint(Environment):
         return self._restored(self._seen)
 
     def external_tools(self) -> list[JsonObject]:
-        """Return the tools of the first request, which the agent runs itself."""
+        """Return the tools of the last request, which the agent runs itself."""
         return self._tools
 
     def step(self, answer: str) -> StepResult:
@@ -77,16 +79,23 @@ class Endpoint(Environment):
         reply = self._reply(answer)
         self._answers[_key(reply)] = answer
         expected = [*self._seen, reply]
-        self._request.answer(reply)
+        self._request.answer(reply, is_truncated=self.is_truncated)
         request = self._next_request()
+        if request is None and self._problem:
+            raise RuntimeError(self._problem)
+        reward, success = self._new_reward(), self._server.success
+        info: JsonObject = {} if success is None else {"success": success}
         if request is None:
-            return self._end()
-        new = _continuation(expected, self._seen)
+            return StepResult([], reward, True, info)
+        tools = _tools(request.body)
+        new = _continuation(expected, self._seen) if tools == self._tools else None
         if new is not None:
-            return StepResult([_message(entry) for entry in new])
+            return StepResult([_message(entry) for entry in new], reward, info=info)
+        self._tools = tools
         history = self._restored(self._seen[:-1])
-        entries = [{"role": message.role, "content": message.content} for message in history]
-        return StepResult(self._restored(self._seen[-1:]), info={"history": entries})
+        info["history"] = [{"role": entry.role, "content": entry.content} for entry in history]
+        info["tools"] = tools
+        return StepResult(self._restored(self._seen[-1:]), reward, info=info)
 
     def close(self) -> None:
         """End the program."""
@@ -100,25 +109,28 @@ class Endpoint(Environment):
             self._seen = [_entry(message) for message in self._request.body["messages"]]
         return self._request
 
-    def _end(self) -> StepResult:
+    def _new_reward(self) -> float | None:
+        """Return what the last reward adds to those of earlier turns; None without a new one."""
         assert self._server is not None
-        if self._problem:
-            raise RuntimeError(self._problem)
-        success = self._server.success
-        info = {} if success is None else {"success": success}
-        return StepResult([], self._server.reward, True, info)
+        reward, before = self._server.reward, self._rewarded
+        if reward is None or reward == before:
+            return None
+        self._rewarded = reward
+        return reward - (before or 0.0)
 
     def _reply(self, answer: str) -> JsonObject:
         """Return the message for the agent, with the calls of the answer if it has tools."""
-        parsed = ParsedAnswer(answer)
+        thoughts, visible, open_thought = split_thoughts(answer, opens_thought=self.opens_thought)
+        parsed = ParsedAnswer(visible)
         if self._tools:
-            parsed = tool_format(self.tool_format).parse(answer, self._tools)
+            parsed = tool_format(self.tool_format).parse(visible, self._tools)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(parsed.calls):  # a malformed call stays text
             return {"role": "assistant", "content": answer}
         first = len(self._seen)
         entries = [_call_entry(call, f"{first:04d}{n:05d}") for n, call in enumerate(calls)]
-        return {"role": "assistant", "content": parsed.content, "tool_calls": entries}
+        content = f"{thoughts}{parsed.content}{open_thought}"
+        return {"role": "assistant", "content": content, "tool_calls": entries}
 
     def _restored(self, entries: Sequence[JsonObject]) -> list[Message]:
         """Return messages, in which answers of the policy have the text that it sampled."""
@@ -154,7 +166,9 @@ class Endpoint(Environment):
         }
         try:
             self._program = subprocess.Popen(
-                self._command, env={**os.environ, **variables}, stdin=subprocess.PIPE
+                self._command,
+                env=without_loopback_proxy({**os.environ, **variables}),
+                stdin=subprocess.PIPE,
             )
             self._program.communicate(text.encode())
             if self._program.returncode:

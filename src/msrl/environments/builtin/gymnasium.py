@@ -1,7 +1,9 @@
 """Environments of the package gymnasium with a text per state and discrete actions.
 
 The observation is what the environment renders in the mode `ansi`, or else the observation as text.
-Actions are names or numbers. API: https://gymnasium.farama.org/api/env/ (versions 1.0 to 1.4).
+Actions are names or numbers. Success is `info["is_success"]` or `info["success"]` of the last step,
+else whether the return reaches a threshold.
+API: https://gymnasium.farama.org/api/env/ (versions 1.0 to 1.4).
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 class Gymnasium(Environment):
     """Environment of one episode of a gymnasium environment."""
 
-    def __init__(self, game: Any, actions: Sequence[str], instructions: str) -> None:
+    def __init__(
+        self, game: Any, actions: Sequence[str], instructions: str, success_return: float | None
+    ) -> None:
         self._game, self._actions, self._instructions = game, tuple(actions), instructions
+        self._success_return = success_return
+        self._return = 0.0  # sum of the rewards
         self._text = ""
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
@@ -36,16 +42,25 @@ class Gymnasium(Environment):
 
     def step(self, answer: str) -> StepResult:
         """Take the action of an answer; an invalid answer changes nothing."""
-        action = read_action(answer, self._actions)
+        action = read_action(answer, self._actions, opens_thought=self.opens_thought)
         if action is None:
             text = f"{choices_note(self._actions)}\n{self._text}"
             return StepResult([Message("user", text)], 0.0, info={"invalid_action": True})
         number = self._actions.index(action) + int(getattr(self._game.action_space, "start", 0))
-        observation, reward, terminated, truncated, _ = self._game.step(number)
+        observation, reward, terminated, truncated, details = self._game.step(number)
         self._text = self._render(observation)
+        self._return += float(reward)
         done = bool(terminated or truncated)
-        info = {"success": bool(terminated and reward > 0)} if done else {}
+        success = self._success(details) if done else None
+        info = {} if success is None else {"success": success}
         return StepResult([Message("user", self._text)], float(reward), done, info)
+
+    def _success(self, details: Mapping[str, Any]) -> bool | None:
+        """Return whether the episode was successful; None if nothing tells."""
+        for key in ("is_success", "success"):
+            if key in details:
+                return bool(details[key])
+        return None if self._success_return is None else self._return >= self._success_return
 
     def state(self) -> str | None:
         """Return the text of the observation."""
@@ -80,6 +95,7 @@ def environment(
     options: dict[str, Any] | None = None,
     actions: list[str] | None = None,
     instructions: str = "",
+    success_return: float | None = None,
 ) -> Environment:
     """Return a new environment.
 
@@ -88,6 +104,8 @@ def environment(
         options: Arguments of `gymnasium.make`.
         actions: Names of the actions 0, 1 and so on; the numbers by default.
         instructions: Text before the first observation.
+        success_return: Return from which an episode is successful; by default the
+            `reward_threshold` that gymnasium has for the environment, if it has one.
     """
     package = _package()
     modes = package.spec(id).entry_point and _render_modes(package, id)
@@ -99,7 +117,9 @@ def environment(
     names = actions or [str(number) for number in range(int(count))]
     if len(names) != int(count):
         raise MsrlError(f"environment.options.actions: {id} has {count} actions, not {len(names)}")
-    return Gymnasium(game, names, instructions)
+    if success_return is None:
+        success_return = getattr(package.spec(id), "reward_threshold", None)
+    return Gymnasium(game, names, instructions, success_return)
 
 
 def _render_modes(package: Any, id: str) -> Sequence[str]:

@@ -75,7 +75,7 @@ class Sokoban(Environment):
     def step(self, answer: str) -> StepResult:
         """Walk or push one step."""
         self._num_steps += 1
-        action = read_action(answer)
+        action = read_action(answer, opens_thought=self.opens_thought)
         if action is None:
             note = choices_note(map(str.capitalize, ACTIONS))
             return self._result(note, 0, is_invalid=True)

@@ -47,7 +47,9 @@ class Environments(Protocol):
 
     def open(self, episode_id: str, row: dict[str, Any]) -> Future[Opening | EpisodeFault]: ...
 
-    def step(self, episode_id: str, answer: str) -> Future[StepResult | EpisodeFault]: ...
+    def step(
+        self, episode_id: str, answer: str, *, is_truncated: bool = False
+    ) -> Future[StepResult | EpisodeFault]: ...
 
     def close(self, episode_id: str) -> None: ...
 
@@ -193,7 +195,7 @@ class EpisodeRunner:
             generation_s=episode.waited_s(),
         )
         episode.turns.append(turn)
-        self._await(name, self._environments.step(name, text))
+        self._await(name, self._environments.step(name, text, is_truncated=not is_complete))
 
     def _await(self, name: str, future: Future[Any]) -> None:
         future.add_done_callback(partial(self._put_reply, name))
@@ -227,12 +229,23 @@ class EpisodeRunner:
             prompt_ids = self._template.conversation(episode.history, opening.tools)
             episode.tokens = EpisodeTokens(prompt_ids)
         episode.state = _state(opening.info, episode.history)
-        length, longest = episode.tokens.num_tokens, self._settings.max_prompt_tokens
-        if length > longest:
-            detail = f"{length} tokens, but rollout.max_prompt_tokens={longest}"
-            return "fault", "long_prompt", detail
+        length = episode.tokens.num_tokens
+        if not length:
+            return "fault", "invalid", "reset returned no messages, and the row has no prompt"
+        problem = self._why_too_long(length)
+        if problem:
+            return "fault", "long_prompt", problem
         episode.limit = min(length + episode.sampling.max_tokens, self._max_model_len)
         return None
+
+    def _why_too_long(self, length: int) -> str:
+        """Return why a first prompt is too long; empty if it is not."""
+        longest, context = self._settings.max_prompt_tokens, self._max_model_len
+        if length <= min(longest, context - 1):
+            return ""
+        if longest < context:
+            return f"{length} tokens, but rollout.max_prompt_tokens={longest}"
+        return f"{length} tokens, but the engine's max_model_len={context} includes an answer"
 
     def _continue(
         self, episode: _Running, result: StepResult, waited_s: float
@@ -279,6 +292,8 @@ class EpisodeRunner:
         """Append messages to the prompt; return "length" if no room for an answer remains."""
         history = info.get("history")
         if history is not None:
+            if isinstance(info.get("tools"), list):
+                episode.tools = info["tools"]
             self._edit(episode, readable_messages(history), messages)
         elif self._section.history == "template":
             self._edit(episode, episode.history, messages)

@@ -20,6 +20,7 @@ class EpisodeSettings:
         chat_template: Template of the data (Jinja); empty for the tokenizer's own.
         tool_format: Format of tool calls that the template shows.
         max_prompt_tokens: Longest opening of an episode.
+        opens_thought: True if the generation prompt of the template begins a thought.
     """
 
     environment: EnvironmentConfig
@@ -27,6 +28,7 @@ class EpisodeSettings:
     chat_template: str
     tool_format: str
     max_prompt_tokens: int
+    opens_thought: bool = False
 
     @property
     def in_lockstep(self) -> bool:
@@ -42,6 +44,7 @@ class EpisodeSettings:
         return EnvironmentPool(
             environment_sources(section),
             tool_format=self.tool_format,
+            opens_thought=self.opens_thought,
             max_running=section.max_running,
         )
 

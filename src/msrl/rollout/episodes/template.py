@@ -21,6 +21,7 @@ import numpy as np
 from msrl.data.native import MARK, control_pattern, mark_controls, turn_fields
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer, open_tokenizer
+from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.limits import printable
 from msrl.types import Ints, JsonObject, Message
@@ -73,6 +74,16 @@ class EpisodeTemplate:
             if token.content in self.source and not _TAG.fullmatch(token.content)
         )
         return tuple(dict.fromkeys((*self.tokenizer.special_tokens(), *own)))
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """True if the generation prompt begins a thought, which an answer continues.
+
+        Raises:
+            MsrlError: The template cannot render a user message.
+        """
+        prompt = self._render([{"role": "user", "content": _PROBE}], [])
+        return prompt.rstrip().endswith(THOUGHT[0])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[JsonObject] = ()) -> Ints:
         """Return the tokens [T] of a conversation, including the generation prompt.
@@ -189,17 +200,22 @@ class EpisodeTemplate:
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template is code of the model's author
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise MsrlError(
-                f"{self._name} fails for a message of the environment: {printable(reason)}. "
-                f"{_REMEDY}"
-            ) from error
+            raise self._failure(error) from error
 
     def _encode(self, text: str) -> Ints:
         if not text:
             return np.zeros(0, np.int64)
-        ((ids, _),) = encode_with_offsets(self.tokenizer, self.controls, [text.split(MARK)])
+        try:
+            ((ids, _),) = encode_with_offsets(self.tokenizer, self.controls, [text.split(MARK)])
+        except (TypeError, ValueError) as error:  # a lone surrogate is no text for a tokenizer
+            raise self._failure(error) from error
         return ids
+
+    def _failure(self, error: Exception) -> MsrlError:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return MsrlError(
+            f"{self._name} fails for a message of the environment: {printable(reason)}. {_REMEDY}"
+        )
 
 
 _REMEDY = "Preprocess the data with another template."

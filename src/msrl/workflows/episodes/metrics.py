@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from msrl.rewards.verdicts import reporting_environments
 from msrl.types import Episode, RolloutGroup
 
 
@@ -36,8 +37,17 @@ def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
 
 
 def _success(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the share of successful episodes among those that the environment judges."""
-    judged = [episode.success for episode in episodes if episode.success is not None]
+    """Return the share of successful episodes, without those whose environment failed.
+
+    Episodes that ended at a limit are not successful. The share is left out if no environment
+    reports success.
+    """
+    reporting = reporting_environments(episodes)
+    judged = [
+        episode.success is True
+        for episode in episodes
+        if episode.environment in reporting and not episode.fault[0]
+    ]
     return {"success": _mean(judged)} if judged else {}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from msrl.config.sections.environment import EnvironmentConfig
@@ -14,17 +15,17 @@ from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.runner import environment_row
-from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate, open_template
 from msrl.types import Prompt
 
 _DEFAULT_FORMAT = "hermes"
 
 
-def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
+def episode_settings(plan: RunPlan, prompts: Iterable[Prompt]) -> EpisodeSettings | None:
     """Return the settings of episodes; None if a response is one turn.
 
-    The environment is opened once with a row of the data, which also shows whether it has tools.
+    Each environment is opened once with a row of the data, which also shows whether it has tools.
 
     Raises:
         MsrlError: The environment cannot be opened, or the chat template cannot show its messages.
@@ -38,7 +39,7 @@ def episode_settings(plan: RunPlan, prompt: Prompt) -> EpisodeSettings | None:
     longest = plan.rollout.max_prompt_tokens
     settings = make_settings(section, plan.tokenizer_dir, chat_template, longest)
     if not section.is_single_turn:
-        check_opening(settings, prompt, plan.sampling.seed)
+        check_openings(settings, prompts, plan.sampling.seed)
     return settings
 
 
@@ -46,28 +47,68 @@ def make_settings(
     section: EnvironmentConfig, tokenizer_dir: Path, chat_template: str, max_prompt_tokens: int
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
+    template = open_template(tokenizer_dir, chat_template)
     tool_format = section.tool_format
     if tool_format is None:
-        template = open_template(tokenizer_dir, chat_template)
         tool_format = detect_format(template.source) or _DEFAULT_FORMAT
-    return EpisodeSettings(section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens)
+    opens_thought = not section.is_single_turn and template.opens_thought
+    return EpisodeSettings(
+        section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens, opens_thought
+    )
 
 
-def check_opening(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Opening:
-    """Open the environment with a row and return its first messages, which the template can show.
+def check_openings(
+    settings: EpisodeSettings, prompts: Iterable[Prompt], seed: int | None
+) -> dict[str, Opening]:
+    """Open each environment with its first row; return the openings by name.
 
     Raises:
-        MsrlError: The environment cannot be opened, or the chat template cannot show its messages.
+        MsrlError: An environment cannot be opened, or the chat template cannot show its messages.
     """
     template = open_template(settings.tokenizer_dir, settings.chat_template)
-    opening = _open(settings, prompt, seed)
+    rows = first_rows(settings.environment, prompts)
+    openings = _open(settings, rows, seed)
+    for name, opening in openings.items():
+        _check_opening(opening, rows[name], template)
+    return openings
+
+
+def first_rows(section: EnvironmentConfig, prompts: Iterable[Prompt]) -> dict[str, Prompt]:
+    """Return the first row that selects each environment, by name.
+
+    Environments of a mixture that no row selects get the first row that draws one by weight.
+    """
+    if not section.mixture:
+        return {name: next(iter(prompts)) for name in environment_sources(section)}
+    rows: dict[str, Prompt] = {}
+    drawing: Prompt | None = None
+    for prompt in prompts:
+        name = prompt.extra.get(ENVIRONMENT_COLUMN)
+        if name:
+            rows.setdefault(name, prompt)
+        elif drawing is None:
+            drawing = prompt
+        if len(rows) == len(section.mixture):
+            break
+    if drawing is not None:
+        for name, entry in section.mixture.items():
+            if entry.weight:
+                rows.setdefault(name, _selecting(drawing, name))
+    return rows
+
+
+def _selecting(prompt: Prompt, name: str) -> Prompt:
+    return replace(prompt, extra={**prompt.extra, ENVIRONMENT_COLUMN: name})
+
+
+def _check_opening(opening: Opening, prompt: Prompt, template: EpisodeTemplate) -> None:
+    """Raise MsrlError if the chat template cannot show an opening."""
     begins = bool(opening.messages)
     template.check(needs_tools=bool(opening.tools), lists_tools=begins)
     if begins:
         template.conversation(opening.messages, opening.tools)
     elif len(prompt.token_ids):
         _check_prompt(prompt, opening, template)
-    return opening
 
 
 def _check_prompt(prompt: Prompt, opening: Opening, template: EpisodeTemplate) -> None:
@@ -106,17 +147,28 @@ def check_environment_names(section: EnvironmentConfig, prompts: Iterable[Prompt
             )
 
 
-def _open(settings: EpisodeSettings, prompt: Prompt, seed: int | None) -> Opening:
-    """Return the opening of an episode, whose environment is closed again."""
+def _open(
+    settings: EpisodeSettings, prompts: Mapping[str, Prompt], seed: int | None
+) -> dict[str, Opening]:
+    """Return the opening of each environment with its row. They are closed again."""
     section = settings.environment
+    openings: dict[str, Opening] = {}
     with settings.pool() as pool:
         pool.start()
-        row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
-        reply = pool.open("check", row).result()
-    if isinstance(reply, EpisodeFault):
-        name = section.name or section.path or ", ".join(section.mixture)
-        raise MsrlError(
-            f"environment={name}: cannot be reset with row {prompt.index} of the data "
-            f"({reply.reason}): {error_line(reply.detail)}. Correct the environment or the data."
-        )
-    return reply
+        for name, prompt in prompts.items():
+            row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
+            reply = pool.open(f"check {name}", row).result()
+            if isinstance(reply, EpisodeFault):
+                raise _refusal(section, name, prompt, reply)
+            openings[name] = reply
+    return openings
+
+
+def _refusal(
+    section: EnvironmentConfig, name: str, prompt: Prompt, fault: EpisodeFault
+) -> MsrlError:
+    key = f".mixture.{name}" if section.mixture else f"={section.name or section.path}"
+    return MsrlError(
+        f"environment{key}: cannot be reset with row {prompt.index} of the data "
+        f"({fault.reason}): {error_line(fault.detail)}. Correct the environment or the data."
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,11 +48,6 @@ class Checkpoint:
         """
         return self.step or 0
 
-    @property
-    def file_name(self) -> str:
-        """Name of the file of samples, without its suffix."""
-        return re.sub(r"[^\w.-]+", "_", self.label)
-
 
 def find_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
     """Return the checkpoints of the paths; those of a run by step. Each occurs once."""
@@ -61,7 +55,7 @@ def find_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
     for path in paths:
         for checkpoint in _checkpoints(Path(path)):
             checkpoints.setdefault((checkpoint.root, checkpoint.iteration), checkpoint)
-    return _with_unique_labels(checkpoints.values())
+    return with_unique_labels(checkpoints.values(), {})
 
 
 def _checkpoints(path: Path) -> Iterator[Checkpoint]:
@@ -95,13 +89,16 @@ def _of_iteration(root: Path, iteration: int | str) -> Checkpoint:
     return Checkpoint(name, name, root, None, iteration)
 
 
-def _with_unique_labels(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+def with_unique_labels(
+    checkpoints: Iterable[Checkpoint], folders: Mapping[str, Path]
+) -> list[Checkpoint]:
     """Return the checkpoints with different labels, and a different series for each folder.
 
-    Names that occur twice get the name of the parent folder, or a number.
+    Names that occur twice get the name of the parent folder, or a number. `folders` has the folder
+    of each series that exists already.
     """
     unique: list[Checkpoint] = []
-    names: dict[str, Path] = {}
+    names = dict(folders)
     for checkpoint in checkpoints:
         series, number = checkpoint.series, 1
         while names.setdefault(series, checkpoint.root) != checkpoint.root:

@@ -10,6 +10,7 @@ Every file appears atomically. A checkpoint is finished once results.json has it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,6 +93,29 @@ class ResultFolder:
         """Return True if the checkpoint needs no evaluation."""
         result = self._results.get(label)
         return not self._overwrite and result is not None and result.digest == digest
+
+    def folders(self, digests: Mapping[str, str]) -> dict[str, Path]:
+        """Return the folder of the weights of each series with results.
+
+        `digests` are those of the checkpoints to evaluate, by label. A series is left out if its
+        results are theirs: the folder was moved.
+        """
+        stored = [entry for entry in self.results if entry.label in digests]
+        moved = {entry.series for entry in stored if entry.digest == digests[entry.label]}
+        moved -= {entry.series for entry in stored if entry.digest != digests[entry.label]}
+        return {
+            entry.series: Path(entry.path) for entry in self.results if entry.series not in moved
+        }
+
+    def samples_file(self, label: str) -> str:
+        """Return the file of the responses of a checkpoint, which no other label has."""
+        used = {entry.samples.casefold() for entry in self.results if entry.label != label}
+        stem, number = re.sub(r"[^\w.-]+", "_", label), 1
+        path = f"{SAMPLES}/{stem}.jsonl"
+        while path.casefold() in used:
+            number += 1
+            path = f"{SAMPLES}/{stem}-{number}.jsonl"
+        return path
 
     def add(self, result: Result, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the responses and the result of a checkpoint."""

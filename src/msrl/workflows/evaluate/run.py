@@ -45,8 +45,9 @@ from msrl.workflows.evaluate.checkpoints import (
     find_checkpoints,
     model_folder,
     open_checkpoint,
+    with_unique_labels,
 )
-from msrl.workflows.evaluate.results import SAMPLES, Result, ResultFolder, result_table
+from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judge
 from msrl.workflows.rl.rollout_log import RolloutLog
 from msrl.workflows.rl.setup import eval_prompts
@@ -125,13 +126,23 @@ def prepare(config: Config) -> EvaluationSetup:
         _settings(config, sampling),
         overwrite=config.evaluate.overwrite,
     )
-    models: list[EvaluatedModel] = []
-    for checkpoint, plan in zip(checkpoints, plans, strict=True):
-        code = digest(checkpoint)
-        is_finished = results.is_finished(checkpoint.label, code)
-        models.append(EvaluatedModel(checkpoint, plan, code, is_finished))
-    episodes = episode_settings(plans[0], prompts[0])
-    return EvaluationSetup(config, tuple(models), prompts, sampling, tokenizer, results, episodes)
+    models = _models(checkpoints, plans, results)
+    episodes = episode_settings(plans[0], prompts)
+    return EvaluationSetup(config, models, prompts, sampling, tokenizer, results, episodes)
+
+
+def _models(
+    checkpoints: Sequence[Checkpoint], plans: Sequence[RunPlan], results: ResultFolder
+) -> tuple[EvaluatedModel, ...]:
+    """Return the checkpoints with labels that no results of other folders have."""
+    digests = [digest(checkpoint) for checkpoint in checkpoints]
+    labels = [checkpoint.label for checkpoint in checkpoints]
+    folders = results.folders(dict(zip(labels, digests, strict=True)))
+    named = with_unique_labels(checkpoints, folders)
+    return tuple(
+        EvaluatedModel(checkpoint, plan, code, results.is_finished(checkpoint.label, code))
+        for checkpoint, plan, code in zip(named, plans, digests, strict=True)
+    )
 
 
 def summary(setup: EvaluationSetup) -> str:
@@ -373,7 +384,7 @@ def _evaluate(
     started = time.perf_counter()
     checkpoint, referee = model.checkpoint, judge(setup.config)
     scores = _score_all(setup, checkpoint, sampler, scorer)
-    verdicts = [referee.verdicts(group) for group in scores.groups]
+    verdicts = referee.verdicts(scores.groups)
     result = Result(
         label=checkpoint.label,
         series=checkpoint.series,
@@ -385,7 +396,7 @@ def _evaluate(
         metrics=evaluation_metrics(scores, verdicts),
         intervals=intervals(verdicts, setup.config.evaluate.confidence),
         seconds=round(time.perf_counter() - started, 3),
-        samples=f"{SAMPLES}/{checkpoint.file_name}.jsonl",
+        samples=setup.results.samples_file(checkpoint.label),
         notes=scores.notes,
     )
     log = RolloutLog(setup.results.folder, setup.tokenizer, is_on=True)

@@ -73,7 +73,7 @@ class RolloutEvaluator:
         scores = self._score_all(report.step)
         self._engines.forget_prompts()
         groups = scores.groups
-        verdicts = [self._judge.verdicts(group) for group in groups]
+        verdicts = self._judge.verdicts(groups)
         self._log.write_evaluation(report.step, groups, verdicts)
         metrics = {
             f"eval/{name}": value for name, value in evaluation_metrics(scores, verdicts).items()
@@ -161,7 +161,7 @@ def evaluation_metrics(
 
 
 def _accuracies(verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
-    """Return pass@k and mean@n over the prompts on which a source decides."""
+    """Return pass@k and mean@n over the prompts on which a source or an environment decides."""
     decided = np.array([row for row in verdicts if row is not None], dtype=np.int64)  # [P, n]
     if not decided.size:
         return {}

@@ -125,7 +125,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         resume=resume,
         hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
-        episodes=episode_settings(plan, prompts.dataset[prompts.rows[0]]),
+        episodes=episode_settings(plan, (prompts.dataset[row] for row in prompts.rows)),
     )
 
 

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from msrl.config.schema import Config
+from msrl.config.sections.environment import EnvironmentConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.render import Renderer
+from msrl.environments.base import Opening
+from msrl.environments.pool import select_environment
 from msrl.errors import MsrlError
-from msrl.rollout.episodes.settings import EpisodeSettings
+from msrl.rollout.episodes.runner import environment_row
+from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.types import Ints, Prompt, RolloutGroup
 from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.episodes.setup import (
     check_environment_names,
-    check_opening,
+    check_openings,
     make_settings,
 )
 
@@ -39,7 +43,7 @@ def episode_settings(
     """Return the settings of episodes; None if a response is one turn.
 
     Raises:
-        MsrlError: The environment cannot be opened with the first row, or does not begin the
+        MsrlError: An environment cannot be opened with its first row, or does not begin the
             conversation of a row without a prompt.
     """
     section, limit = config.environment, config.rollout.max_prompt_tokens
@@ -49,14 +53,30 @@ def episode_settings(
     longest = max(limit, *(len(prompt.token_ids) for prompt in prompts))
     settings = make_settings(section, hf_dir, chat_template(renderer), longest)
     seed = config.run.seed if config.generate.seed is None else config.generate.seed
-    opening = check_opening(settings, prompts[0], seed)
-    empty = [prompt.index for prompt in prompts if not len(prompt.token_ids)]
-    if empty and not opening.messages:
-        raise MsrlError(
-            f"environment: returns no first messages, and row {empty[0]} of the input has no "
-            "prompt. Add the column prompt or messages."
-        )
+    openings = check_openings(settings, prompts, seed)
+    _check_empty(section, prompts, seed, openings)
     return settings
+
+
+def _check_empty(
+    section: EnvironmentConfig,
+    prompts: Sequence[Prompt],
+    seed: int | None,
+    openings: Mapping[str, Opening],
+) -> None:
+    """Raise MsrlError if an environment does not begin the conversation of a row without prompt."""
+    sources = environment_sources(section)
+    for prompt in prompts:
+        if len(prompt.token_ids):
+            continue
+        row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
+        name = select_environment(sources, row)
+        if not openings[name].messages:
+            raise MsrlError(
+                f"environment: {section.name or section.path or name} returns no first messages, "
+                f"and row {prompt.index} of the input has no prompt. Add the column prompt or "
+                "messages."
+            )
 
 
 def episode_summary(groups: Sequence[RolloutGroup]) -> str:

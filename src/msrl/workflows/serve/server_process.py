@@ -26,6 +26,8 @@ _END_S = 30.0  # until the server's processes are killed
 _TAIL_LINES = 15
 # Errors of vLLM about its settings (ValueError, also of pydantic, and of argparse).
 _REFUSAL = re.compile(r"^(?:ValueError|pydantic\S*ValidationError|\S+\.py: error|\S+: error): (.+)")
+# The server runs on this machine, which a proxy does not reach.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) ?")
 
 
@@ -78,7 +80,7 @@ def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_S) as answer:
+        with _direct.open(f"{url}/health", timeout=_HEALTH_S) as answer:
             return answer.status == 200
     except (OSError, http.client.HTTPException):  # not listening yet, or still loading
         return False
