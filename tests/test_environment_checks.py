@@ -229,6 +229,10 @@ def test_prompts_that_show_the_tools_need_no_template_that_lists_them(tmp_path: 
     assert opening.tools and not opening.messages
     with pytest.raises(MsrlError, match=mentions("row 3", "code_interpreter", "prompt_column")):
         check_openings(settings, [Prompt(3, ids[-20:])], 0)
+    edited = section.model_copy(update={"history": "template"})
+    settings = make_settings(edited, tmp_path, chat_template(renderer), 2000)
+    with pytest.raises(MsrlError, match=mentions("environment.history", "prompt_column")):
+        check_openings(settings, [Prompt(0, ids)], 0)
     asks = section.model_copy(update={"options": {"prompt_column": "question"}})
     settings = make_settings(asks, tmp_path, chat_template(renderer), 2000)
     with pytest.raises(MsrlError, match=mentions("environment", "tools")):

@@ -69,6 +69,12 @@ def check_openings(
     rows = first_rows(settings.environment, prompts)
     openings = _open(settings, rows, seed)
     for name, opening in openings.items():
+        if settings.environment.history == "template" and not opening.messages:
+            raise MsrlError(
+                "environment.history=template: the environment begins with the prompt of row "
+                f"{rows[name].index}, whose messages are unknown. Set "
+                "environment.options.prompt_column, or remove it."
+            )
         _check_opening(opening, rows[name], template)
     return openings
 
