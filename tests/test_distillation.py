@@ -168,6 +168,19 @@ def test_a_dry_run_refuses_a_teacher_with_another_tokenizer(
     assert_mentions(capsys.readouterr().err, "algo.distill.teachers.0.model", "tokenizer")
 
 
+def test_a_dry_run_refuses_a_reference_with_another_tokenizer(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["reward.sources=[{verifier: acc}]", "rollout.samples_per_prompt=2"]
+    sets += ["algo.distill.teachers=[]", "algo.kl.loss.coef=0.1"]
+    options = [text for setting in sets for text in ("--set", setting)]
+    arguments = ["train-grpo", "-c", str(inputs / "distill.yaml"), *options, "--dry-run"]
+    for name, code in (("second", 0), ("stranger", 2)):
+        load_key = f"cluster.roles.reference.load={inputs / name}"
+        assert msrl(*arguments, "--set", load_key) == code
+    assert_mentions(capsys.readouterr().err, "reference.load", "stranger", "tokenizer")
+
+
 # --- tags ---
 
 
