@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from config_inputs import make_model
 from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
@@ -75,6 +76,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
     return load([str(inputs / "distill.yaml")], sets, command=command)
+
+
+def test_a_teacher_with_another_padding_of_the_embedding_is_refused_with_a_remedy(
+    inputs: Path, tmp_path: Path
+) -> None:
+    teacher = make_model(tmp_path / "teacher", vocab_size=320)
+    sets = f"algo.distill.teachers=[{{model: {teacher}}}]"
+    fragments = ("algo.distill.teachers.0.model", "vocab_size", 320, 288, "padding", "url")
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        check(inputs, sets)
 
 
 @pytest.mark.parametrize(
