@@ -116,6 +116,7 @@ def test_a_teacher_with_another_padding_of_the_embedding_is_refused_with_a_remed
         (("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-distill")),
         (("algo.rl_coef=0.5",), ("algo.rl_coef", 0.5, "train-distill")),
         (("rollout.filter.kind=all_equal",), ("rollout.filter.kind", "train-distill")),
+        (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature", 0.0, "greedy")),
         (("rollout.async.max_staleness=1",), ("rollout.async.max_staleness", "train-distill")),
         (("eval.every_steps=1", "data.eval=rl"), ("reward.sources", "missing")),
     ],

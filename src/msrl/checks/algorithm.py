@@ -42,11 +42,6 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             "algo.mask.equal_groups",
             "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
         )
-    if resolved.config.rollout.sampling.temperature == 0:
-        yield resolved.mistake(
-            "rollout.sampling.temperature",
-            "greedy sampling makes all samples of a prompt identical. Set it above 0.",
-        )
 
 
 def _estimator(resolved: Resolved) -> Iterator[str]:
