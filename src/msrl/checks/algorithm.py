@@ -30,17 +30,23 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
-    if algo.aggregate.constant is not None and algo.aggregate.mode != "seq-sum-over-constant":
-        yield resolved.mistake(
-            "algo.aggregate.constant",
-            f"has no effect with algo.aggregate.mode={algo.aggregate.mode}. Remove it.",
-        )
+    yield from check_aggregate(resolved)
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
     if algo.mask.equal_groups and resolved.config.rollout.samples_per_prompt < 2:
         yield resolved.mistake(
             "algo.mask.equal_groups",
             "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
+        )
+
+
+def check_aggregate(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if the mode of `algo.aggregate` does not read its constant."""
+    aggregate = resolved.config.algo.aggregate
+    if aggregate.constant is not None and aggregate.mode != "seq-sum-over-constant":
+        yield resolved.mistake(
+            "algo.aggregate.constant",
+            f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",
         )
 
 

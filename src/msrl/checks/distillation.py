@@ -145,10 +145,6 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
             "teacher, or use train-grpo.",
         )
     yield from _other_keys(resolved)
-    if config.rollout.filter.kind != "none":
-        yield resolved.mistake(
-            "rollout.filter.kind", "has no effect in train-distill. Set it to none."
-        )
     if config.rollout.asynchronous.is_on:
         yield resolved.mistake(
             "rollout.async.max_staleness",
@@ -167,8 +163,12 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
 
 
 def _other_keys(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each changed key of `algo` that train-distill does not read."""
+    """Yield a line for each changed key that train-distill does not read."""
     has_servers, implied = resolved.config.algo.distill.has_servers, implied_values(resolved.config)
+    for section in ("rollout.filter", "rollout.async"):
+        for key in changed_keys(resolved, section):
+            if key != "rollout.async.max_staleness":
+                yield resolved.mistake(key, "has no effect in train-distill. Remove it.")
     keys = (*_KEYS, "advantage.clip") if has_servers else _KEYS
     reason = "has no effect in train-distill, whose loss has no reward. Remove it."
     if has_servers:

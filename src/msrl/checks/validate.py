@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from msrl.checks.algorithm import check_algorithm
+from msrl.checks.algorithm import check_aggregate, check_algorithm
 from msrl.checks.asynchronous import check_async, check_old_logprobs
 from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
@@ -166,8 +166,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "train-distill": (
         *_TRAINING,
         check_sft_only_keys,
+        check_aggregate,
         check_distill,
         check_train_distill,
+        check_environment,
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
