@@ -161,6 +161,13 @@ def test_train_grpo_adds_teachers_to_its_loss(inputs: Path) -> None:
     assert (loss.distillation.coef, loss.distillation.divergence) == (0.3, "forward_kl")
 
 
+def test_teachers_on_ranks_are_a_term_of_the_loss_of_train_grpo(inputs: Path) -> None:
+    sets = ("reward.sources=[{verifier: acc}]", "rollout.samples_per_prompt=2", "algo.rl_coef=0")
+    check(inputs, *sets, command="train-grpo")
+    with pytest.raises(MsrlError, match=mentions("algo.rl_coef", 0.0, "term")):
+        check(inputs, *sets, "algo.distill.teachers=[]", command="train-grpo")
+
+
 def test_the_ranks_hold_the_teachers_and_the_memory_counts_them(inputs: Path) -> None:
     second = str(inputs / "second")
     teachers = f"[{{model: {inputs / 'teacher'}}}, {{model: {second}, weight: 0.5}}]"

@@ -244,10 +244,12 @@ def _kl_bias_correction(resolved: Resolved) -> Iterator[str]:
 
 def _terms(resolved: Resolved) -> Iterator[str]:
     algo = resolved.config.algo
-    if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef):
+    has_teachers = algo.distill.on_ranks and algo.distill.coef
+    if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef or has_teachers):
         yield resolved.mistake(
             "algo.rl_coef",
-            "the loss has no term. Set algo.rl_coef, algo.sft.coef or algo.entropy_coef above 0.",
+            "the loss has no term. Set algo.rl_coef, algo.sft.coef, algo.entropy_coef or, with "
+            "algo.distill.teachers, algo.distill.coef above 0.",
         )
 
 
