@@ -25,7 +25,7 @@ from msrl.workflows.preference.batches import make_batch, unrelated_sides
 from msrl.workflows.preference.rows import open_rows
 from msrl.workflows.preprocess import run
 from support import assert_mentions, mentions, shared_data
-from tiny_qwen2 import make_tokenizer
+from tiny_qwen2 import CHATML, make_tokenizer
 
 USER = {"role": "user", "content": "1 + 1?"}
 
@@ -185,6 +185,23 @@ def test_only_the_last_answer_of_a_conversation_is_trained() -> None:
     mask = np.array([0, 1, 1, 0, 0, 1, 1], np.bool_)
     last = last_answer_only(RenderedExample(np.arange(7), mask))
     assert last.loss_mask.tolist() == [False] * 5 + [True] * 2
+
+
+def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    shown = "{{ m['content'].split('</think>')[-1] }}"
+    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", shown)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    turns = [{"role": "user", "content": "1?"}, assistant("one"), USER]
+    chosen, rejected = [*turns, assistant("<think>1</think>2")], [*turns, assistant("3")]
+    rows = [
+        {"chosen": chosen, "rejected": rejected},
+        {"chosen": rejected, "rejected": [*turns, assistant("4")]},
+    ]
+    manifest, prefix = preprocess(tmp_path / "tokenizer", rows, template="native")
+    assert dict(manifest.dropped) == {"nothing_to_learn": 1}
+    for side, answer in zip(PreferenceDataset(prefix, "pairs")[0].sides, "34", strict=True):
+        assert tokenizer.decode(side.token_ids[side.loss_mask]) == f"{answer}<|im_end|>"
 
 
 def test_each_side_is_truncated_on_its_own() -> None:

@@ -19,7 +19,7 @@ from msrl.data.columns import EXTRA, DroppedRow
 from msrl.data.dataset import IGNORE
 from msrl.data.handlers import Handler
 from msrl.data.manifest import PREFERENCES, TEXTS
-from msrl.data.preferences import fit, last_answer_only
+from msrl.data.preferences import fit
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
@@ -100,7 +100,7 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     if job.handler.kind in PREFERENCES:
         conversations = [conversation for row in items for conversation in row.conversations]
         origins = [at for row, at in zip(items, offsets, strict=True) for _ in row.conversations]
-        rendered = _render(job.renderer.examples, conversations, batch, origins)
+        rendered = _render(job.renderer.last_answers, conversations, batch, origins)
         return _collect_preferences(job, items, rendered, dropped, num_read)
     if job.handler.kind == "prompts":
         prompts = _render(job.renderer.prompts, items, batch, offsets)
@@ -274,7 +274,7 @@ def _collect_preferences(
     preferences: list[RenderedPreference] = []
     num_truncated = 0
     for row in rows:
-        examples = tuple(last_answer_only(next(sides)) for _ in row.conversations)
+        examples = tuple(next(sides) for _ in row.conversations)
         fitted = fit(examples, job.seq_length, must_truncate=job.truncate)
         if isinstance(fitted, str):
             dropped[fitted] += 1
