@@ -127,9 +127,30 @@ def test_margins_and_weights_are_numbers_of_the_row() -> None:
     row = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3", "margin": 0.5, "weight": 2}
     made = convert("pairs", row)
     assert (made.value, made.weight) == (0.5, 2.0)
-    for column, value in (("margin", "high"), ("margin", True), ("weight", 0), ("weight", -1)):
+    text = convert("pairs", {**row, "margin": " 0.5 ", "weight": ""})
+    assert (text.value, text.weight) == (0.5, 1.0)
+    for column, value in (
+        ("margin", "high"),
+        ("margin", "nan"),
+        ("weight", "1e999"),
+        ("margin", True),
+        ("weight", 0),
+        ("weight", -1),
+    ):
         with pytest.raises(MsrlError, match=mentions(column, value)):
             convert("pairs", {**row, column: value})
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_tables_of_text_have_margins_and_weights(
+    suffix: str, separator: str, tokenizer: Path
+) -> None:
+    source = tokenizer.parent / f"rows.{suffix}"
+    rows = ("prompt chosen rejected margin weight", "a b c 0.25 2", "d e f  ")
+    source.write_text("".join(f"{row.replace(' ', separator)}\n" for row in rows))
+    _, prefix = preprocess(tokenizer, [], input=[str(source)])
+    dataset = PreferenceDataset(prefix, "pairs")
+    assert [dataset.values(number) for number in range(2)] == [(0.25, 2.0), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(
