@@ -225,6 +225,22 @@ def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained(tmp_pa
         assert tokenizer.decode(side.token_ids[side.loss_mask]) == f"{answer}<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("enable_thinking", "dropped"),
+    [(None, {"different_thoughts": 1}), (True, {}), (False, {})],
+)
+def test_a_thought_on_one_side_only_needs_a_thinking_mode(
+    enable_thinking: bool | None, dropped: Mapping[str, int], tokenizer: Path
+) -> None:
+    rows = [
+        {"prompt": "1 + 1?", "chosen": "<think>\nI add.\n</think>\n\n2", "rejected": "3"},
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+    ]
+    settings = {"template": "qwen3", "enable_thinking": enable_thinking}
+    manifest, _ = preprocess(tokenizer, rows, **settings)
+    assert dict(manifest.dropped) == dropped
+
+
 def test_each_side_is_truncated_on_its_own() -> None:
     pair = (example(9, 4), example(5, 4, 8))
     fitted = fit(pair, 6, must_truncate=True)

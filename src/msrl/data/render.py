@@ -53,6 +53,12 @@ class Renderer:
             return native_examples(self.tokenizer, conversations, thinking, only_last=True)
         return [last_answer_only(example) for example in self.examples(conversations)]
 
+    def has_thought(self, answer: str) -> bool:
+        """Return True if an answer contains a thought that the template renders."""
+        if self.template.thought_start:
+            return bool(_split_thought(answer, self.template)[0])
+        return self.template.native and THOUGHT[1] in answer
+
     def prompts(self, conversations: Sequence[Conversation]) -> list[Ints]:
         """Return the token ids [P] of each conversation, including the generation prompt.
 

@@ -277,7 +277,7 @@ def _collect_preferences(
         examples = tuple(next(sides) for _ in row.conversations)
         fitted = fit(examples, job.seq_length, must_truncate=job.truncate)
         if isinstance(fitted, str):
-            dropped[fitted] += 1
+            dropped[_drop_reason(job, row, fitted)] += 1
             continue
         num_truncated += fitted is not examples
         preferences.append(RenderedPreference(fitted, row.value, row.weight))
@@ -292,6 +292,19 @@ def _collect_preferences(
         num_truncated,
         preferences=tuple(preferences),
     )
+
+
+def _drop_reason(job: TokenizeSettings, row: PreferenceRow, reason: str) -> str:
+    """Return the reason to drop a row whose sides do not fit together.
+
+    An answer without a thought gets an empty one in its prompt, unless empty thoughts are trained.
+    The prompts of a pair differ then if only one side has a thought.
+    """
+    assert job.renderer is not None
+    answers = [conversation.messages[-1].content for conversation in row.conversations]
+    has_thoughts = {job.renderer.has_thought(answer) for answer in answers}
+    is_thought = reason == "different_prompts" and len(has_thoughts) > 1
+    return "different_thoughts" if is_thought else reason
 
 
 def _collect_prompts(
