@@ -117,6 +117,7 @@ def test_a_teacher_with_another_padding_of_the_embedding_is_refused_with_a_remed
         (("algo.rl_coef=0.5",), ("algo.rl_coef", 0.5, "train-distill")),
         (("rollout.filter.kind=all_equal",), ("rollout.filter.kind", "train-distill")),
         (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature", 0.0, "greedy")),
+        (("train.global_batch=16",), ("train.global_batch", 16, "train-distill")),
         (("rollout.filter.low=0.1",), ("rollout.filter.low", 0.1, "train-distill")),
         (("rollout.filter.refill=true",), ("rollout.filter.refill", "true", "train-distill")),
         (("rollout.filter.max_refills=3",), ("rollout.filter.max_refills", 3, "train-distill")),

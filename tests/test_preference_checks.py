@@ -142,6 +142,18 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
             ),
             ("train.lora.load", "tests", "on-the-fly"),
         ),
+        ("train-dpo", ("train.updates.epochs=2",), ("train.updates.epochs", 2, "train-dpo")),
+        ("train-rm", ("train.updates.epochs=2",), ("train.updates.epochs", 2, "train-rm")),
+        (
+            "train-rm",
+            ("train.forward_micro_batch=2",),
+            ("train.forward_micro_batch", 2, "train-rm"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.loss=orpo", "train.forward_micro_batch=2"),
+            ("train.forward_micro_batch", 2, "orpo"),
+        ),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
         ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
         (

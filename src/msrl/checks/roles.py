@@ -56,6 +56,18 @@ def check_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     yield from _reference(resolved, plan)
 
 
+def check_unused_roles(resolved: Resolved, command: str, *, used: str = "") -> Iterator[str]:
+    """Yield a line for each role that is set, besides a role that the command uses."""
+    for name, section in resolved.config.cluster.roles:
+        if name != used and section != type(section)():
+            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
+
+
+def check_no_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each role of a training that has none."""
+    yield from check_unused_roles(resolved, plan.command)
+
+
 def _device_numbers(resolved: Resolved) -> Iterator[str]:
     """Check that listed devices are not those of training or of another role."""
     world, owners = world_size(resolved.config), dict[int, str]()
