@@ -79,6 +79,7 @@ def test_missing_keys_are_reported_with_their_meaning(folder: Path):
         ("model.path", "missing"),
         ("data.train", "missing"),
         ("train.steps", "missing", "train.epochs"),
+        ("train.global_batch=16", "train-grpo"),  # of the packaged file
         ("reward.sources", "missing", "verifier"),
     )
 
@@ -107,6 +108,12 @@ def test_missing_files_are_reported_by_key(folder: Path):
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
+        *((
+            (f"train.updates.{setting}",), (f"--set: train.updates.{setting}", "train-sft"))
+            for setting in ("epochs=2", "samples_per_update=4", "shuffle=false")),
+        (("train.forward_micro_batch=2",), ("--set: train.forward_micro_batch=2", "train-sft")),
+        (("cluster.roles.reference.load=model",), ("cluster.roles.reference", "train-sft")),
+        (("cluster.roles.rollout.devices=1",), ("cluster.roles.rollout", "train-sft")),
         (("train.global_batch=6", "train.micro_batch=4"),
             ("--set: train.global_batch=6", "multiple of 4", "data parallel", "train.micro_batch")),
         (
@@ -161,6 +168,11 @@ def test_each_invalid_sft_setting_is_one_line(
         (
             ("train.updates.samples_per_update=12",),
             ("--set: train.updates.samples_per_update=12", "4 prompts", "8 samples", "32"),
+        ),
+        (("train.global_batch=16",), ("--set: train.global_batch=16", "train-grpo")),
+        (
+            ("train.forward_micro_batch=2", "train.max_tokens_per_micro_batch=512"),
+            ("--set: train.forward_micro_batch=2", "train.max_tokens_per_micro_batch"),
         ),
         (("train.micro_batch=3",), ("train.updates.samples_per_update", "32 samples",
             "multiple of 3")),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from config_inputs import make_model
 from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
@@ -77,6 +78,16 @@ def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
     return load([str(inputs / "distill.yaml")], sets, command=command)
 
 
+def test_a_teacher_with_another_padding_of_the_embedding_is_refused_with_a_remedy(
+    inputs: Path, tmp_path: Path
+) -> None:
+    teacher = make_model(tmp_path / "teacher", vocab_size=320)
+    sets = f"algo.distill.teachers=[{{model: {teacher}}}]"
+    fragments = ("algo.distill.teachers.0.model", "vocab_size", 320, 288, "padding", "url")
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        check(inputs, sets)
+
+
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
@@ -105,6 +116,14 @@ def check(inputs: Path, *sets: str, command: str = "train-distill") -> Any:
         (("algo.kl.loss.coef=0.1",), ("algo.kl.loss.coef", 0.1, "train-distill")),
         (("algo.rl_coef=0.5",), ("algo.rl_coef", 0.5, "train-distill")),
         (("rollout.filter.kind=all_equal",), ("rollout.filter.kind", "train-distill")),
+        (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature", 0.0, "greedy")),
+        (("train.global_batch=16",), ("train.global_batch", 16, "train-distill")),
+        (("rollout.filter.low=0.1",), ("rollout.filter.low", 0.1, "train-distill")),
+        (("rollout.filter.refill=true",), ("rollout.filter.refill", "true", "train-distill")),
+        (("rollout.filter.max_refills=3",), ("rollout.filter.max_refills", 3, "train-distill")),
+        (("algo.aggregate.constant=7",), ("algo.aggregate.constant", 7.0, "token-mean")),
+        (("rollout.async.partial=true",), ("rollout.async.partial", "true", "train-distill")),
+        (("environment.max_turns=3",), ("environment.max_turns", 3, "environment.name")),
         (("rollout.async.max_staleness=1",), ("rollout.async.max_staleness", "train-distill")),
         (("eval.every_steps=1", "data.eval=rl"), ("reward.sources", "missing")),
     ],
@@ -143,6 +162,13 @@ def test_train_grpo_adds_teachers_to_its_loss(inputs: Path) -> None:
     assert (loss.distillation.coef, loss.distillation.divergence) == (0.3, "forward_kl")
 
 
+def test_teachers_on_ranks_are_a_term_of_the_loss_of_train_grpo(inputs: Path) -> None:
+    sets = ("reward.sources=[{verifier: acc}]", "rollout.samples_per_prompt=2", "algo.rl_coef=0")
+    check(inputs, *sets, command="train-grpo")
+    with pytest.raises(MsrlError, match=mentions("algo.rl_coef", 0.0, "term")):
+        check(inputs, *sets, "algo.distill.teachers=[]", command="train-grpo")
+
+
 def test_the_ranks_hold_the_teachers_and_the_memory_counts_them(inputs: Path) -> None:
     second = str(inputs / "second")
     teachers = f"[{{model: {inputs / 'teacher'}}}, {{model: {second}, weight: 0.5}}]"
@@ -166,6 +192,19 @@ def test_a_dry_run_refuses_a_teacher_with_another_tokenizer(
     other = f"algo.distill.teachers=[{{model: {inputs / 'stranger'}}}]"
     assert msrl("train-distill", "-c", file, "--set", other, "--dry-run") == 2
     assert_mentions(capsys.readouterr().err, "algo.distill.teachers.0.model", "tokenizer")
+
+
+def test_a_dry_run_refuses_a_reference_with_another_tokenizer(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["reward.sources=[{verifier: acc}]", "rollout.samples_per_prompt=2"]
+    sets += ["algo.distill.teachers=[]", "algo.kl.loss.coef=0.1"]
+    options = [text for setting in sets for text in ("--set", setting)]
+    arguments = ["train-grpo", "-c", str(inputs / "distill.yaml"), *options, "--dry-run"]
+    for name, code in (("second", 0), ("stranger", 2)):
+        load_key = f"cluster.roles.reference.load={inputs / name}"
+        assert msrl(*arguments, "--set", load_key) == code
+    assert_mentions(capsys.readouterr().err, "reference.load", "stranger", "tokenizer")
 
 
 # --- tags ---

@@ -511,6 +511,16 @@ def test_critic_keys_have_no_effect_without_gae(folder: Path):
         } <= dead and not translation.refused()
 
 
+def test_a_token_budget_replaces_the_size_of_forward_micro_batches(folder: Path) -> None:
+    forward = {"rl_config.actor_forward_micro_batch_size": 4}
+    assert native(PRESENT, folder, **forward).config.train.forward_micro_batch == 4
+    budget = {**forward, "rl_config.use_dynamic_bsz": True}
+    translation = translated(PRESENT, folder, budget)
+    statuses = {result.entry.path: result.status for result in translation.key_results}
+    assert statuses["rl_config.actor_forward_micro_batch_size"] is KeyStatus.DEAD
+    assert "forward_micro_batch" not in plain(translation.tree)["train"]
+
+
 TOOL = Path(__file__).with_name("code_tool.yaml")
 MULTI_TURN = {"rl_config.multi_turn_enable": True, "rl_config.tool_config_path": str(TOOL)}
 DAPO = {"megatron_training.stage": "ray_dapo"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import yaml
 
+from config_inputs import make_model
+from mixture_families import QWEN3_MOE
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.cli.configuration import load_configuration as load
@@ -29,9 +32,10 @@ from msrl.workflows.preference.batches import make_batch
 from msrl.workflows.preference.reference import StoredReference
 from msrl.workflows.preference.reward_model import scored_sequences
 from msrl.workflows.preference.rows import checked_rows, row_order
+from msrl.workflows.training.data_checks import check_reference_tokenizer
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
-from tiny_qwen2 import save_model
+from tiny_qwen2 import VOCAB_SIZE, make_tokenizer, save_model
 from training_runs import write_rows
 
 PAIRS = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(12)]
@@ -138,6 +142,18 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
             ),
             ("train.lora.load", "tests", "on-the-fly"),
         ),
+        ("train-dpo", ("train.updates.epochs=2",), ("train.updates.epochs", 2, "train-dpo")),
+        ("train-rm", ("train.updates.epochs=2",), ("train.updates.epochs", 2, "train-rm")),
+        (
+            "train-rm",
+            ("train.forward_micro_batch=2",),
+            ("train.forward_micro_batch", 2, "train-rm"),
+        ),
+        (
+            "train-dpo",
+            ("algo.preference.loss=orpo", "train.forward_micro_batch=2"),
+            ("train.forward_micro_batch", 2, "orpo"),
+        ),
         ("train-rm", ("train.chunk=8",), ("train.chunk", 8, "logits")),
         ("train-rm", ("algo.reward_model.kind=process",), ("data.train", "pairs", "steps")),
         (
@@ -164,6 +180,57 @@ def test_a_setting_that_is_invalid_or_has_no_effect_is_refused(
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         check(inputs, command, *sets)
+
+
+SCORES = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sets", "fragments"),
+    [
+        (SCORES, (), ("Qwen2ForSequenceClassification", "scores")),
+        ({"vocab_size": 300}, (), (300, VOCAB_SIZE, "vocab_size")),
+        ({"max_position_embeddings": 8}, (), ("at most 8", "data")),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1}, ("train.parallel.tp=2",), ("tp",)),
+        (QWEN3_MOE, ("train.parallel.tp=2",), ("train.parallel.sp", "experts")),
+    ],
+)
+def test_a_reference_that_does_not_fit_the_policy_is_refused(
+    changes: dict[str, object],
+    sets: tuple[str, ...],
+    fragments: tuple[object, ...],
+    inputs: Path,
+    tmp_path: Path,
+) -> None:
+    fitting = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 128}
+    own = f"cluster.roles.reference.load={make_model(tmp_path / 'own', **fitting)}"
+    assert check(inputs, "train-dpo", own)
+    other = make_model(tmp_path / "other", **{**fitting, **changes})
+    with pytest.raises(MsrlError, match=mentions("cluster.roles.reference.load", *fragments)):
+        check(inputs, "train-dpo", f"cluster.roles.reference.load={other}", *sets)
+
+
+def test_a_reference_with_another_tokenizer_is_refused(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("stranger", "twin", "bare"):
+        shutil.copytree(inputs / "model", tmp_path / name, ignore=shutil.ignore_patterns("token*"))
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "twin")
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(tmp_path / "stranger")
+
+    def check_tokenizer(name: str) -> None:
+        load = f"cluster.roles.reference.load={tmp_path / name}"
+        check_reference_tokenizer(resolve(check(inputs, "train-dpo", load).config, "train-dpo"))
+
+    check_tokenizer("twin")
+    assert capsys.readouterr().err == ""
+    check_tokenizer("bare")
+    assert_mentions(capsys.readouterr().err, "bare", "no tokenizer")
+    arguments = ["train-dpo", "-c", str(inputs / "dpo.yaml"), "--dry-run", "--set"]
+    assert msrl(*arguments, f"cluster.roles.reference.load={tmp_path / 'stranger'}") == 2
+    assert_mentions(capsys.readouterr().err, "reference.load", "stranger", "tokenizer")
 
 
 def test_kto_needs_two_rows_and_no_precomputed_reference(inputs: Path) -> None:

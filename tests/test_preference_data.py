@@ -25,7 +25,7 @@ from msrl.workflows.preference.batches import make_batch, unrelated_sides
 from msrl.workflows.preference.rows import open_rows
 from msrl.workflows.preprocess import run
 from support import assert_mentions, mentions, shared_data
-from tiny_qwen2 import make_tokenizer
+from tiny_qwen2 import CHATML, make_tokenizer
 
 USER = {"role": "user", "content": "1 + 1?"}
 
@@ -127,9 +127,30 @@ def test_margins_and_weights_are_numbers_of_the_row() -> None:
     row = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3", "margin": 0.5, "weight": 2}
     made = convert("pairs", row)
     assert (made.value, made.weight) == (0.5, 2.0)
-    for column, value in (("margin", "high"), ("margin", True), ("weight", 0), ("weight", -1)):
+    text = convert("pairs", {**row, "margin": " 0.5 ", "weight": ""})
+    assert (text.value, text.weight) == (0.5, 1.0)
+    for column, value in (
+        ("margin", "high"),
+        ("margin", "nan"),
+        ("weight", "1e999"),
+        ("margin", True),
+        ("weight", 0),
+        ("weight", -1),
+    ):
         with pytest.raises(MsrlError, match=mentions(column, value)):
             convert("pairs", {**row, column: value})
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_tables_of_text_have_margins_and_weights(
+    suffix: str, separator: str, tokenizer: Path
+) -> None:
+    source = tokenizer.parent / f"rows.{suffix}"
+    rows = ("prompt chosen rejected margin weight", "a b c 0.25 2", "d e f  ")
+    source.write_text("".join(f"{row.replace(' ', separator)}\n" for row in rows))
+    _, prefix = preprocess(tokenizer, [], input=[str(source)])
+    dataset = PreferenceDataset(prefix, "pairs")
+    assert [dataset.values(number) for number in range(2)] == [(0.25, 2.0), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +206,39 @@ def test_only_the_last_answer_of_a_conversation_is_trained() -> None:
     mask = np.array([0, 1, 1, 0, 0, 1, 1], np.bool_)
     last = last_answer_only(RenderedExample(np.arange(7), mask))
     assert last.loss_mask.tolist() == [False] * 5 + [True] * 2
+
+
+def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    shown = "{{ m['content'].split('</think>')[-1] }}"
+    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", shown)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    turns = [{"role": "user", "content": "1?"}, assistant("one"), USER]
+    chosen, rejected = [*turns, assistant("<think>1</think>2")], [*turns, assistant("3")]
+    rows = [
+        {"chosen": chosen, "rejected": rejected},
+        {"chosen": rejected, "rejected": [*turns, assistant("4")]},
+    ]
+    manifest, prefix = preprocess(tmp_path / "tokenizer", rows, template="native")
+    assert dict(manifest.dropped) == {"nothing_to_learn": 1}
+    for side, answer in zip(PreferenceDataset(prefix, "pairs")[0].sides, "34", strict=True):
+        assert tokenizer.decode(side.token_ids[side.loss_mask]) == f"{answer}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("enable_thinking", "dropped"),
+    [(None, {"different_thoughts": 1}), (True, {}), (False, {})],
+)
+def test_a_thought_on_one_side_only_needs_a_thinking_mode(
+    enable_thinking: bool | None, dropped: Mapping[str, int], tokenizer: Path
+) -> None:
+    rows = [
+        {"prompt": "1 + 1?", "chosen": "<think>\nI add.\n</think>\n\n2", "rejected": "3"},
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+    ]
+    settings = {"template": "qwen3", "enable_thinking": enable_thinking}
+    manifest, _ = preprocess(tokenizer, rows, **settings)
+    assert dict(manifest.dropped) == dropped
 
 
 def test_each_side_is_truncated_on_its_own() -> None:

@@ -23,12 +23,16 @@ Damage = Callable[[Path], object]
 ROWS = [{"instruction": f"{i}+{i}=", "output": f"{2 * i}"} for i in range(8)]
 TRAINING = {
     "model": {"path": "hf", "dtype": "float32"},
-    "train": {"steps": 1, "global_batch": 4},
+    "train": {"steps": 1},
     "cluster": {"platform": "cpu"},
     "log": {"trackers": []},
 }
 FILES = {
-    "train-sft": {**TRAINING, "data": {"train": "sft"}},
+    "train-sft": {
+        **TRAINING,
+        "data": {"train": "sft"},
+        "train": {"steps": 1, "global_batch": 4},
+    },
     "train-grpo": {
         **TRAINING,
         "data": {"train": "prompts"},

@@ -84,6 +84,52 @@ def test_changed_settings_are_refused_with_their_keys(
         resume_checks.check(saved, remembered("model.dtype=float32", *sets))
 
 
+SMOOTHED = "algo.preference.options={label_smoothing: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("command", "before", "now", "fragments"),
+    [
+        ("train-dpo", (), (SMOOTHED,), ("options.label_smoothing", "was 0.0, is 0.1")),
+        ("train-dpo", (SMOOTHED,), (), ("options.label_smoothing", "was 0.1, is 0.0")),
+        ("train-dpo", (), ("algo.preference.sft_coef=0.5",), ("sft_coef", "was 0.0, is 0.5")),
+        ("train-rm", (), ("algo.reward_model.center_coef=0.1",), ("center_coef", "is 0.1")),
+        (
+            "train-rm",
+            ("algo.reward_model.kind=process",),
+            ("algo.reward_model.kind=process", "algo.reward_model.reward_tokens=[a, b]"),
+            ("algo.reward_model.reward_tokens", "was +, -, is a, b"),
+        ),
+        ("train-dpo", ("data.eval=data",), ("data.eval=other",), ("data.eval", "contents")),
+        ("train-rm", ("data.eval=data",), ("data.eval=other",), ("data.eval", "contents")),
+    ],
+)
+def test_a_changed_loss_and_changed_held_out_data_are_refused(
+    folder: Path,
+    command: str,
+    before: tuple[str, ...],
+    now: tuple[str, ...],
+    fragments: tuple[str, ...],
+) -> None:
+    ids = next(folder.glob("data*input_ids_document.bin"))
+    ids.with_name(ids.name.replace("data", "other")).write_bytes(b"other")
+    state = remembered(*before, command=command)
+    saved = saved_with(folder, state)
+    resume_checks.check(saved, remembered(*before, command=command))
+    with pytest.raises(MsrlError, match=mentions(*fragments)):
+        resume_checks.check(saved, remembered(*now, command=command))
+    # A checkpoint of an earlier version lacks these values.
+    keys = {key: value for key, value in state["remembered"]["keys"].items() if "algo" not in key}
+    earlier = {"remembered": {**state["remembered"], "keys": keys, "contents": {}}}
+    resume_checks.check(saved_with(folder, earlier, "earlier"), remembered(*now, command=command))
+
+
+def test_an_option_that_is_set_to_its_default_resumes(folder: Path) -> None:
+    saved = saved_with(folder, remembered(command="train-dpo"))
+    default = "algo.preference.options={label_smoothing: 0, form: sigmoid}"
+    resume_checks.check(saved, remembered(default, command="train-dpo"))
+
+
 def test_a_changed_model_and_changed_data_are_refused(folder: Path):
     saved = saved_with(folder, remembered())
     config = json.loads((folder / "model" / "config.json").read_text())

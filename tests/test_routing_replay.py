@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from msrl.memory.routes import route_bytes, route_rows
 from msrl.models.shape import Moe
 from msrl.plan.run_plan import resolve
 from msrl.trainer.objective.batches import BatchLimits, padded, select
+from msrl.trainer.objective.losses import ComparedModel
 from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
@@ -284,6 +286,40 @@ class RoutedRanks(Ranks):
         numbers = enumerate(sequences.token_ids)
         own = tuple(np.full((len(ids), 1, 1), number, np.uint8) for number, ids in numbers)
         return SimpleNamespace(wait=lambda: (values, own))
+
+
+class _RecordingPolicy:
+    """A policy with adapters that stores the micro-batches of its passes."""
+
+    adapters = SimpleNamespace(initial=nullcontext)
+
+    def __init__(self) -> None:
+        self.compared: list[MicroBatch] = []
+        self.trained: list[MicroBatch] = []
+
+    def distributions(self, batches: Sequence[MicroBatch], temperature: float) -> list[None]:
+        self.compared += batches
+        return [None] * len(batches)
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: object, **_: object) -> None:
+        self.trained += batches
+
+
+@pytest.mark.parametrize("teacher", [None, "self"], ids=["reference", "teacher"])
+def test_only_the_policy_of_an_update_replays_routes(teacher: str | None) -> None:
+    from msrl.trainer.rank import TrainingRank
+
+    policy: Any = _RecordingPolicy()
+    rank = object.__new__(TrainingRank)
+    rank._policy, rank.reference, rank.teachers = policy, None, {}
+    rank.position = cast("Any", SimpleNamespace(is_last_stage=True))
+    batch = micro_batch(*SEQUENCES._replace(routes=tuple(map(routes, SEQUENCES.token_ids))))
+    loss: Any = SimpleNamespace(compared=(ComparedModel(teacher),), temperature=1.0)
+    rank.train_step([batch], loss, num_tokens=1.0, lr=0.0)
+    assert [compared.routes for compared in policy.compared] == [None]
+    assert [compared.is_routed for compared in policy.compared] == [None]
+    np.testing.assert_array_equal(policy.compared[0].token_ids, batch.token_ids)
+    assert policy.trained == [batch] and batch.routes is not None
 
 
 @pytest.fixture

@@ -30,11 +30,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
-    if algo.aggregate.constant is not None and algo.aggregate.mode != "seq-sum-over-constant":
-        yield resolved.mistake(
-            "algo.aggregate.constant",
-            f"has no effect with algo.aggregate.mode={algo.aggregate.mode}. Remove it.",
-        )
+    yield from check_aggregate(resolved)
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
     if algo.mask.equal_groups and resolved.config.rollout.samples_per_prompt < 2:
@@ -42,10 +38,15 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             "algo.mask.equal_groups",
             "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
         )
-    if resolved.config.rollout.sampling.temperature == 0:
+
+
+def check_aggregate(resolved: Resolved) -> Iterator[str]:
+    """Yield a line if the mode of `algo.aggregate` does not read its constant."""
+    aggregate = resolved.config.algo.aggregate
+    if aggregate.constant is not None and aggregate.mode != "seq-sum-over-constant":
         yield resolved.mistake(
-            "rollout.sampling.temperature",
-            "greedy sampling makes all samples of a prompt identical. Set it above 0.",
+            "algo.aggregate.constant",
+            f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",
         )
 
 
@@ -243,10 +244,12 @@ def _kl_bias_correction(resolved: Resolved) -> Iterator[str]:
 
 def _terms(resolved: Resolved) -> Iterator[str]:
     algo = resolved.config.algo
-    if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef):
+    has_teachers = algo.distill.on_ranks and algo.distill.coef
+    if not (algo.rl_coef or algo.sft.coef or algo.entropy_coef or has_teachers):
         yield resolved.mistake(
             "algo.rl_coef",
-            "the loss has no term. Set algo.rl_coef, algo.sft.coef or algo.entropy_coef above 0.",
+            "the loss has no term. Set algo.rl_coef, algo.sft.coef, algo.entropy_coef or, with "
+            "algo.distill.teachers, algo.distill.coef above 0.",
         )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from msrl.checks import plugins
 from msrl.checks.inputs import check_model_path
 from msrl.checks.preference import changed_keys
+from msrl.checks.roles import Longest, check_fit
 from msrl.config.loader import Resolved
 from msrl.config.sections.algo import TeacherConfig
 from msrl.models.paths import is_hf, is_mcore
-from msrl.plan.context import layout_problems
 from msrl.plan.distillation import implied_values
-from msrl.plan.run_plan import ModelPlan, RunPlan
+from msrl.plan.run_plan import RunPlan
 from msrl.registry import DIVERGENCES
 from msrl.rollout.teacher_server import key_refusal, url_refusal
 
@@ -120,41 +120,14 @@ def check_teachers(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         key = f"algo.distill.teachers.{number}.model"
         yield from check_model_path(resolved, key)
         if is_hf(section.model) or is_mcore(section.model):
-            yield from _fits(resolved, key, plan, plan.teachers[section.model])
-
-
-def _fits(resolved: Resolved, key: str, plan: RunPlan, teacher: ModelPlan) -> Iterator[str]:
-    shape, policy = teacher.shape, plan.shape_or_none
-    if shape is None:
-        yield resolved.mistake(key, teacher.error)
-        return
-    if shape.reward_head:
-        yield resolved.mistake(key, f"{shape.architecture} generates scores instead of text")
-        return
-    if policy is None:
-        return
-    if shape.vocab_size != policy.vocab_size:
-        yield resolved.mistake(
-            key,
-            f"has {shape.vocab_size} tokens and the policy has {policy.vocab_size}. Use a teacher "
-            "with the same tokenizer.",
-        )
-    if plan.max_model_len > shape.max_position_embeddings:
-        yield resolved.mistake(
-            key,
-            f"supports at most {shape.max_position_embeddings} tokens, but prompt plus response "
-            f"have up to {plan.max_model_len}",
-        )
-    if shape.moe is not None and plan.layout.tp > 1 and not plan.train.parallel.sp:
-        yield resolved.mistake(
-            key,
-            "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
-            "Set train.parallel.sp to true.",
-        )
-    for field, message in layout_problems(plan.train.parallel, shape):
-        yield resolved.mistake(
-            key, f"has the parallel layout of the policy: train.parallel.{field} {message}"
-        )
+            yield from check_fit(
+                resolved,
+                key,
+                plan,
+                plan.teachers[section.model],
+                longest=Longest.sample(plan),
+                remedy="Use a teacher with the same number, or serve this one and set url.",
+            )
 
 
 def check_train_distill(resolved: Resolved) -> Iterator[str]:
@@ -172,10 +145,6 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
             "teacher, or use train-grpo.",
         )
     yield from _other_keys(resolved)
-    if config.rollout.filter.kind != "none":
-        yield resolved.mistake(
-            "rollout.filter.kind", "has no effect in train-distill. Set it to none."
-        )
     if config.rollout.asynchronous.is_on:
         yield resolved.mistake(
             "rollout.async.max_staleness",
@@ -194,8 +163,12 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
 
 
 def _other_keys(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each changed key of `algo` that train-distill does not read."""
+    """Yield a line for each changed key that train-distill does not read."""
     has_servers, implied = resolved.config.algo.distill.has_servers, implied_values(resolved.config)
+    for section in ("rollout.filter", "rollout.async"):
+        for key in changed_keys(resolved, section):
+            if key != "rollout.async.max_staleness":
+                yield resolved.mistake(key, "has no effect in train-distill. Remove it.")
     keys = (*_KEYS, "advantage.clip") if has_servers else _KEYS
     reason = "has no effect in train-distill, whose loss has no reward. Remove it."
     if has_servers:

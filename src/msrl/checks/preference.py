@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from msrl.checks import plugins
 from msrl.checks.inputs import check_blend, check_blend_fraction, check_kind, check_model_path
+from msrl.checks.roles import Longest, check_fit, check_unused_roles
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
+from msrl.models.paths import is_hf, is_mcore
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.registry import PREFERENCES
@@ -17,7 +19,6 @@ _REMEDIES = {
     "labeled": "with handler labeled",
     "steps": "with handler steps",
 }
-_ROLES = ("rollout", "critic", "reward")
 
 
 def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
@@ -31,7 +32,7 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake(
             "algo.preference.options.label_smoothing", "has no effect with form=hinge. Remove it."
         )
-    yield from _reference(resolved)
+    yield from _reference(resolved, plan)
     yield from _labeled(resolved)
     yield from check_preference_data(resolved)
     yield from check_algo_keys(resolved, "preference", "train-dpo")
@@ -43,7 +44,7 @@ def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     yield from check_kind(resolved, plan, kind, _REMEDIES[kind])
     yield from check_preference_data(resolved)
     yield from check_algo_keys(resolved, "reward_model", "train-rm")
-    yield from _unused_roles(resolved, "train-rm", ("reference", *_ROLES))
+    yield from check_unused_roles(resolved, "train-rm")
     if resolved.config.train.chunk is not None:
         yield resolved.mistake(
             "train.chunk",
@@ -58,21 +59,23 @@ def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             )
 
 
-def _unused_roles(resolved: Resolved, command: str, roles: Iterable[str]) -> Iterator[str]:
-    for name in roles:
-        section = getattr(resolved.config.cluster.roles, name)
-        if section != type(section)():
-            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
-
-
-def _reference(resolved: Resolved) -> Iterator[str]:
+def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the settings of the reference model."""
     config, loss = resolved.config, preference_plan(resolved.config)
     role = config.cluster.roles.reference
     if loss.needs_reference:
-        yield from check_model_path(resolved, "cluster.roles.reference.load")
+        key = "cluster.roles.reference.load"
+        yield from check_model_path(resolved, key)
+        if role.load is not None and (is_hf(role.load) or is_mcore(role.load)):
+            assert plan.reference is not None, "the loss needs one"
+            longest = _longest_side(plan)
+            yield from check_fit(resolved, key, plan, plan.reference, longest=longest)
     else:
-        for key in ("algo.preference.reference", "cluster.roles.reference.load"):
+        for key in (
+            "algo.preference.reference",
+            "cluster.roles.reference.load",
+            "train.forward_micro_batch",
+        ):
             if resolved.is_changed(key) and resolved.value(key) not in (None, "on-the-fly"):
                 yield resolved.mistake(
                     key,
@@ -84,7 +87,17 @@ def _reference(resolved: Resolved) -> Iterator[str]:
             "cluster.roles.reference: train-dpo has no separate devices for the reference. Only "
             "load can be set. Use algo.preference.reference=precomputed to save memory."
         )
-    yield from _unused_roles(resolved, "train-dpo", _ROLES)
+    yield from check_unused_roles(resolved, "train-dpo", used="reference")
+
+
+def _longest_side(plan: RunPlan) -> Longest | None:
+    """Return the longest sequence of the data; None if neither manifests nor limits name it."""
+    manifests = [dataset.manifest for dataset in plan.datasets.values()]
+    tokens = [manifest.max_tokens for manifest in manifests if manifest is not None]
+    limits = [] if plan.data.seq_length is None else [plan.data.seq_length]
+    if tokens and len(tokens) == len(manifests):
+        limits.append(max(tokens))
+    return Longest(min(limits), "the rows of the data have") if limits else None
 
 
 def _labeled(resolved: Resolved) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""Checks of `cluster.roles`: the devices, parallel layout and weights of models."""
+"""Checks of `cluster.roles`, and whether references and teachers fit the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from msrl.checks.inputs import check_model_path
 from msrl.config.loader import Resolved
@@ -26,6 +27,19 @@ _UNUSED = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """Longest sequence of a run in tokens, with its description for messages."""
+
+    tokens: int
+    description: str
+
+    @classmethod
+    def sample(cls, plan: RunPlan) -> Longest:
+        """Return the longest sample of a training with rollouts."""
+        return cls(plan.max_model_len, "prompt plus response have")
+
+
 def check_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each invalid setting of a role and for each one without effect."""
     yield from _device_numbers(resolved)
@@ -40,6 +54,18 @@ def check_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         else:
             yield from _needs_devices(resolved, role)
     yield from _reference(resolved, plan)
+
+
+def check_unused_roles(resolved: Resolved, command: str, *, used: str = "") -> Iterator[str]:
+    """Yield a line for each role that is set, besides a role that the command uses."""
+    for name, section in resolved.config.cluster.roles:
+        if name != used and section != type(section)():
+            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
+
+
+def check_no_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each role of a training that has none."""
+    yield from check_unused_roles(resolved, plan.command)
 
 
 def _device_numbers(resolved: Resolved) -> Iterator[str]:
@@ -119,32 +145,78 @@ def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         return
     yield from check_model_path(resolved, "cluster.roles.reference.load")
     if is_hf(load) or is_mcore(load):
-        yield from _fits(resolved, plan, plan.reference)
+        yield from check_fit(
+            resolved,
+            "cluster.roles.reference.load",
+            plan,
+            plan.reference,
+            longest=Longest.sample(plan),
+            is_on_ranks=plan.separate_model("reference") is None,
+        )
 
 
-def _fits(resolved: Resolved, plan: RunPlan, reference: ModelPlan) -> Iterator[str]:
-    key, policy = "cluster.roles.reference.load", plan.shape_or_none
-    if reference.shape is None or policy is None:
-        yield from () if reference.shape is not None else (reference.error,)
+def check_fit(
+    resolved: Resolved,
+    key: str,
+    plan: RunPlan,
+    model: ModelPlan,
+    *,
+    longest: Longest | None,
+    is_on_ranks: bool = True,
+    remedy: str = "Use a model with the same number.",
+) -> Iterator[str]:
+    """Yield a line for each reason that a model does not fit the policy.
+
+    Args:
+        resolved: Configuration of the run.
+        key: Key that names the model.
+        plan: Plan of the run.
+        model: Reference or teacher.
+        longest: Longest sequence; None if it is not known before the data is read.
+        is_on_ranks: Whether the model has the layout of the policy.
+        remedy: What to do about another size of the vocabulary.
+    """
+    shape, policy = model.shape, plan.shape_or_none
+    if shape is None:
+        if plan.policy is None or model.hf_dir != plan.policy.hf_dir:  # else it is reported there
+            yield resolved.mistake(key, model.error)
         return
-    shape, longest = reference.shape, plan.max_model_len
     if shape.reward_head:
         yield resolved.mistake(key, f"{shape.architecture} generates scores instead of text")
+        return
+    if policy is None:
+        return
     if shape.vocab_size != policy.vocab_size:
         yield resolved.mistake(
             key,
-            f"has {shape.vocab_size} tokens and the policy has {policy.vocab_size}. Use a model "
-            "with the same tokenizer.",
+            f"has vocab_size={shape.vocab_size} in config.json, and the policy has "
+            f"{policy.vocab_size}. The numbers must be equal, also where they include padding of "
+            f"the embedding. {remedy}",
         )
-    if longest > shape.max_position_embeddings:
+    if longest is not None and longest.tokens > shape.max_position_embeddings:
         yield resolved.mistake(
             key,
-            f"supports at most {shape.max_position_embeddings} tokens, but prompt plus response "
-            f"have up to {longest}",
+            f"supports at most {shape.max_position_embeddings} tokens, but {longest.description} "
+            f"up to {longest.tokens}",
         )
-    if plan.separate_model("reference") is None:
-        for field, message in layout_problems(plan.train.parallel, shape):
-            yield resolved.mistake(key, f"has the layout of the policy: {field} {message}")
+    if is_on_ranks:
+        yield from _layout(resolved, key, plan, model)
+
+
+def _layout(resolved: Resolved, key: str, plan: RunPlan, model: ModelPlan) -> Iterator[str]:
+    """Check that a model on the training ranks fits the layout of the policy."""
+    shape, policy = model.require_shape(), plan.shape
+    is_sequence_parallel = plan.train.parallel.sp or policy.moe is not None
+    if shape.moe is not None and plan.layout.tp > 1 and not is_sequence_parallel:
+        yield resolved.mistake(
+            key,
+            "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
+            "Set train.parallel.sp to true.",
+        )
+    for field, message in layout_problems(plan.train.parallel, shape):
+        yield resolved.mistake(
+            key, f"has the parallel layout of the policy: train.parallel.{field} {message}"
+        )
 
 
 def _offload(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

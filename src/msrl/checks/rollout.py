@@ -32,6 +32,12 @@ def check_temperature(resolved: Resolved, key: str) -> Iterator[str]:
 
 def check_grpo_temperatures(resolved: Resolved) -> Iterator[str]:
     """Check the temperatures of rollouts and evaluations."""
+    if resolved.config.rollout.sampling.temperature == 0:
+        yield resolved.mistake(
+            "rollout.sampling.temperature",
+            "greedy sampling makes all samples of a prompt identical, and the trainer divides "
+            "logits by the temperature. Set it above 0.",
+        )
     yield from check_temperature(resolved, "rollout.sampling.temperature")
     yield from check_temperature(resolved, "eval.sampling.temperature")
 

@@ -15,6 +15,7 @@ from msrl.checks.inputs import (
 )
 from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
+from msrl.config.sections.train import UpdatesConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
@@ -93,11 +94,29 @@ def check_training_length(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}"
         )
-    if train.max_tokens_per_micro_batch is not None and resolved.is_changed("train.micro_batch"):
-        yield resolved.mistake(
-            "train.micro_batch",
-            "has no effect with train.max_tokens_per_micro_batch. Set only one of them.",
-        )
+    if train.max_tokens_per_micro_batch is not None:
+        for key in ("train.micro_batch", "train.forward_micro_batch"):
+            if resolved.is_changed(key):
+                yield resolved.mistake(
+                    key,
+                    "has no effect with train.max_tokens_per_micro_batch. Set only one of them.",
+                )
+
+
+def check_batch_keys(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each key of batches and updates that the training does not read."""
+    updates = [f"train.updates.{name}" for name in UpdatesConfig.model_fields]
+    unread = ["train.global_batch"] if plan.has_rollouts else updates
+    if plan.command == "train-sft" or plan.is_reward_model:
+        unread.append("train.forward_micro_batch")
+    hints = {
+        "train.global_batch": " and set rollout.prompts_per_step",
+        "train.updates.samples_per_update": " and set train.global_batch",
+    }
+    for key in unread:
+        if resolved.is_changed(key):
+            message = f"has no effect in {plan.command}. Remove it{hints.get(key, '')}."
+            yield resolved.mistake(key, message)
 
 
 def check_sft_only_keys(resolved: Resolved) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from msrl.checks.algorithm import check_algorithm
+from msrl.checks.algorithm import check_aggregate, check_algorithm
 from msrl.checks.asynchronous import check_async, check_old_logprobs
 from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
@@ -34,7 +34,7 @@ from msrl.checks.evaluation import (
 from msrl.checks.inputs import check_examples, check_prompts
 from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
-from msrl.checks.roles import check_roles
+from msrl.checks.roles import check_no_roles, check_roles
 from msrl.checks.rollout import (
     check_grpo_temperatures,
     check_rollout_filter,
@@ -43,6 +43,7 @@ from msrl.checks.rollout import (
 from msrl.checks.serve import check_serve
 from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
 from msrl.checks.training import (
+    check_batch_keys,
     check_devices,
     check_freeze,
     check_grpo_batches,
@@ -166,8 +167,10 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "train-distill": (
         *_TRAINING,
         check_sft_only_keys,
+        check_aggregate,
         check_distill,
         check_train_distill,
+        check_environment,
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
@@ -184,6 +187,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 }
 
 _MODEL: tuple[PlanCheck, ...] = (
+    check_batch_keys,
     check_model,
     check_freeze,
     check_recompute,
@@ -207,7 +211,7 @@ _ROLLOUTS: tuple[PlanCheck, ...] = (
 )
 
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
-    "train-sft": (*_MODEL, check_examples),
+    "train-sft": (*_MODEL, check_examples, check_no_roles),
     "train-dpo": (*_MODEL, check_preference),
     "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": _ROLLOUTS,

@@ -31,6 +31,7 @@ from msrl.types import Conversation, Ints, Message, RenderedExample
 MARK = "\ufdd0"
 _TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
 _MAX_CHARACTERS = 50_000_000
+_Bounds = tuple[int, int]  # first character of an answer, and the one after its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,16 @@ def native_prompts(
 
 
 def native_examples(
-    tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None
+    tokenizer: TextTokenizer,
+    conversations: Sequence[Conversation],
+    enable_thinking: bool | None,
+    *,
+    only_last: bool = False,
 ) -> list[RenderedExample]:
     """Return the token ids and loss mask of each conversation.
+
+    With `only_last`, the loss mask covers the last answer only. It is empty if the template removes
+    the thought of that answer.
 
     Raises:
         MsrlError: the template does not allow to locate the answers.
@@ -65,11 +73,13 @@ def native_examples(
     template = _template(tokenizer)
     locate = _locate_blocks if re.search(r"\{%-?\s*generation\b", template) else _locate_answers
     rows: list[list[str]] = []
-    answers: list[list[tuple[int, int]]] = []
+    answers: list[list[_Bounds]] = []
     for conversation in conversations:
         turns = _prepare(tokenizer, conversation, enable_thinking)
-        text, bounds = locate(tokenizer, turns)
+        text, located = locate(tokenizer, turns)
         rows.append(text.split(MARK))
+        chosen = located[-1:] if only_last else located
+        bounds = [answer for answer in chosen if answer is not None]
         # The marks are not part of the encoded text.
         answers.append(
             [(a - text.count(MARK, 0, a), b - text.count(MARK, 0, b)) for a, b in bounds]
@@ -81,7 +91,7 @@ def native_examples(
     ]
 
 
-def _mask(offsets: Ints, bounds: Sequence[tuple[int, int]]) -> np.ndarray[Any, Any]:
+def _mask(offsets: Ints, bounds: Sequence[_Bounds]) -> np.ndarray[Any, Any]:
     """Return a mask of the tokens that contain a character of an answer.
 
     Args:
@@ -94,8 +104,11 @@ def _mask(offsets: Ints, bounds: Sequence[tuple[int, int]]) -> np.ndarray[Any, A
     return mask
 
 
-def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text and the bounds of the template's generation blocks."""
+def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_Bounds | None]]:
+    """Return the text and the bounds of the template's generation blocks.
+
+    Blocks without text between them, such as a thought and its answer, are one answer.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     hf = _hf(tokenizer.folder)
@@ -107,17 +120,21 @@ def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[t
             add_generation_prompt=False,
             **{**hf.special_tokens_map, "tools": None, **turns.options},
         )
-    return texts[0], [(int(start), int(end)) for start, end in bounds[0]]
+    joined: list[_Bounds] = []
+    for start, end in bounds[0]:
+        first = joined.pop()[0] if joined and joined[-1][1] == start else start
+        joined.append((int(first), int(end)))
+    return texts[0], [*joined]
 
 
-def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text and the bounds of the answers that are trained.
+def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_Bounds | None]]:
+    """Return the text and the bounds of every answer; None for answers that are not trained.
 
     An answer whose thought the template removes is not trained: the model would learn to answer
     without the thought.
     """
     text = _render(tokenizer, turns, len(turns.messages), generation=False)
-    bounds: list[tuple[int, int]] = []
+    bounds: list[_Bounds | None] = []
     position = 0
     for number, message in enumerate(turns.messages):
         if message["role"] != "assistant":
@@ -132,8 +149,7 @@ def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[
         position = _find_answer_end(text, start, tokenizer.eos_token)
         thought, content = _thought_and_content(message)
         _check_answer(tokenizer, text[start:position], content, number)
-        if thought in text[start:position]:
-            bounds.append((start, position))
+        bounds.append((start, position) if thought in text[start:position] else None)
     return text, bounds
 
 

@@ -25,7 +25,7 @@ _NO_MARGIN = (0.0, 1.0)  # margin and weight of pairs without the file `values`
 
 
 def last_answer_only(example: RenderedExample) -> RenderedExample:
-    """Return a conversation whose loss mask covers its last answer only."""
+    """Return a conversation whose loss mask covers the last trained answer only."""
     positions = np.flatnonzero(example.loss_mask)
     if not len(positions):
         return example

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from msrl.data.native import native_examples, native_prompts
+from msrl.data.preferences import last_answer_only
 from msrl.data.spans import Span, encode
 from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer
@@ -41,6 +42,22 @@ class Renderer:
         if self.template.native:
             return native_examples(self.tokenizer, conversations, self.enable_thinking)
         return self._encode([self.spans(c) for c in conversations])
+
+    def last_answers(self, conversations: Sequence[Conversation]) -> list[RenderedExample]:
+        """Return `examples` with loss masks that cover the last answer only.
+
+        A mask is empty if the template does not train that answer.
+        """
+        if self.template.native:
+            thinking = self.enable_thinking
+            return native_examples(self.tokenizer, conversations, thinking, only_last=True)
+        return [last_answer_only(example) for example in self.examples(conversations)]
+
+    def has_thought(self, answer: str) -> bool:
+        """Return True if an answer contains a thought that the template renders."""
+        if self.template.thought_start:
+            return bool(_split_thought(answer, self.template)[0])
+        return self.template.native and THOUGHT[1] in answer
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[Ints]:
         """Return the token ids [P] of each conversation, including the generation prompt.

@@ -19,7 +19,7 @@ from msrl.data.columns import EXTRA, DroppedRow
 from msrl.data.dataset import IGNORE
 from msrl.data.handlers import Handler
 from msrl.data.manifest import PREFERENCES, TEXTS
-from msrl.data.preferences import fit, last_answer_only
+from msrl.data.preferences import fit
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
@@ -100,7 +100,7 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     if job.handler.kind in PREFERENCES:
         conversations = [conversation for row in items for conversation in row.conversations]
         origins = [at for row, at in zip(items, offsets, strict=True) for _ in row.conversations]
-        rendered = _render(job.renderer.examples, conversations, batch, origins)
+        rendered = _render(job.renderer.last_answers, conversations, batch, origins)
         return _collect_preferences(job, items, rendered, dropped, num_read)
     if job.handler.kind == "prompts":
         prompts = _render(job.renderer.prompts, items, batch, offsets)
@@ -274,10 +274,10 @@ def _collect_preferences(
     preferences: list[RenderedPreference] = []
     num_truncated = 0
     for row in rows:
-        examples = tuple(last_answer_only(next(sides)) for _ in row.conversations)
+        examples = tuple(next(sides) for _ in row.conversations)
         fitted = fit(examples, job.seq_length, must_truncate=job.truncate)
         if isinstance(fitted, str):
-            dropped[fitted] += 1
+            dropped[_drop_reason(job, row, fitted)] += 1
             continue
         num_truncated += fitted is not examples
         preferences.append(RenderedPreference(fitted, row.value, row.weight))
@@ -292,6 +292,19 @@ def _collect_preferences(
         num_truncated,
         preferences=tuple(preferences),
     )
+
+
+def _drop_reason(job: TokenizeSettings, row: PreferenceRow, reason: str) -> str:
+    """Return the reason to drop a row whose sides do not fit together.
+
+    An answer without a thought gets an empty one in its prompt, unless empty thoughts are trained.
+    The prompts of a pair differ then if only one side has a thought.
+    """
+    assert job.renderer is not None
+    answers = [conversation.messages[-1].content for conversation in row.conversations]
+    has_thoughts = {job.renderer.has_thought(answer) for answer in answers}
+    is_thought = reason == "different_prompts" and len(has_thoughts) > 1
+    return "different_thoughts" if is_thought else reason
 
 
 def _collect_prompts(

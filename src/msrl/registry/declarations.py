@@ -60,6 +60,14 @@ class Declaration:
             if default is not None
         }
 
+    def option_defaults(self, function: str) -> dict[str, Any]:
+        """Return the default of each option of `function`, as source text if it is no literal."""
+        arguments = self.functions[function].args
+        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        return {
+            argument.arg: _literal(default) for argument, default in pairs if default is not None
+        }
+
     def wrong_values(self, function: str, options: Mapping[str, object]) -> dict[str, str]:
         """Return messages for option values that do not fit their annotations, by name."""
         return registry.type_errors(self.options(function), options) if options else {}
@@ -86,6 +94,14 @@ class Declaration:
 
 
 _PLAIN_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str)}
+
+
+def _literal(expression: ast.expr) -> Any:
+    """Return the value of a literal, or the source text of another expression."""
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        return ast.unparse(expression)
 
 
 @functools.cache

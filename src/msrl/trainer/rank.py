@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -190,10 +191,12 @@ class TrainingRank:
     ) -> list[DistributionComparison]:
         """Return the comparison with a model for every micro-batch; none except on the last stage.
 
-        The model runs on this rank. It stays on the device until the update has used its head.
+        The model runs on this rank. It stays on the device until the update has used its head. It
+        chooses its own routes, also where it is the policy without its adapters.
         """
+        unrouted = [replace(batch, routes=None, is_routed=None) for batch in micro_batches]
         with self._compared(model.teacher) as other:
-            distributions = other.distributions(micro_batches, temperature)
+            distributions = other.distributions(unrouted, temperature)
         plugin = registry.load(
             registry.DIVERGENCES, model.divergence, key="algo.distill.divergence"
         )

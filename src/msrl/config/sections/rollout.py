@@ -44,7 +44,7 @@ class SamplingConfig(SamplingFilters):
 
     temperature: NonNegative = Field(
         default=1.0,
-        description="Sampling temperature. 0 decodes greedily, which train-grpo refuses.",
+        description="Sampling temperature. 0 decodes greedily, which trainings refuse.",
     )
     stop: tuple[Text, ...] = Field(
         default=(),

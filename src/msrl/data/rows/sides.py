@@ -117,12 +117,23 @@ def _weight(row: Any, columns: ColumnMapping) -> float:
 
 
 def _number(row: Any, columns: ColumnMapping, name: str, default: float) -> float:
-    """Return the number in an optional column."""
+    """Return the number in an optional column, which CSV files contain as text."""
     value = columns.value(row, name)
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = _as_float(value)
+    if not math.isfinite(number):
         raise MsrlError(
             f"column {columns.paths[name]!r} (for {name!r}) contains {value!r}. Write a number."
         )
-    return float(value)
+    return number
+
+
+def _as_float(value: object) -> float:
+    """Return a number or its text as a float; NaN for other values."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan

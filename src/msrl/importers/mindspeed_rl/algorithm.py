@@ -100,6 +100,11 @@ class Algorithm:
             return
         chosen = self.rl.get(*reversed(packing))
         value = chosen.value if chosen is not None else 4096
+        self.rl.record(
+            "actor_forward_micro_batch_size",
+            KeyStatus.DEAD,
+            "use_dynamic_bsz splits micro-batches by tokens",
+        )
         for key in (*packing, "use_dynamic_bsz"):
             self.rl.assign(key, ["train.max_tokens_per_micro_batch"], value)
 

@@ -31,6 +31,7 @@ from msrl.workflows.preference.reference import (
 )
 from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
 from msrl.workflows.training import supervised
+from msrl.workflows.training.data_checks import check_reference_tokenizer
 from msrl.workflows.training.session import TrainingSession
 from msrl.workflows.training.settings import rank_settings
 from msrl.workflows.training.supervised import SupervisedSetup, is_evaluation_due, step_report
@@ -69,6 +70,7 @@ class PreferenceTask:
         self._stored: StoredReference | None = None
 
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
+        check_reference_tokenizer(plan)
         return checked_rows(plan, self._loss.data, reads_margins=self._loss.reads_margins)
 
     def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
@@ -153,15 +155,21 @@ class PreferenceSteps:
         """Return the loss of a batch; that of kto has a baseline for the current weights."""
         if self._plan.data != "labeled":
             return self._loss
-        config, limits = self._job.config, forward_limits(self._job.plan, 1)
-        longest = config.data.seq_length or self._job.shape.max_position_embeddings
-        longest = min(longest, config.train.max_tokens_per_micro_batch or longest)
-        sides = unrelated_sides(batch.examples[: batch.num_real], longest)
+        limits = forward_limits(self._job.plan, 1)
+        sides = unrelated_sides(batch.examples[: batch.num_real], self._max_tokens())
         policy, reference = (
             answer_logprobs(self._trainers, sides, limits, reference=is_reference)
             for is_reference in (False, True)
         )
         return replace(self._loss, baseline=max(float((policy - reference).mean()), 0.0))
+
+    def _max_tokens(self) -> int:
+        """Return the limit in tokens of a sequence that is not a row of the data."""
+        plan = self._job.plan
+        models = [model for model in (plan.model, plan.reference) if model is not None]
+        limits = [model.require_shape().max_position_embeddings for model in models]
+        further = (plan.data.seq_length, plan.train.max_tokens_per_micro_batch)
+        return min(*limits, *(limit for limit in further if limit is not None))
 
     def _reported(self, metrics: Mapping[str, float], loss: PreferenceLoss) -> dict[str, float]:
         """Return the metrics to report; rewards of labeled answers are means over their kind."""

@@ -35,7 +35,12 @@ from msrl.workflows.episodes.setup import check_environment_names, episode_setti
 from msrl.workflows.rl.distillation import check_tags
 from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training import resume_checks
-from msrl.workflows.training.data_checks import check_data, check_teacher_tokenizers, verify_data
+from msrl.workflows.training.data_checks import (
+    check_data,
+    check_reference_tokenizer,
+    check_teacher_tokenizers,
+    verify_data,
+)
 from msrl.workflows.training.preflight import check_run_folder
 from msrl.workflows.training.settings import (
     check_order,
@@ -100,6 +105,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     check_stops("rollout.sampling.stop", config.rollout.sampling.stop, tokenizer)
     check_stops("eval.sampling.stop", config.eval.sampling.stop or (), tokenizer)
     check_teacher_tokenizers(plan)
+    check_reference_tokenizer(plan)
     prompts = _training_prompts(plan, tokenizer)
     check_tags(
         config.algo.distill.teachers,

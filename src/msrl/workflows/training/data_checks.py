@@ -149,6 +149,43 @@ def check_teacher_tokenizers(plan: RunPlan) -> None:
             )
 
 
+def check_reference_tokenizer(plan: RunPlan) -> None:
+    """Check that a reference with other weights has the tokenizer of the policy.
+
+    Models without a tokenizer cannot be compared, which is reported.
+
+    Raises:
+        MsrlError: The reference has another tokenizer.
+    """
+    reference = plan.reference
+    if reference is None or reference.hf_dir == plan.model.hf_dir:
+        return
+    folders = (reference.hf_dir, plan.tokenizer_dir)
+    hashes = {folder: _hash_or_none(folder) for folder in folders}
+    for folder, number in hashes.items():
+        if number is None:
+            print(
+                f"warning: {folder} has no tokenizer, so those of reference and policy could not "
+                "be compared.",
+                file=sys.stderr,
+            )
+            return
+    if len(set(hashes.values())) > 1:
+        raise MsrlError(
+            f"cluster.roles.reference.load={plan.config.cluster.roles.reference.load}: has another "
+            f"tokenizer than {plan.tokenizer_dir}, so its probabilities belong to other tokens. "
+            "Use a reference with the same tokenizer."
+        )
+
+
+def _hash_or_none(folder: Path) -> str | None:
+    """Return the hash of a tokenizer; None if the folder has none."""
+    try:
+        return _tokenizer_hash(folder)
+    except MsrlError:
+        return None
+
+
 @cache
 def _tokenizer_hash(folder: Path) -> str:
     return tokenizer_hash(open_tokenizer(folder))

@@ -15,12 +15,15 @@ from typing import Any
 
 from msrl.checkpoint.mcore.files import TRACKER, iteration_dir
 from msrl.checkpoint.mcore.locate import latest_iteration
+from msrl.config.schema import Config
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
 from msrl.models.shape import Shape
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
+from msrl.registry import PREFERENCES
+from msrl.registry.declarations import declaration
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.schedule import Schedule
 
@@ -65,14 +68,17 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         ),
     }
     if plan.command == "train-dpo":
-        preference = preference_plan(config)
-        keys["algo.preference.loss"] = preference.name
-        keys["algo.preference.beta"] = preference.beta
-    if plan.command == "train-rm":
-        keys["algo.reward_model.kind"] = config.algo.reward_model.kind
+        keys |= _preference_values(config)
+    if plan.is_reward_model:
+        model = config.algo.reward_model
+        keys["algo.reward_model.kind"] = model.kind
+        keys["algo.reward_model.center_coef"] = model.center_coef
+        keys["algo.reward_model.reward_tokens"] = list(model.reward_tokens)
     if plan.critic is not None:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
+    if plan.command in ("train-dpo", "train-rm") and config.data.eval is not None:
+        prefixes["data.eval"] = config.data.eval  # the best evaluation is that of the lowest loss
     contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = weights_digest(plan.model.weights)
@@ -86,6 +92,19 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
             weights = plan.teachers[section.model].weights
             contents[f"algo.distill.teachers.{number}.model"] = weights_digest(weights)
     return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
+
+
+def _preference_values(config: Config) -> dict[str, Any]:
+    """Return the values that determine the loss of train-dpo."""
+    preference = preference_plan(config)
+    plugin = declaration(PREFERENCES, preference.name, key="algo.preference.loss")
+    options = {**plugin.option_defaults("preference_loss"), **preference.options}
+    return {
+        "algo.preference.loss": preference.name,
+        "algo.preference.beta": preference.beta,
+        "algo.preference.sft_coef": preference.sft_coef,
+        **{f"algo.preference.options.{name}": value for name, value in options.items()},
+    }
 
 
 def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
