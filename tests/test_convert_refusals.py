@@ -17,6 +17,7 @@ from mixture_families import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
 from msrl.checkpoint.adapters.merge import Adapter, Delta, MergedSource
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.mcore.arguments import layout_from_args, num_local_experts
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import read_torch_file
 from msrl.errors import MsrlError
@@ -63,6 +64,23 @@ def test_a_tensor_that_overflows_float16_is_named_without_verification_too(
     message = capsys.readouterr().err
     assert all(word in message for word in (UP, "overflows", "float16", "1e+06"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (float("nan"), ("NaN",)), (1e6, ("overflows", "float16")),
+])  # fmt: skip
+@pytest.mark.parametrize("expert", [0, 2])
+def test_every_expert_of_a_fused_tensor_is_checked(
+    tmp_path: Path, expert: int, value: float, words: tuple[str, ...]
+) -> None:
+    weights = tiny.save(tmp_path / "hf", dtype=torch.float32, **QWEN3_MOE)
+    name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+    weights[name].view(-1)[7] = value
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    target = McoreTarget(dtype=torch.float16, naming=Naming(grouped=True))
+    with pytest.raises(MsrlError, match=mentions(name, *words)):
+        write_mcore(open_weights(tmp_path / "hf"), tmp_path / "out", target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_large_finite_numbers_whose_sum_overflows_are_written(tmp_path: Path) -> None:
