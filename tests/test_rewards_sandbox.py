@@ -565,6 +565,36 @@ def test_no_object_is_close_to_every_expected_value(program, tests):
     assert code.score(fenced(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
 
 
+UNITTEST = (
+    "import unittest\nclass TestF(unittest.TestCase):\n"
+    "    def test_f(self): self.assertEqual(f(2), 4)\n"
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "unittest.main()",
+        "if __name__ == '__main__':\n    unittest.main(verbosity=2)",
+        "unittest.main(argv=['first'], exit=False)",
+        "from unittest import main\nmain()",
+        "suite = unittest.defaultTestLoader.loadTestsFromTestCase(TestF)\n"
+        "unittest.TextTestRunner().run(suite)",
+    ],
+)
+def test_tests_that_end_in_unittest_main_pass_only_a_right_program(ending):
+    programs = ("def f(x): return x * x", "def f(x): return x", "def f(x): raise SystemExit(0)")
+    scores = [code.score(fenced(program), UNITTEST + ending) for program in programs]
+    assert scores == [1.0, 0.0, 0.0]
+
+
+@needs_namespaces
+@pytest.mark.parametrize("ending", ["raise SystemExit(0)", "import unittest\nunittest.main()"])
+def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
+    assert code.score(fenced(ADD), f"assert add(1, 2) == 3\n{ending}") == 0.0
+
+
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),

@@ -650,10 +650,37 @@ def _run_tests(text: str, peer: Tester) -> None:
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    if "unittest" in text:
+        _require_unittest_success()
     module.__dict__.update(
         peer.names(sorted(names), called, [ast.unparse(node) for node in imports])
     )
     exec(compile(tree, "tests", "exec"), module.__dict__)
+
+
+def _require_unittest_success() -> None:
+    """Make `unittest.main` and its runner raise AssertionError if a test fails or none runs.
+
+    `unittest.main` would also exit, which is how a program ends its tests early.
+    """
+    import unittest
+
+    runner: Any = unittest.TextTestRunner
+    run_suite = runner.run
+
+    def run(self: Any, test: Any) -> Any:
+        result = run_suite(self, test)
+        if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
+            raise AssertionError("the unittest tests did not pass")
+        return result
+
+    class Main(unittest.TestProgram):
+        def runTests(self) -> None:  # noqa: N802
+            self.exit: Any = False
+            super().runTests()
+
+    runner.run = run
+    unittest.main = Main  # type: ignore[misc]
 
 
 def main(source: str) -> None:
