@@ -908,8 +908,38 @@ def test_tests_that_cannot_be_read_are_refused(answer):
 
 
 @needs_namespaces
+@pytest.mark.parametrize("name", ["merge", "compress", "product", "count", "permutations", "gcd"])
+def test_methods_of_a_solution_may_have_the_names_of_library_functions(name):
+    answer = json.dumps({"fn_name": name, "inputs": [[[1, 2]]], "outputs": [[3]]})
+    method = f"class Solution:\n    def {name}(self, xs): return [sum(xs)]"
+    function = f"def {name}(xs): return [sum(xs)]\nclass Solution:\n    {name} = None"
+    imported = f"from math import gcd\n{method}"
+    scores = [code.score(fenced(program), answer) for program in (method, function, imported)]
+    assert scores == [1.0, 1.0, 1.0]
+
+
+@needs_namespaces
+def test_a_program_may_import_the_function_that_is_called():
+    answer = json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]})
+    assert code.score(fenced("from math import gcd"), answer) == 1.0
+    assert code.score(fenced("class Solution:\n    pass"), answer) == 1.0
+
+
+@needs_namespaces
 def test_the_tolerance_applies_to_returned_numbers():
     answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[[0.3, 2]]]})
-    program = fenced("def f(x): return [0.1 + 0.2, 2]")
+    program = fenced("def f(x): return [0.1 + 0.2, 2 + 1e-12]")
     assert code.score(program, answer) == 0.0
     assert code.score(program, answer, tolerance=1e-9) == 1.0
+
+
+@needs_namespaces
+def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
+    answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[True, 10**400]]})
+    for program, score in (
+        ("[True, 10 ** 400]", 1.0),
+        ("[0.999, 10 ** 400]", 0.0),
+        ("[True, 1]", 0.0),
+    ):
+        response = fenced(f"def f(x): return {program}")
+        assert code.score(response, answer, tolerance=0.1) == score
