@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import families
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.cli.configuration import load_configuration as load
@@ -164,6 +165,15 @@ def test_a_setting_that_is_invalid_or_has_no_effect_is_refused(
     monkeypatch.chdir(Path(__file__).parents[1])
     with pytest.raises(MsrlError, match=mentions(*fragments)):
         check(inputs, command, *sets)
+
+
+def test_a_reward_model_without_a_class_in_transformers_is_not_exported(
+    inputs: Path, tmp_path: Path
+) -> None:
+    model = families.save_model(tmp_path / "model", families.FAMILIES["chatglm 2"].config)
+    with pytest.raises(MsrlError) as caught:
+        check(inputs, "train-rm", f"model.path={model}", "checkpoint.export_hf=true")
+    assert_mentions(caught.value, "checkpoint.export_hf", "ChatGLMModel", "classifier")
 
 
 def test_kto_needs_two_rows_and_no_precomputed_reference(inputs: Path) -> None:
