@@ -15,6 +15,7 @@ import tiny_checkpoints as tiny
 from mixture_families import MIXTURES, QWEN3_MOE
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.source import ShardedSource, open_weights
+from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import num_parameters
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -77,6 +78,16 @@ def test_a_mixture_may_have_a_few_outliers_and_a_dense_model_none() -> None:
     )
     assert_mentions(logits.result, "1 positions", "25%")
     assert "3/3" in distributions.result
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_logit_that_is_not_finite_is_no_outlier_of_a_mixture(value: float) -> None:
+    left = torch.randn(8, 9, generator=torch.Generator().manual_seed(0))
+    broken = left.clone()
+    broken[3, 5] = value
+    samples = convert_report.Samples([list(range(8))], "8 tokens")
+    checks = convert_report._check_logits(mixture_shape(9), samples, [left], [broken], "a, b")
+    assert not checks[0].passed
 
 
 def mixture_shape(vocab_size: int) -> Shape:
@@ -349,6 +360,23 @@ def test_an_altered_checkpoint_is_not_converted(
     assert_mentions(output.err, "mp_rank_01", "checksum")
     assert output.out == ""
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "mcore"]
+
+
+def test_a_copy_of_the_result_that_differs_is_reported(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf", **QWEN3_MOE)
+    layout, rank = ParallelLayout(ep=2), Coords(ep=1)
+    to_mcore(tmp_path / "hf", tmp_path / "mcore", layout)
+    convert = ConvertConfig(command="hf2mcore", load=str(tmp_path / "hf"), verify=True)
+    source = open_weights(tmp_path / "hf")
+    folders = tmp_path / "hf", tmp_path / "mcore"
+    path = mcore.rank_file(tmp_path / "mcore", 1, layout, rank)
+    contents = mcore.read_rank_file(path, mmap=False)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    contents["model"][name].view(-1)[0] += 0.5
+    mcore.write_rank_file(path, contents["model"], contents["args"], 1)
+    read, copies = convert_report.checks(convert, "cpu", source, *folders)
+    assert read.passed and not copies.passed
+    assert_mentions(copies.result, "1 differ", name, "ep 1")
 
 
 @pytest.mark.slow

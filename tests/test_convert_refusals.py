@@ -16,12 +16,15 @@ import tiny_checkpoints as tiny
 from mixture_families import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
 from msrl.checkpoint.adapters.merge import Adapter, Delta, MergedSource
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
+from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.mcore.arguments import layout_from_args, num_local_experts
+from msrl.checkpoint.mcore.names import Naming
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_files.reader import read_torch_file
+from msrl.checkpoint.torch_files.reader import TensorSpec, read_torch_file
+from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.models.hf_config import read_hf_config
-from msrl.models.parallel_layout import ParallelLayout
+from msrl.models.parallel_layout import Coords, ParallelLayout
 from support import mentions
 from test_cli import msrl
 from test_models import LLAMA, MISTRAL, QWEN2, shape
@@ -63,6 +66,51 @@ def test_a_tensor_that_overflows_float16_is_named_without_verification_too(
     message = capsys.readouterr().err
     assert all(word in message for word in (UP, "overflows", "float16", "1e+06"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (float("nan"), ("NaN",)), (1e6, ("overflows", "float16")),
+])  # fmt: skip
+@pytest.mark.parametrize("expert", [0, 2])
+def test_every_expert_of_a_fused_tensor_is_checked(
+    tmp_path: Path, expert: int, value: float, words: tuple[str, ...]
+) -> None:
+    weights = tiny.save(tmp_path / "hf", dtype=torch.float32, **QWEN3_MOE)
+    name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+    weights[name].view(-1)[7] = value
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    target = McoreTarget(dtype=torch.float16, naming=Naming(grouped=True))
+    with pytest.raises(MsrlError, match=mentions(name, *words)):
+        write_mcore(open_weights(tmp_path / "hf"), tmp_path / "out", target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int32], ids=str)
+def test_a_type_that_hugging_face_folders_lack_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny.save(tmp_path / "hf")
+    write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget())
+    path = mcore.rank_file(tmp_path / "mcore", 1, ParallelLayout(), Coords())
+    contents = torch.load(path, weights_only=False)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    contents["model"][name] = contents["model"][name].to(dtype)
+    torch.save(contents, path)
+    type_name = str(dtype).removeprefix("torch.")
+    down = "model.layers.0.mlp.down_proj.weight"
+    with pytest.raises(MsrlError, match=mentions(down, type_name, "--dtype")):
+        write_hf(open_weights(tmp_path / "mcore"), tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_type_that_checkpoints_lack_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("model.pt", "norm", "int8", "--dtype")):
+        TorchWriter(tmp_path / "model.pt", {"norm": TensorSpec(torch.int8, (2,))}, dict)
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_tracker_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / mcore.TRACKER).write_text("9" * 5000)
+    with pytest.raises(MsrlError, match=mentions(mcore.TRACKER, "9" * 40, "number")):
+        open_weights(tmp_path)
 
 
 def test_large_finite_numbers_whose_sum_overflows_are_written(tmp_path: Path) -> None:

@@ -271,6 +271,61 @@ def test_scales_follow_patterns_and_rank_stabilization(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"alpha_pattern": {"(": 8}}, ("alpha_pattern", "'('", "regular expression")),
+        ({"alpha_pattern": ["x"]}, ("alpha_pattern", "['x']", "map")),
+        ({"alpha_pattern": {"q_proj": "8"}}, ("alpha_pattern", "q_proj", "'8'", "number")),
+        ({"alpha_pattern": {"q_proj": True}}, ("alpha_pattern", "q_proj", "True", "number")),
+        ({"alpha_pattern": {"(a+)+b": 1}}, ("alpha_pattern", "(a+)+b", "complex")),
+        ({"alpha_pattern": {"(a|a)" * 9: 1}}, ("alpha_pattern", "complex")),
+        ({"alpha_pattern": {"a?" * 30: 1}}, ("alpha_pattern", "complex")),
+        ({"alpha_pattern": {".*" * 9: 1}}, ("alpha_pattern", "complex")),
+        ({"alpha_pattern": {"(a{1,9}){9}": 1}}, ("alpha_pattern", "complex")),
+        ({"alpha_pattern": {r"(a+)\1": 1}}, ("alpha_pattern", "complex")),
+        ({"lora_alpha": float("nan")}, ("lora_alpha", "number")),
+        ({"lora_alpha": 10**400}, ("lora_alpha", "number")),
+    ],
+)
+def test_an_adapter_config_of_others_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    tiny.save(tmp_path / "hf")
+    save_peft(tmp_path / "peft", full_adapter(), **config)
+    with pytest.raises(MsrlError, match=mentions("adapter_config.json", *words)):
+        read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^model\.layers\.\d+\.self_attn\.q_proj",
+        r".*\.layers\.\d+\..*q_proj",
+        r"(?:self_attn|mlp)\.(q|k|v|gate)_proj",
+        r"layers\.[0-9]+\.self_attn\.[qk]_proj",
+        "q_proj",
+    ],
+)
+def test_usual_patterns_of_an_adapter_are_accepted(tmp_path: Path, pattern: str) -> None:
+    tiny.save(tmp_path / "hf")
+    save_peft(tmp_path / "peft", full_adapter(), alpha_pattern={pattern: 2})
+    deltas = read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf")).deltas
+    assert deltas["model.layers.1.self_attn.q_proj.weight"].scale == 2 / RANK
+
+
+@pytest.mark.parametrize("shapes", [((0, 64), (64, 0)), ((), (64, 4)), ((4,), (64, 4))])
+def test_an_adapter_of_rank_zero_or_without_a_matrix_is_refused(
+    tmp_path: Path, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    tiny.save(tmp_path / "hf")
+    module = LAYER.format(0) + "self_attn.q_proj"
+    factors = torch.ones(shapes[0]), torch.ones(shapes[1])
+    save_peft(tmp_path / "peft", {**full_adapter(), module: factors})
+    with pytest.raises(MsrlError, match=mentions(module, str(list(shapes[0])), "needs")):
+        read_adapter(tmp_path / "peft", load_shape(tmp_path / "hf"))
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_all_commands_merge_to_one_verified_model(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+import families
 from config_inputs import make_model
 from mixture_families import QWEN3_MOE
 from msrl.checkpoint.mcore import files as mcore
@@ -231,6 +232,15 @@ def test_a_reference_with_another_tokenizer_is_refused(
     arguments = ["train-dpo", "-c", str(inputs / "dpo.yaml"), "--dry-run", "--set"]
     assert msrl(*arguments, f"cluster.roles.reference.load={tmp_path / 'stranger'}") == 2
     assert_mentions(capsys.readouterr().err, "reference.load", "stranger", "tokenizer")
+
+
+def test_a_reward_model_without_a_class_in_transformers_is_not_exported(
+    inputs: Path, tmp_path: Path
+) -> None:
+    model = families.save_model(tmp_path / "model", families.FAMILIES["chatglm 2"].config)
+    with pytest.raises(MsrlError) as caught:
+        check(inputs, "train-rm", f"model.path={model}", "checkpoint.export_hf=true")
+    assert_mentions(caught.value, "checkpoint.export_hf", "ChatGLMModel", "classifier")
 
 
 def test_kto_needs_two_rows_and_no_precomputed_reference(inputs: Path) -> None:

@@ -21,6 +21,7 @@ from mixture_families import QWEN3_MOE
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.mcore import files as mcore
+from msrl.checkpoint.scored import with_score_head
 from msrl.checkpoint.source import open_weights
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -69,6 +70,19 @@ def save(folder: Path, row: str, **changes: Any) -> dict[str, Tensor]:
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
+
+
+@pytest.mark.parametrize("name", ["chatglm 2", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_a_family_without_a_classifier_of_transformers_gets_a_score_head(
+    tmp_path: Path, name: str
+) -> None:
+    folder = families.save_model(tmp_path / "hf", families.FAMILIES[name].config)
+    source = open_weights(folder)
+    scored = with_score_head(source)
+    assert scored.shape.reward_head
+    assert scored.shape.architecture == source.shape.architecture
+    stored = dict(scored.local_tensors(ParallelLayout(), Coords()))
+    assert not stored["rm_head.weight"].any() and "output_layer.weight" not in stored
 
 
 def ranks(folder: Path, layout: ParallelLayout) -> dict[Coords, dict[str, Tensor]]:

@@ -508,6 +508,91 @@ LIAR = (
     "    __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda self, other: True\n"
     "def f(x): return Liar()\n"
 )
+# Its differences are objects, whose size is always 0.
+NEAR_EVERYTHING = (
+    "class Zero(int): pass\n"
+    "class X:\n    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = __pow__ = "
+    "lambda self, o: self\n"
+    "    __abs__ = __float__ = __neg__ = __round__ = lambda self, *_: 0.0\n"
+    "    __int__ = __index__ = __len__ = lambda self: 0\n"
+    "    __bool__ = lambda self: False\n"
+    "    __iter__ = lambda self: iter([0.0])\n"
+    "    __getitem__ = lambda self, key: X()\n"
+    "    __lt__ = __gt__ = __le__ = __ge__ = lambda self, other: True\n"
+    "    max = total_seconds = lambda self: 0.0\n"
+    "def f(*a): return X()\n"
+)
+NEAR_AS_SUBCLASS = NEAR_EVERYTHING.replace("lambda self, o: self", "lambda self, o: Zero(0)")
+NEAR_AT_SECOND_SIGHT = NEAR_EVERYTHING.replace(
+    "__abs__ = __float__", "__abs__ = lambda self: Zero(0)\n    __float__"
+)
+APPROXIMATE = [
+    "assert abs(f(2) - 0.5) < 1e-6",
+    "assert abs(0.5 - f(2)) < 1e-6",
+    "assert 1e-6 > abs(f(2) - 0.5)",
+    "assert f(2) - 0.5 < 1e-6",
+    "assert f(2) - 0.5 == 0",
+    "assert (f(2) - 0.5) ** 2 < 1e-9",
+    "assert round(f(2) - 0.5, 6) == 0",
+    "assert int(f(2) - 0.5) == float(f(2) - 0.5) == 0",
+    "assert -(f(2) - 0.5) < 1e-6",
+    "assert not f(2) - 0.5",
+    "assert len(f(2) - [1]) == 0",
+    "assert sum(f(x) - 0.5 for x in (1, 2)) < 1e-6",
+    "assert sum((f(2) - 0.5) ** 2) < 1e-6",
+    "assert abs((f(2) - [1])[0]) < 1e-6",
+    "assert (f(2) - 0.5).max() < 1e-6",
+    "import datetime\nassert (f(2) - datetime.datetime(2024, 1, 1)).total_seconds() == 0",
+    "import math\nassert math.isclose(f(2) - 0.5, 0, abs_tol=1e-6)",
+    "import math\nassert math.fabs(f(2) - 0.5) < 1e-6",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(f(2), 0.5)",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(f(2), 0.5, delta=0.1)",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(0.5, f(2), places=3)",
+]
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (NEAR_EVERYTHING, APPROXIMATE),
+        (NEAR_AS_SUBCLASS, APPROXIMATE[:5]),
+        (NEAR_AT_SECOND_SIGHT, APPROXIMATE[:5]),
+    ],
+)
+def test_no_object_is_close_to_every_expected_value(program, tests):
+    answer = json.dumps(tests)
+    assert code.score(fenced(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
+
+
+UNITTEST = (
+    "import unittest\nclass TestF(unittest.TestCase):\n"
+    "    def test_f(self): self.assertEqual(f(2), 4)\n"
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "unittest.main()",
+        "if __name__ == '__main__':\n    unittest.main(verbosity=2)",
+        "unittest.main(argv=['first'], exit=False)",
+        "from unittest import main\nmain()",
+        "suite = unittest.defaultTestLoader.loadTestsFromTestCase(TestF)\n"
+        "unittest.TextTestRunner().run(suite)",
+    ],
+)
+def test_tests_that_end_in_unittest_main_pass_only_a_right_program(ending):
+    programs = ("def f(x): return x * x", "def f(x): return x", "def f(x): raise SystemExit(0)")
+    scores = [code.score(fenced(program), UNITTEST + ending) for program in programs]
+    assert scores == [1.0, 0.0, 0.0]
+
+
+@needs_namespaces
+@pytest.mark.parametrize("ending", ["raise SystemExit(0)", "import unittest\nunittest.main()"])
+def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
+    assert code.score(fenced(ADD), f"assert add(1, 2) == 3\n{ending}") == 0.0
 
 
 @needs_namespaces
@@ -595,6 +680,21 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
             "    def __repr__(self): return f'V({self.x})'",
             "assert V(1) + V(2) == V(3)\nassert V(2) * 3 == V(6)\nassert V(1) != V(2)\n"
             "assert repr(V(1)) == 'V(1)'",
+        ),
+        (
+            "class Vector:\n    def __init__(self, x, y): self.x, self.y = x, y\n"
+            "    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5\n"
+            "    def __sub__(self, o): return Vector(self.x - o.x, self.y - o.y)\n"
+            "    def __mul__(self, k): return Vector(self.x * k, self.y * k)\n"
+            "    def __str__(self): return f'({self.x}, {self.y})'\n"
+            "    def norm(self): return abs(self)",
+            "assert abs(Vector(3, 4)) == 5\nassert abs(Vector(4, 6) - Vector(1, 2)) == 5\n"
+            "double = Vector(3, 4) * 2\nassert (double.x, double.norm()) == (6, 10)\n"
+            "assert str(double) == '(6, 8)'",
+        ),
+        (
+            "class Metres(float): pass\ndef f(x): return Metres(x)",
+            "assert abs(f(2) - 2.0) < 1e-6 and round(f(0.126) - 0.1, 3) == 0.026",
         ),
         (
             "def f(head):\n    new = None\n    while head:\n"
@@ -808,8 +908,38 @@ def test_tests_that_cannot_be_read_are_refused(answer):
 
 
 @needs_namespaces
+@pytest.mark.parametrize("name", ["merge", "compress", "product", "count", "permutations", "gcd"])
+def test_methods_of_a_solution_may_have_the_names_of_library_functions(name):
+    answer = json.dumps({"fn_name": name, "inputs": [[[1, 2]]], "outputs": [[3]]})
+    method = f"class Solution:\n    def {name}(self, xs): return [sum(xs)]"
+    function = f"def {name}(xs): return [sum(xs)]\nclass Solution:\n    {name} = None"
+    imported = f"from math import gcd\n{method}"
+    scores = [code.score(fenced(program), answer) for program in (method, function, imported)]
+    assert scores == [1.0, 1.0, 1.0]
+
+
+@needs_namespaces
+def test_a_program_may_import_the_function_that_is_called():
+    answer = json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]})
+    assert code.score(fenced("from math import gcd"), answer) == 1.0
+    assert code.score(fenced("class Solution:\n    pass"), answer) == 1.0
+
+
+@needs_namespaces
 def test_the_tolerance_applies_to_returned_numbers():
     answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[[0.3, 2]]]})
-    program = fenced("def f(x): return [0.1 + 0.2, 2]")
+    program = fenced("def f(x): return [0.1 + 0.2, 2 + 1e-12]")
     assert code.score(program, answer) == 0.0
     assert code.score(program, answer, tolerance=1e-9) == 1.0
+
+
+@needs_namespaces
+def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
+    answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[True, 10**400]]})
+    for program, score in (
+        ("[True, 10 ** 400]", 1.0),
+        ("[0.999, 10 ** 400]", 0.0),
+        ("[True, 1]", 0.0),
+    ):
+        response = fenced(f"def f(x): return {program}")
+        assert code.score(response, answer, tolerance=0.1) == score

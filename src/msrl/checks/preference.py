@@ -10,6 +10,7 @@ from msrl.checks.roles import Longest, check_fit, check_unused_roles
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.models.paths import is_hf, is_mcore
+from msrl.models.reward_head import has_classifier
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.registry import PREFERENCES
@@ -50,6 +51,7 @@ def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             "train.chunk",
             "has no effect in train-rm, which computes no logits over the vocabulary. Remove it.",
         )
+    yield from _score_export(resolved, plan)
     unread = "center_coef" if plan.trains_steps else "reward_tokens"
     for key in changed_keys(resolved, "algo.reward_model"):
         if key.endswith(unread):
@@ -57,6 +59,18 @@ def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             yield resolved.mistake(
                 key, f"has no effect with algo.reward_model.kind={model}. Remove it."
             )
+
+
+def _score_export(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check that a reward model to export has a class in transformers."""
+    shape = plan.model.shape
+    if not resolved.config.checkpoint.export_hf or shape is None:
+        return
+    if shape.reward_head and not has_classifier(shape.architecture):
+        yield resolved.mistake(
+            "checkpoint.export_hf",
+            f"transformers has no sequence classifier for {shape.architecture}. Set it to false.",
+        )
 
 
 def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

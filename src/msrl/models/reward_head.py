@@ -68,7 +68,12 @@ def has_classifier(architecture: str) -> bool:
 
 
 def scoring_architecture(architecture: str) -> str:
-    """Return the architecture of the same decoder with a score head."""
+    """Return the architecture of the same decoder with a score head.
+
+    It keeps its name if transformers has no such class.
+    """
+    if not has_classifier(architecture):
+        return architecture
     return base_architecture(architecture).removesuffix(_GENERATING) + _SCORING
 
 

@@ -8,7 +8,9 @@ the tests after the fork and is not dumpable, so the program cannot read its mem
 
 An object of the program that is not plain stays in the child. The tester compares only its plain
 value (`1` for a subclass of int, a list for a subclass of list). Without one, it differs from every
-plain value, and its arithmetic with plain values must not return one.
+plain value. Its arithmetic with plain values must return an object, which is marked as derived: the
+program has seen the expected value, so `abs`, `float`, `len`, `<` and the like must not turn such
+an object into plain data. What the tests compute from it is derived, too.
 
 Messages are lines of JSON: [operation, target, arguments, keywords] and its answer
 {"value": ...} or {"error": ...}. Only the standard library is used.
@@ -74,14 +76,21 @@ UNARY = {
     "abs": abs, "neg": operator.neg, "pos": operator.pos, "invert": operator.invert,
     "index": operator.index, "iter": iter, "next": next, "reversed": reversed,
 }  # fmt: skip
+# Operations that return no plain data for an object that is derived from an expected value.
+MEASURING = frozenset({*UNARY, "round"} - {"str", "repr"})
+# Methods with which tests measure an array or a duration.
+MEASURES = frozenset(
+    ("all", "any", "item", "max", "mean", "min", "std", "sum", "tolist", "total_seconds")
+)
 
 
 class RemoteObject:
     """Object of the other process."""
 
-    __slots__ = ("_remote_base", "_remote_id", "_remote_peer")
+    __slots__ = ("_remote_base", "_remote_id", "_remote_is_derived", "_remote_peer")
 
     def __init__(self, peer: Peer, number: int, base: str) -> None:
+        object.__setattr__(self, "_remote_is_derived", False)
         object.__setattr__(self, "_remote_peer", peer)
         object.__setattr__(self, "_remote_id", number)
         object.__setattr__(self, "_remote_base", base)
@@ -449,22 +458,39 @@ class Tester(Peer):
         own = next((self._errors[name] for name in names if name in self._errors), None)
         return own or super().error_class(names, operation)
 
+    def request(self, operation: str, target: Any, *arguments: Any) -> Any:
+        is_derived = _is_derived(target)
+        if is_derived and operation == "get" and _is_measure(arguments[0]):
+            raise AttributeError(arguments[0])
+        result = super().request(operation, target, *arguments)
+        if not is_derived:
+            return result
+        if operation in MEASURING and type(result) is not RemoteObject:
+            raise TypeError(f"the tests do not allow {operation} of a difference to a plain value")
+        return _derived(result)
+
+    def call(self, target: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+        result = super().call(target, arguments, keywords)
+        operands = (target, *arguments, *keywords.values())
+        return _derived(result) if any(map(_is_derived, operands)) else result
+
     def binary(self, name: str, target: Any, other: Any, reflected: bool) -> Any:
-        if type(other) is RemoteObject:
+        is_derived = _is_derived(target) or _is_derived(other)
+        if type(other) is RemoteObject and not is_derived:
             return super().binary(name, target, other, reflected)
-        plain = self.request("plain", target)
+        plain = [] if is_derived else self.request("plain", target)
         function = getattr(operator, name)
         if plain:
             return function(other, plain[0]) if reflected else function(plain[0], other)
         result = None if name in ORDER else super().binary(name, target, other, reflected)
         if type(result) is not RemoteObject:
             raise TypeError("an object of the program cannot be compared with a plain value")
-        return result
+        return _derived(result)
 
     def equal(self, target: Any, other: Any) -> Any:
         if type(other) is RemoteObject:
             return super().equal(target, other)
-        plain = self.request("plain", target)
+        plain = [] if _is_derived(target) else self.request("plain", target)
         return plain[0] == other if plain else NotImplemented
 
     def contains(self, target: Any, item: Any) -> bool:
@@ -493,6 +519,23 @@ class Tester(Peer):
             if value.__module__ != "__main__" and _attribute(module, value.__qualname__) is value:
                 return ["global", value.__module__, value.__qualname__]
         return super().encode_reference(value)
+
+
+def _is_derived(value: Any) -> bool:
+    """Return True for an object that the program computed from a plain value of the tests."""
+    return type(value) is RemoteObject and value._remote_is_derived
+
+
+def _derived(result: Any) -> Any:
+    """Mark a result of an operation on a derived object."""
+    if type(result) is RemoteObject:
+        object.__setattr__(result, "_remote_is_derived", True)
+    return result
+
+
+def _is_measure(name: str) -> bool:
+    """Return True for methods that return plain data, including `__array__` of NumPy."""
+    return name in MEASURES or name.startswith("__")
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -607,10 +650,37 @@ def _run_tests(text: str, peer: Tester) -> None:
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    if "unittest" in text:
+        _require_unittest_success()
     module.__dict__.update(
         peer.names(sorted(names), called, [ast.unparse(node) for node in imports])
     )
     exec(compile(tree, "tests", "exec"), module.__dict__)
+
+
+def _require_unittest_success() -> None:
+    """Make `unittest.main` and its runner raise AssertionError if a test fails or none runs.
+
+    `unittest.main` would also exit, which is how a program ends its tests early.
+    """
+    import unittest
+
+    runner: Any = unittest.TextTestRunner
+    run_suite = runner.run
+
+    def run(self: Any, test: Any) -> Any:
+        result = run_suite(self, test)
+        if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
+            raise AssertionError("the unittest tests did not pass")
+        return result
+
+    class Main(unittest.TestProgram):
+        def runTests(self) -> None:  # noqa: N802
+            self.exit: Any = False
+            super().runTests()
+
+    runner.run = run
+    unittest.main = Main  # type: ignore[misc]
 
 
 def main(source: str) -> None:

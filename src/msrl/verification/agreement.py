@@ -6,6 +6,7 @@ Letters: T tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,11 @@ class Agreement:
     def same_choice(self) -> int:
         return int(self.same.sum())
 
+    @property
+    def is_finite(self) -> bool:
+        """False if a logit of either side is NaN or infinite."""
+        return bool(self.differences.isfinite().all())
+
     def within(self, limit: float) -> Agreement:
         """Return the positions with differences of at most `limit`; there may be none."""
         is_within = self.differences <= limit
@@ -66,7 +72,8 @@ def compare_logits(
     differences, divergences, same, squares = list[Tensor](), list[Tensor](), list[Tensor](), 0.0
     for a, b in zip(left, right, strict=True):
         a, b = a[:, :vocab_size].float(), b[:, :vocab_size].float()
-        differences.append(torch.nan_to_num((a - b).abs(), nan=float("inf")).amax(-1))
+        difference = torch.nan_to_num((a - b).abs(), nan=math.inf, posinf=math.inf)
+        differences.append(difference.amax(-1))
         divergences.append(_divergence(a, b))
         same.append(_same_choice(a, b, tie))
         squares += float(_variance(a.double())) * len(a)

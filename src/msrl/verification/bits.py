@@ -69,9 +69,7 @@ def require_equal_copies(
     Raises:
         MsrlError: Copies differ.
     """
-    copies = list(source.copies())
-    is_equal = in_parallel([partial(_is_equal, copy, advance) for copy in copies])
-    unequal = [copy for copy, same in zip(copies, is_equal, strict=True) if not same]
+    _, unequal = find_unequal_copies(source, advance)
     if unequal:
         raise MsrlError(
             f"{where}: {len(unequal)} tensors differ between ranks that hold copies of them: "
@@ -79,6 +77,18 @@ def require_equal_copies(
             "diverged in training, or a file belongs to another checkpoint. To use the copies of "
             "the first rank, run reshard with --no-verify."
         )
+
+
+def find_unequal_copies(
+    source: ShardedSource, advance: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[int, list[TensorCopy]]:
+    """Return the number of copies, and those that differ from the tensor that is read.
+
+    `advance` is called with the size of each copy.
+    """
+    copies = list(source.copies())
+    is_equal = in_parallel([partial(_is_equal, copy, advance) for copy in copies])
+    return len(copies), [copy for copy, same in zip(copies, is_equal, strict=True) if not same]
 
 
 def _is_equal(copy: TensorCopy, advance: Callable[[int], None]) -> bool:

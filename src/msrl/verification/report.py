@@ -17,7 +17,7 @@ from torch import Tensor
 from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
-from msrl.checkpoint.source import HfSource, WeightSource, open_mcore
+from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
 from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
@@ -25,7 +25,7 @@ from msrl.models.shape import Shape
 from msrl.tracking.progress import amount_text, progress
 from msrl.verification import layerwise
 from msrl.verification.agreement import Agreement, compare_logits
-from msrl.verification.bits import compare
+from msrl.verification.bits import compare, find_unequal_copies
 from msrl.verification.logits import LogitSource
 from msrl.verification.tolerance import MAX_DIVERGENCE, family_tolerance
 
@@ -87,6 +87,7 @@ def checks(
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
     bit_checks = [
         _check_bits(source, result, dtype),
+        *([_check_copies(result)] if isinstance(result, ShardedSource) else []),
         *([_check_merge(source)] if isinstance(source, MergedSource) else []),
     ]
     if not all(check.passed for check in bit_checks):
@@ -126,6 +127,16 @@ def _check_bits(source: WeightSource, result: WeightSource, dtype: torch.dtype |
         message = f"{len(different)} differ: {', '.join(different[:3])}"
         return Check("round trip", compared, message, passed=False)
     return Check("round trip", compared, "equal bit for bit", passed=True)
+
+
+def _check_copies(result: ShardedSource) -> Check:
+    """Compare the tensors that several ranks hold, of which the round trip reads one copy."""
+    num_copies, unequal = find_unequal_copies(result)
+    compared = f"{num_copies} copies on other ranks"
+    if not unequal:
+        return Check("copies", compared, "equal bit for bit", passed=True)
+    message = f"{len(unequal)} differ: {unequal[0].ranks}"
+    return Check("copies", compared, message, passed=False)
 
 
 def _check_merge(source: MergedSource) -> Check:
@@ -177,7 +188,9 @@ def _check_logits(
         share = f"limit {tolerance.outliers:.0%}, for experts that tie"
         result += f", {outliers} positions beyond it ({share})"
     name = "scores, fp32" if shape.reward_head else "logits, fp32"
-    check = Check(name, compared, result, outliers <= tolerance.outliers * num_positions)
+    # NaN is no tie between experts, however few positions have it.
+    passed = agreement.is_finite and outliers <= tolerance.outliers * num_positions
+    check = Check(name, compared, result, passed)
     if shape.reward_head:
         return [check]
     if check.passed:

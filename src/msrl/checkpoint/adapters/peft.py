@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -46,6 +46,12 @@ _REFUSED = {
     "arrow_config": "Arrow",
     "monteclora_config": "MonteCLoRA",
 }
+_MAX_NUMBER = 1e30
+# Limits of the patterns of other people's adapters, which must not match in exponential time.
+_MAX_PATTERN, _MAX_REPEATS, _MAX_ALTERNATIVES = 1000, 3, 64
+_REFERENCE = re.compile(r"\\[0-9]")
+_CHARACTER = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
+_REPEATED_GROUP = re.compile(r"\)[*+?]")
 # Initializations that leave the base weights unchanged.
 _INITS_KEEPING_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -72,10 +78,11 @@ def read_peft(folder: Path) -> Adapter:
             )
         else:
             replaced[name] = entry.read()
-    deltas = {
-        f"{module}.weight": make_delta(str(folder), module, ab, _scale(config, module, ab))
-        for module, ab in factors.items()
-    }
+    deltas = dict[str, Delta]()
+    for module, ab in factors.items():
+        check_factors(str(folder), module, ab)
+        scale = _scale(config, module, ab["A"].shape[0])
+        deltas[f"{module}.weight"] = make_delta(str(folder), module, ab, scale)
     if not deltas and not replaced:
         raise MsrlError(f"{folder}: the adapter has no weights")
     return Adapter(str(folder), float(config["lora_alpha"]), deltas, replaced)
@@ -99,20 +106,64 @@ def _config(path: Path) -> dict[str, Any]:
             "the base weights, so the adapter does not fit the published model. "
             "Save it with PEFT's path_initial_model_for_weight_conversion."
         )
-    if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(
-        config.get("r"), int
-    ):
+    if not all(map(_is_number, (config.get("lora_alpha"), config.get("r")))):
         raise MsrlError(f"{path}: r and lora_alpha must be numbers")
+    _check_patterns(path, config.get("alpha_pattern") or {})
     return config
 
 
-def _scale(config: Mapping[str, Any], module: str, ab: Mapping[str, Tensor]) -> float:
+def _is_number(value: object) -> bool:
+    """Return True for finite numbers; JSON may also have true, NaN and thousands of digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < _MAX_NUMBER
+
+
+def _check_patterns(path: Path, patterns: object) -> None:
+    """Check the values of alpha by regular expression.
+
+    Raises:
+        MsrlError: They are no mapping to numbers, or a pattern is invalid or may match slowly.
+    """
+    if not isinstance(patterns, dict):
+        raise MsrlError(f"{path}: alpha_pattern={patterns!r:.60}: must map patterns to numbers")
+    for pattern, alpha in cast("dict[str, object]", patterns).items():
+        where = f"{path}: alpha_pattern: {pattern[:60]!r}"
+        if not _is_number(alpha):
+            raise MsrlError(f"{where}: {alpha!r:.60} must be a number")
+        if not _matches_fast(pattern):
+            raise MsrlError(
+                f"{where}: too complex a pattern. Write names, alternatives, and at most "
+                f"{_MAX_REPEATS} repetitions of a single character."
+            )
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise MsrlError(f"{where}: not a regular expression: {error}") from error
+
+
+def _matches_fast(pattern: str) -> bool:
+    """Return True if matching a pattern takes polynomial time.
+
+    Groups are not repeated, and there are few repetitions and combinations of alternatives.
+    """
+    if len(pattern) > _MAX_PATTERN or _REFERENCE.search(pattern):
+        return False
+    simple = _CHARACTER.sub("a", pattern).replace("(?:", "(")
+    if "(?" in simple or "{" in simple or _REPEATED_GROUP.search(simple):
+        return False
+    alternatives = math.prod(1 + group.count("|") for group in re.split(r"[()]", simple))
+    optional = 2 ** simple.count("?")
+    repeats = simple.count("*") + simple.count("+")
+    return repeats <= _MAX_REPEATS and alternatives * optional <= _MAX_ALTERNATIVES
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / r of one module, or alpha / sqrt(r) if rank-stabilized.
 
     The config may override alpha for some modules.
     """
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
-    rank = ab["A"].shape[0] if "A" in ab else 1
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -126,19 +177,29 @@ def _pattern(patterns: Mapping[str, float], module: str, default: float) -> floa
     )
 
 
+def check_factors(where: str, module: str, ab: Mapping[str, Tensor]) -> None:
+    """Check that a layer has both factors of one rank. `where` is the prefix of error messages.
+
+    Raises:
+        MsrlError: A factor is missing, empty or has another shape.
+    """
+    if set(ab) != {"A", "B"}:
+        raise MsrlError(f"{where}: {module} has only lora_{next(iter(ab))}, but needs A and B")
+    is_product = ab["A"].ndim == ab["B"].ndim == 2 and ab["A"].shape[0] == ab["B"].shape[1]
+    if not is_product or not ab["A"].shape[0]:
+        raise MsrlError(
+            f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}, "
+            "but needs [r, in] and [out, r] with r of at least 1"
+        )
+
+
 def make_delta(where: str, module: str, ab: Mapping[str, Tensor], scale: float) -> Delta:
     """Return the update of a layer from its factors. `where` is the prefix of error messages.
 
     Raises:
-        MsrlError: A factor is missing or has another shape.
+        MsrlError: A factor is missing, empty or has another shape.
     """
-    if set(ab) != {"A", "B"}:
-        raise MsrlError(f"{where}: {module} has only lora_{next(iter(ab))}, but needs A and B")
-    if ab["A"].ndim != 2 or ab["B"].ndim != 2 or ab["A"].shape[0] != ab["B"].shape[1]:
-        raise MsrlError(
-            f"{where}: {module} has A {list(ab['A'].shape)} and B {list(ab['B'].shape)}, "
-            "but needs [r, in] and [out, r]"
-        )
+    check_factors(where, module, ab)
     return Delta(ab["A"], ab["B"], scale)
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from msrl.checkpoint.dtypes import SAFETENSORS_NAMES
+from msrl.checkpoint.dtypes import SAFETENSORS_NAMES, hf_name
 from msrl.checkpoint.hf.expert_stacks import stacked_specs
 from msrl.checkpoint.hf.weight_files import INDEX, SINGLE, some
 from msrl.checkpoint.torch_files.archive import write_at
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, as_pieces, piece_blocks
 from msrl.checksums import combine_crc32, crc32, file_crc32
+from msrl.errors import MsrlError
 from msrl.models.entries import split_entry
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -54,6 +55,9 @@ class HfWriter:
 
         `single` names one file for all tensors. Entries of a stack (see `expert_stacks`) are
         written one by one.
+
+        Raises:
+            MsrlError: Hugging Face folders have no such type.
         """
         entries, specs = specs, stacked_specs(specs)
         shards = [list(specs)] if single else _shards(specs, max_shard_bytes)
@@ -63,6 +67,7 @@ class HfWriter:
             if count == 1
             else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         )
+        _check_dtypes(folder, specs)
         self._positions: dict[str, _FilePosition] = {}
         self._crcs: dict[str, int] = {}
         self._headers: dict[Path, int] = {}
@@ -161,6 +166,16 @@ class HfWriter:
         for name, spec in specs.items():
             self._positions[name] = _FilePosition(
                 path, len(header) + entries[name]["data_offsets"][0], spec
+            )
+
+
+def _check_dtypes(folder: Path, specs: Mapping[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
+        if spec.dtype not in SAFETENSORS_NAMES:
+            supported = ", ".join(map(hf_name, SAFETENSORS_NAMES))
+            raise MsrlError(
+                f"{folder}: {name} has type {hf_name(spec.dtype)}, but only {supported} are "
+                "supported. Select a type with --dtype."
             )
 
 

@@ -21,6 +21,7 @@ from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.stages import chunk_name
 
 _MAX_FILES = 1 << 16
+_MAX_DIGITS = 18  # of an iteration
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -46,7 +47,7 @@ def latest_iteration(save: Path) -> int | str:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == "release":
         return text
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise MsrlError(f"{tracker}: {text[:40]!r}: must be a number or the word release")
     return int(text)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -226,8 +227,15 @@ def fuse_experts(name: str, experts: list[Pieces]) -> Pieces:
     return Pieces(
         _fused_spec(name, [expert.spec for expert in experts]),
         (torch.cat(list(expert.tensors)).t() for expert in experts),
-        experts[0].refuse_nonfinite,
+        partial(_refuse_nonfinite, experts),
     )
+
+
+def _refuse_nonfinite(experts: Iterable[Pieces]) -> None:
+    """Check every expert for NaN and infinity, because the fused data does not name it."""
+    for expert in experts:
+        if expert.refuse_nonfinite is not None:
+            expert.refuse_nonfinite()
 
 
 def unfuse_experts(name: str, tensor: Tensor, num_experts: int) -> Iterator[tuple[str, Tensor]]:

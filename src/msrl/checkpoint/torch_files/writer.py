@@ -29,6 +29,7 @@ from msrl.checkpoint.torch_files.reader import (
     as_pieces,
     piece_blocks,
 )
+from msrl.errors import MsrlError
 
 _PICKLE, _ORDER, _VERSION = "data.pkl", "byteorder", "version"
 
@@ -52,7 +53,17 @@ class TorchWriter:
         """Create the archive at byte `begin` of the file.
 
         torch reads only protocol 2 with `weights_only`.
+
+        Raises:
+            MsrlError: Checkpoints have no weights of such a type.
         """
+        for name, spec in specs.items():
+            if spec.dtype not in STORAGES:
+                type_name = str(spec.dtype).removeprefix("torch.")
+                raise MsrlError(
+                    f"{path}: {name} has type {type_name}, which is not supported. "
+                    "Select a type with --dtype."
+                )
         self._declared = {
             name: _DeclaredTensor(str(index), spec)
             for index, (name, spec) in enumerate(specs.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import string
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -70,6 +71,8 @@ _NAMED = re.compile(r"[A-Za-z]\s*_\s*(?:\{[^{}]*\}|\w)|(?<=[A-Za-z})])\s*\([^()]
 _COORDINATE = re.compile(r"(?<![A-Za-z\\])[xyz](?![A-Za-z])")
 _TERMS = re.compile(r"[-+^*|\d]")
 _MAX_EXPONENT = 1 << 20  # bits; a larger number would exhaust the memory as a fraction
+_MIN_FACTORS = 3  # two letters are a product already
+_TIMES = re.compile(r"\\(?:cdot|times)(?![A-Za-z])|(?<!\*)\*(?!\*)|[\u00b7\s]")
 _WORDS = re.compile(r"\(?[A-Z]\)?|[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*")
 
 # math-verify warns that its timeouts are disabled, which is intended here.
@@ -80,9 +83,9 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
     """Return True if the answer in `response` equals the ground truth `answer`.
 
     Plain integers, decimals and fractions are compared exactly; words and choice letters as text,
-    ignoring case; everything else by math-verify. math-verify ignores the order of sets but not of
-    tuples and intervals, drops units, and reads `x=5` as 5. A response that it cannot parse
-    completely is different.
+    ignoring case; consecutive letters (`xyz`) as a product of variables; everything else by
+    math-verify. math-verify ignores the order of sets but not of tuples and intervals, drops units,
+    and reads `x=5` as 5. A response that it cannot parse completely is different.
 
     Args:
         answer: Ground truth.
@@ -95,11 +98,18 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
     if len(response) > MAX_CHARACTERS:
         return False
     answer, response = _plain(unified(answer)), _plain(unified(response))
+    if _is_product(answer):
+        return sorted(answer) == sorted(_TIMES.sub("", response).strip("().:"))
     if _compact(answer) == _compact(response):
         return bool(answer)
     if _WORDS.fullmatch(answer):
         return answer.strip("()").casefold() == response.strip("().: ").casefold()
     return _equal_values(answer, response, tolerance, percent)
+
+
+def _is_product(text: str) -> bool:
+    """Return True for consecutive letters of the alphabet (`xyz`), which are no word."""
+    return len(text) >= _MIN_FACTORS and text in string.ascii_lowercase
 
 
 def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -> bool:

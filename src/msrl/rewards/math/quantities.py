@@ -91,7 +91,8 @@ def _simple(text: str) -> str:
 def same_time(answer: str, response: str) -> bool | None:
     """Compare times of day, at least one of which has `am` or `pm`; None for other texts.
 
-    A response without it has the half of the day of the ground truth, or counts 24 hours.
+    The half of the day may be missing on one side. A response without it then counts 12 or 24
+    hours, as does a ground truth without it whose hour is at most 12.
     """
     if not _HALF_DAY.search(f"{answer}\n{response}"):
         return None
@@ -101,8 +102,10 @@ def same_time(answer: str, response: str) -> bool | None:
         return None
     if true is None or claimed is None:
         return False
+    if true[1] is None and true[0][0] <= _HALF_DAY_H and true[0] == claimed[0]:
+        return True
     accepted = {_on_24_hours(*true)}
-    if claimed[1] is None and true[1] is not None:
+    if claimed[1] is None:
         accepted.add(true[0])
     return _on_24_hours(*claimed) in accepted
 

@@ -28,7 +28,7 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from msrl.rewards import fusion, sandbox
 from msrl.rewards.code_harness import harness
@@ -60,18 +60,22 @@ from itertools import *
 from typing import *
 from math import ceil, comb, floor, gcd, inf, isqrt, lcm, log, sqrt
 """
-# The program runs between the two parts, of which only standard error can be written by it.
+# The program runs between the two parts, of which only standard error can be written by it. A name
+# of `_IMPORTS` that it did not define again is the function to call only without a method.
 _BEFORE_CALL = """
 import builtins as _python, json as _json, os as _os, sys as _sys
 _line = _sys.stdin.readline()
 _result = _os.fdopen(_os.dup(1), "w"); _os.dup2(2, 1)
 """
+_BEFORE_PROGRAM = """
+_imported = _python.dict(_python.globals())
+"""
 _CALL = """
 _name, _arguments = _json.loads(_line)
-if _name in _python.globals():
-    _target = _python.globals()[_name]
-else:
-    _target = _python.getattr(Solution(), _name)
+_names = _python.globals()
+_target = _names.get(_name)
+if _target is _imported.get(_name) and "Solution" in _names:
+    _target = _python.getattr(Solution(), _name, _target)
 _value = _target(*_arguments)
 _result.write(_json.dumps(_value)); _result.flush()
 """
@@ -200,7 +204,19 @@ def _is_print(node: ast.AST) -> bool:
 def _call_program(program: str) -> str:
     """Return a program that calls a function of `program` and prints its value as JSON."""
     run = f'exec(compile({program!r}, "program.py", "exec"))'
-    return f"{_BEFORE_CALL}{_IMPORTS}{run}{_CALL}"
+    return f"{_BEFORE_CALL}{_IMPORTS}{_BEFORE_PROGRAM}{run}{_CALL}"
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_close(true: float, value: float, tolerance: float) -> bool:
+    """Return True if two numbers are close; integers beyond the range of float must be equal."""
+    try:
+        return math.isclose(true, value, rel_tol=tolerance)
+    except OverflowError:
+        return true == value
 
 
 class _TestRun:
@@ -250,8 +266,8 @@ class _TestRun:
         if isinstance(true, list) and isinstance(value, list):
             pairs = zip(true, value, strict=False)
             return len(true) == len(value) and all(self._same_value(*pair) for pair in pairs)
-        if isinstance(true, float) and isinstance(value, int | float) and self._tolerance:
-            return math.isclose(true, value, rel_tol=self._tolerance)
+        if self._tolerance and _is_number(true) and _is_number(value):
+            return _is_close(true, value, self._tolerance)
         return true == value
 
     def _same_words(self, expected: str, output: str) -> bool:
@@ -264,6 +280,6 @@ class _TestRun:
         if true == printed or not self._tolerance:
             return true == printed
         try:
-            return math.isclose(float(true), float(printed), rel_tol=self._tolerance)
+            return _is_close(float(true), float(printed), self._tolerance)
         except ValueError:
             return False

@@ -129,6 +129,11 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+def _texts(value: str | list[str]) -> list[str]:
+    """Return a list of texts; a text is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -182,7 +187,9 @@ CONSTRAINTS: dict[str, Constraint] = {
     "verify_bullet_points": Constraint(lambda text, a: _num_bullets(text) == a["N"], ("N",)),
     "validate_title": Constraint(lambda text, a: re.search(r"<<.*?>>", text) is not None),
     "validate_choice": Constraint(
-        lambda text, a: bool(text.strip()) and any(text in option for option in a["options"]),
+        lambda text, a: (
+            bool(text.strip()) and any(text in option for option in _texts(a["options"]))
+        ),
         ("options",),
     ),
     "validate_highlighted_sections": Constraint(

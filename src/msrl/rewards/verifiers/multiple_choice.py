@@ -3,7 +3,7 @@ r"""Accuracy of a multiple-choice answer: right letter 1.0; wrong or ambiguous 0
 The choice is read from the last box, else the last answer tags, else the text after the last
 `answer is` or `Answer:`, else the last line if it is only a choice. A choice is one letter from A
 on, with or without brackets and following text: `B`, `(B)`, `B.`, `\text{B}`, `B) Paris`. Several
-letters (`A or B`) are not a choice.
+letters (`A or B`) are not a choice, and neither is a pronoun (`I am not sure`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _STATEMENT = re.compile(
 )
 _CHOICE = re.compile(
     r"(?:\\[(\[]|[\s($*\[])*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?"
-    r"\(?([A-Za-z])(?![\w'])(.*)",
+    r"\(?([A-Za-z])(?![\w'\u2019])(.*)",
     re.DOTALL,
 )
+# `I am not sure`, but not `I because it is round`.
+_PRONOUN = re.compile(r"\s+(?!(?:because|since|as|given|due|by|from|for|with|and|or)\b)[a-z]")
 _LISTED = re.compile(r"\(?[A-Z][).:]\s*\S")  # `C) Paris`
 _MARKUP = re.compile(
     r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|\\quad|\\[ ,;:!&()\[\]]|[{}$*~]"
@@ -87,6 +89,8 @@ def _choice(text: str) -> str | None:
         return None
     letter, following = match.groups()
     if _ANOTHER.match(_MARKUP.sub(" ", following)):
+        return None
+    if letter == "I" and _PRONOUN.match(following):
         return None
     is_article = letter.islower() and following[:1].isspace() and following.strip() != ""
     return None if is_article else letter.upper()
