@@ -506,7 +506,9 @@ def test_metrics_of_training_and_evaluation_share_a_panel_within_natural_bounds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
         patch.setattr(plots, "atomic_write", lambda path: contextlib.nullcontext(path))
-        plot_metrics(reports, plots.CURVES, Path("curves.png"))
+        plot_metrics(
+            reports, ["train/loss", "eval/loss", "eval/pass@1", "train/lr"], Path("curves.png")
+        )
     panels = {axes.get_title(): axes for axes in figures[0].axes if axes.get_visible()}
     assert list(panels) == ["loss", "eval/pass@1", "train/lr"]
     assert [text.get_text() for text in panels["loss"].get_legend().get_texts()] == [
