@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from cluster_folders import cluster_folders
-from msrl.cluster import launch, probe, state
+from msrl.cluster import launch, state
 from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
+from msrl.free_ports import free_port
 from support import assert_each_mentions, assert_mentions, mentions
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,8 @@ def separate_state(tmp_path_factory):
 def head():
     """Start a head on loopback as `msrl cluster up` does."""
     record = launch.up(
-        port=probe.free_port(),
-        dashboard_port=probe.free_port(),
+        port=free_port(),
+        dashboard_port=free_port(),
         devices=2,
         platform_resource=RESOURCE,
     )
@@ -88,7 +89,7 @@ def test_status_prints_nodes_and_free_devices_as_text_and_json(head, capsys):
 
 def test_a_second_head_is_refused_while_the_first_is_running(head):
     with pytest.raises(MsrlError, match=mentions("2 device", head.address)):
-        launch.up(port=probe.free_port(), devices=2, platform_resource=RESOURCE)
+        launch.up(port=free_port(), devices=2, platform_resource=RESOURCE)
 
 
 def test_a_cluster_in_use_is_not_ended_without_a_question(head, monkeypatch, capfd):
@@ -182,9 +183,9 @@ def test_down_ends_the_two_nodes_that_it_recorded_and_nothing_else(head, capsys)
     launch.down()
     bystander = subprocess.Popen(["sleep", "300"])
     with other_ray() as other:
-        port = probe.free_port()
+        port = free_port()
         cluster.up(
-            host="127.0.0.2", port=port, dashboard_port=probe.free_port(), devices=2, platform="cpu"
+            host="127.0.0.2", port=port, dashboard_port=free_port(), devices=2, platform="cpu"
         )
         printed = capsys.readouterr().out
         assert f"msrl cluster join 127.0.0.2:{port}" in printed
@@ -242,8 +243,8 @@ def test_a_failed_start_of_ray_is_reported_with_its_output_and_leaves_nothing():
     launch.down()
     with pytest.raises(MsrlError, match=mentions("Ray", "exit status 1", "CPU")):
         launch.up(
-            port=probe.free_port(),
-            dashboard_port=probe.free_port(),
+            port=free_port(),
+            dashboard_port=free_port(),
             devices=1,
             platform_resource="CPU",
         )
@@ -328,7 +329,7 @@ def test_a_node_whose_start_times_out_is_started_again(monkeypatch, tmp_path, ca
     def start(num_late):
         code = script.replace("LATE", str(num_late))
         monkeypatch.setattr(launch, "_command", lambda *_: [sys.executable, "-c", code])
-        return launch.up(port=probe.free_port(), devices=1, platform_resource=RESOURCE)
+        return launch.up(port=free_port(), devices=1, platform_resource=RESOURCE)
 
     record = start(1)
     assert record.alive and len(num_starts.read_text()) == 2

@@ -20,6 +20,7 @@ from msrl import temporary
 from msrl.cluster import launch, probe, processes, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.errors import MsrlError
+from msrl.free_ports import free_port
 from support import mentions
 
 
@@ -191,9 +192,7 @@ def test_a_port_in_use_is_reported_with_its_process():
 )
 def test_an_impossible_head_is_refused_before_anything_starts(arguments, keywords):
     with pytest.raises(MsrlError, match=mentions(*keywords)):
-        launch.up(
-            **{"port": probe.free_port(), "devices": 1, "platform_resource": "device", **arguments}
-        )
+        launch.up(**{"port": free_port(), "devices": 1, "platform_resource": "device", **arguments})
     assert state.load_records() == ()
 
 
@@ -216,7 +215,7 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
     began = time.monotonic()
     with pytest.raises(MsrlError, match=mentions("127.0.0.2", "1 s")):
         launch.join(
-            f"127.0.0.2:{probe.free_port()}",
+            f"127.0.0.2:{free_port()}",
             devices=1,
             platform_resource="device",
             answer_timeout_s=1.0,

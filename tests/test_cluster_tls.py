@@ -15,6 +15,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.cluster import launch, probe, state
 from msrl.cluster.state import NodeRecord, TlsFiles
 from msrl.errors import ManyErrors
+from msrl.free_ports import free_port
 from support import assert_each_mentions
 
 RESOURCE = "msrl_device"
@@ -90,7 +91,7 @@ def test_a_record_keeps_the_paths_of_the_certificates(tmp_path: Path, monkeypatc
 @pytest.fixture(scope="module")
 def head(files: TlsFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeRecord]:
     """Start a head on loopback with TLS, as `msrl cluster up` does."""
-    ports = {"port": probe.free_port(), "dashboard_port": probe.free_port()}
+    ports = {"port": free_port(), "dashboard_port": free_port()}
     with cluster_folders(tmp_path_factory.mktemp("state")):
         yield launch.up(**ports, devices=1, platform_resource=RESOURCE, tls=files)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -189,13 +188,11 @@ def test_a_long_file_with_few_values_is_within_the_limits(tmp_path: Path):
 def test_few_open_files_are_refused_before_anything_starts(tmp_path: Path):
     save_model(tmp_path / "hf", tied=True)
     command = [sys.executable, "-m", "msrl", "chat", "--model", str(tmp_path / "hf")]
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_OPEN_FILES // 4, MIN_OPEN_FILES // 4))
-
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    limit = MIN_OPEN_FILES // 4
+    limited = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert_mentions(done.stderr, "ulimit -n 64")
+    assert_mentions(done.stderr, f"ulimit -n {limit}")
     assert "Traceback" not in done.stderr
 
 

@@ -5,12 +5,10 @@ A second signal ends it immediately.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +86,7 @@ def test_under_nohup_a_closed_terminal_is_ignored():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+CONTROLLING_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
 STOPPED = """
 import os, signal, sys, time
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output
@@ -109,14 +108,14 @@ sys.exit(130 if interrupts.asked else 1)
 def test_output_without_a_reader_does_not_end_a_run(tmp_path: Path, kind: str):
     """The reader is a closed terminal (SIGHUP), or a `tee` that the group's signal ended."""
     reader, writer = os.openpty() if kind == "terminal" else os.pipe()
-    command = [sys.executable, "-c", STOPPED, str(tmp_path / "result")]
+    setup = CONTROLLING_TERMINAL if kind == "terminal" else ""
+    command = [sys.executable, "-c", setup + STOPPED, str(tmp_path / "result")]
     process = subprocess.Popen(
         command,
         stdin=writer,
         stdout=writer,
         stderr=writer,
         start_new_session=True,
-        preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if kind == "terminal" else None,
     )
     os.close(writer)
     assert b"ready" in os.read(reader, 100)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from msrl.cluster import launch, probe
+from msrl.cluster import launch
 from msrl.cluster.ports import Ports
 from msrl.cluster.rendezvous import reserve_port
 from msrl.config.loader import load
 from msrl.errors import MsrlError
+from msrl.free_ports import free_port
+from msrl.rollout import server_access
 from msrl.workflows import doctor
 from support import mentions
 
@@ -50,6 +52,12 @@ def test_ray_knows_the_options_of_all_ports():
         assert {argument.split("=")[0] for argument in arguments} <= options
 
 
+def test_free_ports_are_below_the_range_of_the_kernel():
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = (free_port(), server_access.free_port("localhost", 0))
+    assert all(20_000 <= port < first_ephemeral for port in ports)
+
+
 def test_the_rendezvous_takes_the_first_free_port_and_names_a_range_in_use():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -70,9 +78,9 @@ def test_a_head_is_refused_if_a_port_of_the_range_is_in_use(monkeypatch: pytest.
         with pytest.raises(MsrlError, match=mentions("cluster.ports", port)):
             launch.check_up(
                 host="127.0.0.1",
-                port=probe.free_port(),
+                port=free_port(),
                 dashboard_host="127.0.0.1",
-                dashboard_port=probe.free_port(),
+                dashboard_port=free_port(),
                 devices=1,
                 ports=Ports(20000, 20099),
             )

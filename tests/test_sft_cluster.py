@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from msrl.cluster import launch, probe
+from msrl.cluster import launch
+from msrl.free_ports import free_port
 from msrl.trainer.checkpointing.resume import SavedTraining
 from support import assert_mentions
 from tiny_qwen2 import save_model
@@ -35,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("MSRL_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
             patch.delenv(name, raising=False)
-        address = f"127.0.0.2:{probe.free_port()}"
+        address = f"127.0.0.2:{free_port()}"
         port = int(address.split(":")[1])
         try:
             with pytest.MonkeyPatch.context() as elsewhere:
@@ -43,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 launch.up(
                     host="127.0.0.2",
                     port=port,
-                    dashboard_port=probe.free_port(),
+                    dashboard_port=free_port(),
                     devices=1,
                     platform_resource=RESOURCE,
                 )

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+# The tests' own parent may ignore these signals. Code in a fork of a process with threads can hang.
+_DEFAULT_SIGNALS = ("env", "--default-signal=INT,HUP")
 LIMIT_S = 600.0  # for a slow, loaded machine; usually a tenth of it suffices
 
 
@@ -37,13 +39,12 @@ class Command:
             environment |= {"TMPDIR": str(tmp), "RAY_TMPDIR": str(tmp)}
         self._file = log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
+            [*_DEFAULT_SIGNALS, sys.executable, *program, *arguments],
             stdout=self._file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
-            preexec_fn=_restore_signals,
         )
 
     def wait(self) -> int:
@@ -84,12 +85,6 @@ class Command:
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
-
-
-def _restore_signals() -> None:
-    """Restore default signal handlers, which the tests' own parent may have changed."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def make_tmp() -> Path:

@@ -25,6 +25,7 @@ from msrl.cluster.probe import Address
 from msrl.cluster.startup import retry_timeouts
 from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
+from msrl.free_ports import free_port
 
 START_TIMEOUT_S = 90.0
 _STARTED = "Ray runtime started"
@@ -363,9 +364,9 @@ def _port_arguments(start: _Start) -> list[str]:
     is_head = start.kind == "head"
     if start.ports is not None:
         return start.ports.ray_arguments(is_head=is_head)
-    arguments = [f"--dashboard-agent-listen-port={probe.free_port()}"]
+    arguments = [f"--dashboard-agent-listen-port={free_port()}"]
     if is_head:
-        arguments.append(f"--ray-client-server-port={probe.free_port()}")
+        arguments.append(f"--ray-client-server-port={free_port()}")
     return arguments
 
 

@@ -123,13 +123,6 @@ def _listener(port: int) -> str:
     return ""
 
 
-def free_port() -> int:
-    """Return a port that is currently free on loopback."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
 def local_host_towards(address: Address) -> str:
     """Return this machine's address as the head sees it: the source address of the route to it.
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from msrl import free_ports
 from msrl.errors import MsrlError
 
 KEY_VARIABLES = ("MSRL_API_KEY", "VLLM_API_KEY")
@@ -66,6 +67,8 @@ def free_port(host: str, port: int) -> int:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        if port == 0:
+            return free_ports.free_port(str(address[0]))
         with closing(socket.socket(family, kind, protocol)) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
