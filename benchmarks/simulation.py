@@ -132,7 +132,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Result of a simulation. Idle fractions are of the devices of each side."""
 
     num_engines: int
@@ -245,12 +245,12 @@ class Simulation:
         self._now, self._version = 0.0, 0
         self._sums = _Measured()
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Simulate all steps."""
         self._issue()
         while self._version < self._work.num_steps:
             self._next_event()
-        return self._outcome()
+        return self._result()
 
     def _next_event(self) -> None:
         while self._ends and self._changes[self._ends[0][1]] != self._ends[0][2]:
@@ -333,11 +333,11 @@ class Simulation:
         if self._version == self._work.num_warmup_steps:
             self._sums = _Measured(start=self._now, engine_s=self._engine_s())
 
-    def _outcome(self) -> Outcome:
+    def _result(self) -> SimulationResult:
         sums, seconds = self._sums, self._now - self._sums.start
         engine_s = self._engine_s() - sums.engine_s
         busy_s = engine_s + sums.training_s * self._num_trainers
-        return Outcome(
+        return SimulationResult(
             num_engines=len(self._engines),
             tokens_per_s=sums.tokens / seconds,
             trainer_idle=_idle(sums.training_s, seconds),
@@ -357,14 +357,14 @@ def _idle(busy_s: float, total_s: float) -> float:
     return max(1 - busy_s / total_s, 0.0)  # sums of rounded times may exceed the total
 
 
-def best(cluster: Cluster, work: Workload, mode: Mode) -> Outcome:
-    """Return the outcome with the number of engines that has the highest throughput."""
+def best(cluster: Cluster, work: Workload, mode: Mode) -> SimulationResult:
+    """Return the result with the number of engines that has the highest throughput."""
     counts: Sequence[int] = (cluster.num_devices,)
     step = max(cluster.num_devices // 8, 1)
     if mode.is_separate:
         counts = range(max(cluster.num_devices // 8, 1), cluster.num_devices, step)
     runs = (Simulation(cluster, work, mode, count).run() for count in counts)
-    return max(runs, key=lambda outcome: outcome.tokens_per_s)
+    return max(runs, key=lambda result: result.tokens_per_s)
 
 
 def table(cluster: Cluster, works: Sequence[Workload]) -> Iterator[str]:
@@ -375,27 +375,29 @@ def table(cluster: Cluster, works: Sequence[Workload]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for work in works:
-        outcomes = {mode.name: best(cluster, work, mode) for mode in MODES}
-        reference = outcomes[MODES[0].name].tokens_per_s
+        results = {mode.name: best(cluster, work, mode) for mode in MODES}
+        reference = results[MODES[0].name].tokens_per_s
         for mode in MODES:
-            yield _row(cluster, work, mode, outcomes[mode.name], reference)
+            yield _row(cluster, work, mode, results[mode.name], reference)
 
 
-def _row(cluster: Cluster, work: Workload, mode: Mode, outcome: Outcome, reference: float) -> str:
-    engines = f"{outcome.num_engines} of {cluster.num_devices}"
+def _row(
+    cluster: Cluster, work: Workload, mode: Mode, result: SimulationResult, reference: float
+) -> str:
+    engines = f"{result.num_engines} of {cluster.num_devices}"
     if not mode.is_separate:
         engines = f"all {cluster.num_devices}, shared"
     cells = (
         work.lengths.name,
         mode.name,
         engines,
-        f"{outcome.tokens_per_s:,.0f}",
-        f"{outcome.tokens_per_s / reference:.2f}",
-        f"{outcome.trainer_idle:.0%}",
-        f"{outcome.engine_idle:.0%}",
-        f"{outcome.device_idle:.0%}",
-        f"{outcome.staleness:.2f}, {outcome.max_staleness}",
-        f"{outcome.recomputed:.0%}",
+        f"{result.tokens_per_s:,.0f}",
+        f"{result.tokens_per_s / reference:.2f}",
+        f"{result.trainer_idle:.0%}",
+        f"{result.engine_idle:.0%}",
+        f"{result.device_idle:.0%}",
+        f"{result.staleness:.2f}, {result.max_staleness}",
+        f"{result.recomputed:.0%}",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -196,8 +196,8 @@ PREFERENCES: dict[str, Callable[..., float]] = {
 # --- divergences: algorithms/divergences/ ---
 
 
-def _kl(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * math.log(a / b) for a, b in zip(one, other, strict=True))
+def _kl(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(left, right, strict=True))
 
 
 def _jensen_shannon(student: Sequence[float], teacher: Sequence[float]) -> float:

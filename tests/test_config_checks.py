@@ -615,7 +615,7 @@ def test_a_profile_of_a_missing_step_or_rank_is_refused(
 def test_a_way_of_weights_that_cannot_work_is_refused(
     folder: Path, sets: list[str], fragments: tuple[str, ...]
 ):
-    first, *others = sets
-    messages = mistakes("train-grpo", f"rollout.weights.{first}", *others)
+    first, *further = sets
+    messages = mistakes("train-grpo", f"rollout.weights.{first}", *further)
     (message,) = [each for each in messages if "rollout.weights" in each]
     assert_mentions(message, *fragments)

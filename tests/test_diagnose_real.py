@@ -205,8 +205,8 @@ def test_positions_that_go_on_in_the_next_packed_sequence_are_named(running: Run
 @pytest.mark.full
 def test_another_choice_of_experts_is_named(running: Running) -> None:
     def change(output: Any) -> Any:
-        logits, *others = output
-        return (logits.roll(1, dims=-1), *others)
+        logits, *routes = output
+        return (logits.roll(1, dims=-1), *routes)
 
     with hook(running.model.model.layers[1].mlp.gate, change):
         cause = running.cause()

@@ -49,7 +49,7 @@ class Recorder:
         self.calls.append(("wake_up", tags))
 
     def collective_rpc(self, method: str) -> None:
-        """Call the workers, which have no memory of their own here."""
+        """Call the workers, which have no device memory here."""
 
 
 def update(memory: EngineMemory) -> None:

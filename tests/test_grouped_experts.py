@@ -59,7 +59,7 @@ def test_products_equal_those_of_torch_in_one_call() -> None:
 def test_devices_with_a_kernel_compute_all_products_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The CPU stands in for such a device."""
+    """The CPU replaces such a device."""
     torch.manual_seed(0)
     x = _leaf(N, INPUTS, dtype=torch.float32)
     weights = [_leaf(OUTPUTS, INPUTS, dtype=torch.float32) for _ in COUNTS]

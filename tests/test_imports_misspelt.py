@@ -271,7 +271,7 @@ def nodes(node: Node, path: str = "") -> Iterator[tuple[str, str, int]]:
         yield from nodes(child, f"{path}.{key}" if path else key)
 
 
-def copy_of(folder: Path, target: Path) -> Path:
+def copy_files(folder: Path, target: Path) -> Path:
     """Copy the scripts and YAML files of a folder; return the copy."""
     for file in folder.rglob("*"):
         if file.suffix in (".sh", ".yaml") and file.is_file():
@@ -301,7 +301,7 @@ FREE = re.compile(
 
 @pytest.mark.full
 def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
-    root = copy_of(roll_oracle.checkout() / "examples", tmp_path)
+    root = copy_files(roll_oracle.checkout() / "examples", tmp_path)
     seen: set[tuple[str, str]] = set()
     for file in shipped(root, "*/*.yaml", "roll"):
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -317,7 +317,7 @@ def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_misspelt_flag_of_a_script_of_mindspeed_llm_is_named(tmp_path: Path) -> None:
-    root = copy_of(mindspeed_oracle.checkout() / "examples" / "mcore", tmp_path)
+    root = copy_files(mindspeed_oracle.checkout() / "examples" / "mcore", tmp_path)
     seen: set[str] = set()
     for file in shipped(root, "qwen*/*.sh", "mindspeed-llm"):
         text = file.read_text(encoding="utf-8")

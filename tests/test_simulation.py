@@ -66,19 +66,19 @@ def test_a_full_engine_queues_sequences() -> None:
 def test_a_synchronous_step_takes_generation_reward_update_and_transfer() -> None:
     cluster = Cluster(num_devices=1, transfer_s=0.5)
     job = Workload(FIXED, prompts=1, samples=1, reward_s=2.0, num_steps=6, num_warmup_steps=2)
-    outcome = Simulation(cluster, job, Mode("synchronous", 0), 1).run()
+    result = Simulation(cluster, job, Mode("synchronous", 0), 1).run()
     generation = 100 * cluster.token_s(1, context=50.0)
     step_s = generation + 2.0 + cluster.update_s(100, 1) + 0.5
-    assert outcome.tokens_per_s == pytest.approx(100 / step_s)
-    assert outcome.trainer_idle == pytest.approx(1 - cluster.update_s(100, 1) / step_s)
-    assert outcome.max_staleness == 0
+    assert result.tokens_per_s == pytest.approx(100 / step_s)
+    assert result.trainer_idle == pytest.approx(1 - cluster.update_s(100, 1) / step_s)
+    assert result.max_staleness == 0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
 def test_no_mode_exceeds_its_staleness_bound(mode: Mode) -> None:
-    outcome = Simulation(CLUSTER, work(TAIL), mode, 2 if mode.is_separate else 4).run()
-    assert outcome.max_staleness <= mode.staleness
-    fractions = (outcome.trainer_idle, outcome.engine_idle, outcome.device_idle)
+    result = Simulation(CLUSTER, work(TAIL), mode, 2 if mode.is_separate else 4).run()
+    assert result.max_staleness <= mode.staleness
+    fractions = (result.trainer_idle, result.engine_idle, result.device_idle)
     assert all(0 <= fraction <= 1 for fraction in fractions)
 
 

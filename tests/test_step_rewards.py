@@ -257,12 +257,14 @@ def test_the_loss_does_not_depend_on_the_split_into_micro_batches() -> None:
     logits, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 1, 0, 2, 2])
     loss = StepLoss((5, 6, 7))
     total, sums = loss(logits, {"step_labels": labels.float()}, 7)
-    parts = [
+    micro_batches = [
         loss(logits[rows], {"step_labels": labels[rows].float()}, 7)
         for rows in (slice(0, 2), slice(2, 7))
     ]
-    torch.testing.assert_close(sum(part for part, _ in parts), total)
-    torch.testing.assert_close(sum(part["accuracy"] for _, part in parts), sums["accuracy"])
+    torch.testing.assert_close(sum(value for value, _ in micro_batches), total)
+    torch.testing.assert_close(
+        sum(values["accuracy"] for _, values in micro_batches), sums["accuracy"]
+    )
 
 
 # --- MindSpeed-LLM ---

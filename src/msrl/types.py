@@ -362,7 +362,7 @@ class MicroBatch:
     loss_mask False. `fields` holds further per-position values of the loss (advantages, weights,
     old_logprobs, reference_logprobs, sampler_logprobs), which are 0 where loss_mask is False. The
     last `num_padding` positions, if any, belong to no sequence of the batch. `routes` are the
-    experts that a pass replays, where `is_routed` is True; None stands for every position.
+    experts that a pass replays, where `is_routed` is True; None means every position.
     """
 
     token_ids: Ints  # [N]

@@ -365,8 +365,9 @@ def holds_only_adapter(names: Collection[str]) -> bool:
 
     An adapter of a reward model comes with its score head.
     """
-    others = [name for name in names if ".lora_" not in name]
-    return len(others) < len(names) and all(name.endswith(SCORE_HEAD) for name in others)
+    base_names = [name for name in names if ".lora_" not in name]
+    is_adapter = len(base_names) < len(names)
+    return is_adapter and all(name.endswith(SCORE_HEAD) for name in base_names)
 
 
 def _merge_command(save: Path, args: argparse.Namespace) -> str:

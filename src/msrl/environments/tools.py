@@ -152,10 +152,10 @@ def visible_text(answer: str, *, opens_thought: bool = False) -> str:
 def split_thoughts(answer: str, *, opens_thought: bool = False) -> tuple[str, str, str]:
     """Return the thoughts up to the last end of one, the visible text, and an open thought."""
     start, end = THOUGHT
-    before, mark, rest = answer.rpartition(end)
+    before, mark, after = answer.rpartition(end)
     if opens_thought and not mark:
         return answer, "", ""
-    visible, mark_of_open, thought = rest.partition(start)
+    visible, mark_of_open, thought = after.partition(start)
     return before + mark, visible, mark_of_open + thought
 
 

@@ -80,10 +80,10 @@ def _authority_refusal(address: str) -> str | None:
     urllib would name the values in its errors.
     """
     try:
-        parts = urlsplit(address)
-        if "@" in parts.netloc:
+        url = urlsplit(address)
+        if "@" in url.netloc:
             return "contains a user name or password, which are not sent. Send a header instead"
-        is_valid = bool(parts.hostname) and parts.port != 0
+        is_valid = bool(url.hostname) and url.port != 0
     except ValueError:
         is_valid = False
     return None if is_valid else "must have a host, and a port between 1 and 65535 if any"

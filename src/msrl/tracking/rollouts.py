@@ -163,13 +163,13 @@ def _array(values: Column, type: pa.DataType) -> pa.Array:
         return pa.MapArray.from_arrays(_offsets(_lengths(values)), *entries)
     if pa.types.is_list(type):
         rows = [row for value in values for row in value]
-        parts = [_part(rows, number, item) for number, item in enumerate(type.value_type)]
-        structs = pa.StructArray.from_arrays(parts, fields=[*type.value_type])
+        columns = [_column(rows, number, item) for number, item in enumerate(type.value_type)]
+        structs = pa.StructArray.from_arrays(columns, fields=[*type.value_type])
         return pa.ListArray.from_arrays(_offsets(_lengths(values)), structs)
     return pa.array(values, type)
 
 
-def _part(rows: Sequence[Any], number: int, item: pa.Field) -> pa.Array:
+def _column(rows: Sequence[Any], number: int, item: pa.Field) -> pa.Array:
     """Return an entry of all rows, which are tuples or mappings."""
     import pyarrow as pa
 

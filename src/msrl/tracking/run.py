@@ -235,7 +235,7 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 def read_objects(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a file of JSON objects; none if the file is missing.
 
-    A last line that was not completed is left out.
+    An incomplete last line is ignored.
 
     Raises:
         MsrlError: The file is damaged.

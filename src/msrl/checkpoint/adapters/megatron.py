@@ -235,11 +235,11 @@ def _join_shards(
 ) -> dict[str, Delta]:
     """Return the updates of a rule's Hugging Face tensors; B is laid out like the weight."""
     rows, columns = layouts.shard_shape(rule.layout, rule.shapes, len(shards))
-    for part in shards:
-        if (part.b.shape[0], part.a.shape[1]) != (rows, columns):
+    for shard in shards:
+        if (shard.b.shape[0], shard.a.shape[1]) != (rows, columns):
             raise MsrlError(
                 f"{where}: the adapter of {rule.mcore} is for a weight of shape "
-                f"{[part.b.shape[0], part.a.shape[1]]} on each rank, but the model has "
+                f"{[shard.b.shape[0], shard.a.shape[1]]} on each rank, but the model has "
                 f"{[rows, columns]}. Use the model that the adapter was trained on."
             )
     row_parallel = isinstance(rule.layout, Sharded) and rule.layout.axis == 1

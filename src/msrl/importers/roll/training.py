@@ -37,7 +37,7 @@ def put_frozen(model: Keys) -> None:
     entry = model.get("freeze_module_prefix")
     if entry is None or not entry.value:
         return
-    names = [part.strip() for item in as_list(entry.value) for part in str(item).split(",")]
+    names = [name.strip() for item in as_list(entry.value) for name in str(item).split(",")]
     if all(_ENCODERS.search(name) for name in names):
         text = "msrl trains the language model only"
         model.translation.record(entry, KeyStatus.SAME, text)

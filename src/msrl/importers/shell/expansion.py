@@ -164,7 +164,7 @@ class _Expander:
         match = re.match(r"\$'((?:\\.|[^'\\])*)'?", self.source[self.pos :], re.S)
         assert match is not None
         escape = re.compile(r"\\(.)", re.S)
-        self._add(escape.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1]))
+        self._add(escape.sub(lambda escaped: _ESCAPES.get(escaped[1], escaped[1]), match[1]))
         self._step(match.end())
 
     def _add_unquoted(self) -> None:

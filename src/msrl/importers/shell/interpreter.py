@@ -124,13 +124,13 @@ class _Interpreter:
 
     def _and_or(self, node: syntax.AndOr) -> bool | None:
         status: bool | None = True
-        for operator, part in node.parts:
+        for operator, pipeline in node.pipelines:
             if operator and status is not None and status != (operator == "&&"):
                 continue
             if operator and status is None:
-                self._either(node.line, partial(self.run_node, part))
+                self._either(node.line, partial(self.run_node, pipeline))
             else:
-                status = self.run_node(part)
+                status = self.run_node(pipeline)
         return status
 
     def _group(self, node: syntax.CommandGroup) -> bool | None:

@@ -51,7 +51,7 @@ class Pipeline:
 class AndOr:
     """Pipelines that `&&` and `||` connect; the first operator is empty."""
 
-    parts: tuple[tuple[str, Node], ...]
+    pipelines: tuple[tuple[str, Node], ...]
     line: int
 
 
@@ -265,7 +265,7 @@ class _Parser:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
         self.pos, self.depth = 0, 0
-        self.cuts: list[tuple[int, int]] = []  # redirections
+        self.redirections: list[tuple[int, int]] = []  # start and end
         self.heredocs: list[tuple[str, bool]] = []
         self.token: _Token | None = None
         self.advance()
@@ -321,7 +321,7 @@ class _Parser:
             self.pos = self._target_end(match.end())
         else:
             return False
-        self.cuts.append((start, self.pos))
+        self.redirections.append((start, self.pos))
         return True
 
     def _target_end(self, pos: int) -> int:
@@ -373,13 +373,13 @@ class _Parser:
         return tuple(nodes)
 
     def _and_or(self) -> Node:
-        line, parts = self.line(), [("", self._pipeline())]
+        line, pipelines = self.line(), [("", self._pipeline())]
         while self.is_at("&&", "||"):
             operator = self.token.text if self.token is not None else ""
             self.advance()
             self.skip_separators()
-            parts.append((operator, self._pipeline()))
-        return parts[0][1] if len(parts) == 1 else AndOr(tuple(parts), line)
+            pipelines.append((operator, self._pipeline()))
+        return pipelines[0][1] if len(pipelines) == 1 else AndOr(tuple(pipelines), line)
 
     def _pipeline(self) -> Node:
         negated = False
@@ -416,19 +416,19 @@ class _Parser:
         first = self.token
         if first is None or not first.is_word:
             raise self.error(f"{first.text if first else ''!r} is not a command")
-        end, num_cuts = first.end, len(self.cuts)
+        end, num_redirections = first.end, len(self.redirections)
         while self.token is not None and self.token.is_word:
             end = self.token.end
             self.advance()
-        cuts = [cut for cut in self.cuts[num_cuts:] if first.start <= cut[0] < end]
-        return Simple(self._without(first.start, end, cuts), self.line(first.start))
+        spans = [s for s in self.redirections[num_redirections:] if first.start <= s[0] < end]
+        return Simple(self._without(first.start, end, spans), self.line(first.start))
 
-    def _without(self, start: int, end: int, cuts: Sequence[tuple[int, int]]) -> str:
-        """Return the source without redirections, but with all of its line feeds."""
+    def _without(self, start: int, end: int, spans: Sequence[tuple[int, int]]) -> str:
+        """Return the source without these spans, but with all of its line feeds."""
         text = ""
-        for cut_start, cut_end in cuts:
-            text += self.text[start:cut_start] + "\\\n" * self.text.count("\n", cut_start, cut_end)
-            start = cut_end
+        for first, after in spans:
+            text += self.text[start:first] + "\\\n" * self.text.count("\n", first, after)
+            start = after
         return text + self.text[start:end]
 
     def _condition(self) -> Node:

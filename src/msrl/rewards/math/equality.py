@@ -342,13 +342,13 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
     return _same_number(true_value, claimed_value, tolerance, percent)
 
 
-def _with_symbols(parsed: list[Any], others: list[Any]) -> list[Any]:
+def _with_symbols(parsed: list[Any], reference: list[Any]) -> list[Any]:
     """Return a parsed answer with the symbols of another one for those of the same name.
 
     math-verify parses the i of `0.5i` and of `1+i` as symbols with different assumptions.
     """
     symbols = [
-        getattr(item[0], "free_symbols", set()) if item else set() for item in (parsed, others)
+        getattr(item[0], "free_symbols", set()) if item else set() for item in (parsed, reference)
     ]
     by_name = {str(symbol): symbol for symbol in symbols[1]}
     replaced = {symbol: by_name.get(str(symbol), symbol) for symbol in symbols[0]}
@@ -362,9 +362,9 @@ def _differ_in_case(answer: str, response: str) -> bool:
     if set(_CAPITALS.findall(answer)) != set(_CAPITALS.findall(response)):
         return True
     true, claimed = (set(_NOT_VARIABLES.sub("", text)) for text in (answer, response))
-    letters, others = ({c for c in text if c.isalpha()} for text in (true, claimed))
-    is_same = {c.casefold() for c in letters} == {c.casefold() for c in others}
-    return is_same and letters != others
+    true_letters, letters = ({c for c in text if c.isalpha()} for text in (true, claimed))
+    is_same = {c.casefold() for c in true_letters} == {c.casefold() for c in letters}
+    return is_same and true_letters != letters
 
 
 def _differ_in_primes(answer: str, response: str) -> bool:

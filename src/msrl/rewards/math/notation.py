@@ -109,9 +109,9 @@ def intervals(text: str) -> str:
     if len(text) > MAX_INTERVAL_CHARACTERS:
         return text
     described = _SET.fullmatch(text.strip())
-    parts = _OR.split(described[2] if described else text)
-    if described or len(parts) > 1:
-        converted = [_interval(part) for part in parts]
+    intervals = _OR.split(described[2] if described else text)
+    if described or len(intervals) > 1:
+        converted = [_interval(interval) for interval in intervals]
         if all(converted):
             return "\\cup ".join(map(str, converted))
     text = _SEMICOLON.sub(r"\1\2,\3\4", text)
@@ -174,7 +174,7 @@ def _interval(condition: str) -> str | None:
 
 
 def _end_and_relation(match: re.Match[str]) -> list[str]:
-    """Return the end of a half-open line and its relation, which may stand on either side."""
+    """Return the end of a half-open line and its relation, which may be on either side."""
     groups = [group for group in match.groups() if group is not None]
     return sorted(groups, key=_is_relation)
 

@@ -111,7 +111,7 @@ def same_time(answer: str, response: str) -> bool | None:
 
 
 def _time(text: str) -> tuple[tuple[int, int, int], str | None] | None:
-    """Return hour, minute and second, and the half of the day if it is named."""
+    """Return hour, minute and second, and `a` or `p` for am or pm."""
     match = _TIME.fullmatch(_simple(text)) if len(text) <= MAX_CHARACTERS else None
     if match is None:
         return None

@@ -39,7 +39,7 @@ def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
 def _success(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the share of successful episodes, without those whose environment failed.
 
-    Episodes that ended at a limit are not successful. The share is left out if no environment
+    Episodes that ended at a limit are not successful. There is no share if no environment
     reports success.
     """
     reporting = reporting_environments(episodes)

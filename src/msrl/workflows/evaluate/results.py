@@ -97,8 +97,8 @@ class ResultFolder:
     def folders(self, digests: Mapping[str, str]) -> dict[str, Path]:
         """Return the folder of the weights of each series with results.
 
-        `digests` are those of the checkpoints to evaluate, by label. A series is left out if its
-        results are theirs: the folder was moved.
+        `digests` are those of the checkpoints to evaluate, by label. A series whose results
+        are theirs is skipped, because its folder was moved.
         """
         stored = [entry for entry in self.results if entry.label in digests]
         moved = {entry.series for entry in stored if entry.digest == digests[entry.label]}

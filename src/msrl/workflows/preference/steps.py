@@ -179,5 +179,5 @@ def _check_labels(dataset: StepDataset, plan: RunPlan) -> None:
 
 def _most_examples(rows: ExampleRows) -> int:
     """Return the largest number of examples in a row."""
-    parts = rows.datasets if isinstance(rows, MixedRows) else (rows,)
-    return max(len(row) for part in parts for row in part.members)
+    datasets = rows.datasets if isinstance(rows, MixedRows) else (rows,)
+    return max(len(row) for dataset in datasets for row in dataset.members)

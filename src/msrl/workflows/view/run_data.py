@@ -215,15 +215,15 @@ def _write_table(
     name: str, samples: Sequence[ViewSample], verdicts: Verdicts, chunks: Chunks
 ) -> dict[str, Any]:
     """Write the summary and the details of the samples of a step; return the entry of the step."""
-    parts = _by_sample(samples)
-    judged = [verdicts.verdict(sequences[0]) for sequences in parts]
-    rows = [_details(sequences, verdicts) for sequences in parts]
-    starts = add_in_parts(chunks, name, rows, lambda index: sum(map(_size, parts[index])))
-    chunks.add(f"{name}-table", _summary(parts, judged))
+    by_sample = _by_sample(samples)
+    judged = [verdicts.verdict(sequences[0]) for sequences in by_sample]
+    rows = [_details(sequences, verdicts) for sequences in by_sample]
+    starts = add_in_parts(chunks, name, rows, lambda index: sum(map(_size, by_sample[index])))
+    chunks.add(f"{name}-table", _summary(by_sample, judged))
     return {
         "name": name,
         "step": samples[0].step if samples else 0,
-        "count": len(parts),
+        "count": len(by_sample),
         "starts": starts,
         "times": dict(samples[0].times) if samples else {},
     }
@@ -242,10 +242,10 @@ def _size(sample: ViewSample) -> int:
 
 
 def _summary(
-    parts: Sequence[Sequence[ViewSample]], verdicts: Sequence[bool | None]
+    by_sample: Sequence[Sequence[ViewSample]], verdicts: Sequence[bool | None]
 ) -> dict[str, Any]:
     """Return the columns of the table of samples."""
-    samples = [sequences[0] for sequences in parts]
+    samples = [sequences[0] for sequences in by_sample]
     prompts = {sample.group: sample for sample in samples}
     codes = {True: 1, False: 0, None: -1}
     return {
@@ -253,12 +253,16 @@ def _summary(
         "sample": [sample.sample for sample in samples],
         "prompt": [sample.prompt_index for sample in samples],
         "reward": [number(sample.reward) for sample in samples],
-        "length": [sum(part.num_response_tokens for part in sequences) for sequences in parts],
+        "length": [
+            sum(sequence.num_response_tokens for sequence in sequences) for sequences in by_sample
+        ],
         "finish": [sample.finish_reason for sample in samples],
         "tag": [sample.tag for sample in samples],
-        "trained": [int(any(part.is_trained for part in sequences)) for sequences in parts],
+        "trained": [
+            int(any(sequence.is_trained for sequence in sequences)) for sequences in by_sample
+        ],
         "verdict": [codes[verdict] for verdict in verdicts],
-        "staleness": [max(part.staleness for part in sequences) for sequences in parts],
+        "staleness": [max(sequence.staleness for sequence in sequences) for sequences in by_sample],
         "preview": [_preview(sample.response) for sample in samples],
         "prompts": {str(g): _preview(sample.prompt) for g, sample in prompts.items()},
         "scores": _scores(samples),

@@ -54,7 +54,7 @@ class RayWorkers(Workers):
             silence_s: Time in seconds without a heartbeat after which a worker counts as dead.
             wait_for_nodes_s: Longest time in seconds that a restart waits for lost devices.
             watched: Roles whose deaths end a wait for these actors.
-            rendezvous_ports: Ports of which `rendezvous` takes one; 0 stands for any free one.
+            rendezvous_ports: Ports of which `rendezvous` takes one; 0 means any free one.
         """
         super().__init__(len(arguments))
         self._session, self._placed, self._role = session, placed, role
