@@ -2,14 +2,15 @@
 
 Both sides run alternately, and the medians and their ratios are printed as a table. The ratio is
 the result, since absolute figures depend on the load of the machine. `--write` saves the medians in
-results.json. The scripts of the peers and of their inputs are in `../shared/bench` (or
-`--scripts`); the nox session creates their environment. The benchmark `device` needs none of this
-(see `device.py`), and `imports FOLDER` counts the outcomes of importing foreign files (see
-`imports.py`). `simulate` compares schedules of generation and training (see `simulation.py`), and
-`async` measures synchronous and asynchronous trainings (see `asynchronous.py`). `episodes` compares
-episodes with slow tools with plain generation (see `episodes.py`). `logging` measures the CPU time
-that the driver spends on logging (see `logging_cost.py`). `resharding` adds up the bytes
-that two plans of a weight transfer send (see `resharding.py`).
+results.json and the table in README.md. The scripts of the peers and of their inputs are in
+`../shared/bench` (or `--scripts`); the nox session creates their environment. The benchmark
+`device` needs none of this (see `device.py`), and `imports FOLDER` counts the outcomes of importing
+foreign files (see `imports.py`). `simulate` compares schedules of generation and training (see
+`simulation.py`), and `async` measures synchronous and asynchronous trainings (see
+`asynchronous.py`). `episodes` compares episodes with slow tools with plain generation (see
+`episodes.py`). `logging` measures the CPU time that the driver spends on logging (see
+`logging_cost.py`). `resharding` adds up the bytes that two plans of a weight transfer send (see
+`resharding.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from typing import Any
 
 from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
 from benchmarks.measure import BenchError, quiet_environment, timed
-from benchmarks.results import RESULTS, Samples, additional_medians, figure, result, table, write
+from benchmarks.results import (
+    RESULTS,
+    Samples,
+    additional_medians,
+    figure,
+    result,
+    table,
+    update_readme,
+    write,
+)
 
 # Modules of the benchmarks without peers, which have separate options.
 SEPARATE = {
@@ -67,6 +77,7 @@ def main() -> int:
         results[case.name] = result(case, samples)
         if args.write:  # after each benchmark, so that an interruption loses none
             write(results, stack())
+            update_readme()
         details += detail_lines(case, samples)
     print("\n".join([*table(results), "", *details]))
     return int(failed)
@@ -87,7 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--write",
         action="store_true",
-        help=f"Also save the medians in {RESULTS.name}.",
+        help=f"Also save the medians in {RESULTS.name} and README.md.",
     )
     parser.add_argument(
         "--scripts",

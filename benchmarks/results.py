@@ -1,6 +1,7 @@
 """Results of benchmarks as numbers in `results.json`, and the table that README.md shows of them.
 
-`nox -s bench -- NAME --write` replaces the results of the benchmarks that ran and keeps the others.
+`nox -s bench -- NAME --write` replaces the results of the benchmarks that ran, keeps the others,
+and writes the table again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,25 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case, Sample
 
 RESULTS = Path(__file__).with_name("results.json")
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- table of results.json -->\n", "<!-- end of the table -->\n"
+LABELS = {
+    "copy_floor": "copy of the same bytes",
+    "cp": "`cp`",
+    "tokenize_ceiling": "tokenizer alone",
+    "raw_hf": "plain transformers loop",
+    "trl": "TRL",
+    "trl_sft": "TRL",
+    "trl_grpo": "TRL",
+    "trl_dpo": "TRL",
+    "trl_reward": "TRL",
+    "tp2": "TP 2",
+    "pp2": "PP 2",
+    "cp2": "CP 2",
+    "dp2": "DP 2",
+    "sequential": "one expert after another",
+    "memcpy": "plain copy",
+}
 HEAD = ("| work | msrl | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
 Samples: TypeAlias = "Mapping[str, Sequence[Sample]]"
 Result = Mapping[str, Any]
@@ -45,6 +65,13 @@ def write(results: Mapping[str, Result], stack: Mapping[str, str], path: Path = 
     path.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def update_readme(path: Path = RESULTS, readme: Path = README) -> None:
+    """Write the table of all saved results into a page, between its markers."""
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{saved_table(path)}\n{END}{after}", encoding="utf-8")
+
+
 def table(results: Mapping[str, Result]) -> list[str]:
     """Return the lines of the Markdown table of results by name."""
     return [*HEAD, *(row for entry in results.values() for row in rows(entry))]
@@ -65,7 +92,7 @@ def _origin(entry: Result) -> str:
 def rows(entry: Result) -> Iterator[str]:
     """Yield a table row per peer. The ratio is msrl / peer: lower is better except for rates."""
     for name, peer in entry["peers"].items():
-        values = f"{_value(entry['ours'], entry)} | {name} {_value(peer['value'], entry)}"
+        values = f"{_value(entry['ours'], entry)} | {LABELS[name]} {_value(peer['value'], entry)}"
         ratio = f"{peer['ratio']:.2f}"
         yield f"| {entry['work']} | {values} | {ratio} | {_goal_cells(entry, peer)} |"
 

@@ -36,7 +36,7 @@ def measured_row(name: str, ours: float, **peers: float) -> str:
 
 def test_goals_are_upper_limits_for_seconds_and_lower_limits_for_rates() -> None:
     assert measured_row("convert", 5.0, copy_floor=4.0).endswith(
-        "| 5 s | copy_floor 4 s | 1.25 | at most 1.25 | yes |"
+        "| 5 s | copy of the same bytes 4 s | 1.25 | at most 1.25 | yes |"
     )
     assert measured_row("convert", 5.1, copy_floor=4.0).endswith("| 1.27 | at most 1.25 | **no** |")
     assert measured_row("preprocess", 300.0, tokenize_ceiling=500.0).endswith(
@@ -56,7 +56,21 @@ def test_written_results_replace_only_benchmarks_that_ran(tmp_path: Path) -> Non
     saved = json.loads(path.read_text())
     assert saved["convert"]["stack"]["date"] == "2026-01-01"
     assert saved["convert-small"]["peers"]["copy_floor"]["ratio"] == 1.25
-    assert results.saved_table(path).count("copy_floor 4 s") == 2
+    assert results.saved_table(path).count("copy of the same bytes 4 s") == 2
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{results.BEGIN}old\n{results.END}after\n")
+    results.update_readme(path, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert results.saved_table(path) in text
+
+
+def test_the_readme_of_the_benchmarks_has_the_table_of_the_saved_results() -> None:
+    assert results.saved_table() in results.README.read_text(), "run `nox -s bench -- --write`"
+
+
+def test_every_peer_has_a_label() -> None:
+    assert {peer for case in CASES for peer in case.peers} == set(results.LABELS)
 
 
 @pytest.mark.parametrize(("step_s", "reached"), [(0.65, "yes"), (0.66, "no")])
