@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.checkpoints import HALF_BILLION
 ROUNDS = 5
 BUCKET_BYTES = 1 << 26
 _POLL_S = 0.002
+_PAUSE_S = 0.05  # after each bucket while memory is measured: a measurement takes up to 20 ms
 
 
 def main() -> None:
@@ -45,8 +46,8 @@ def transfer() -> dict[str, float]:
 
     _shape()
     with _Sender() as sender:
-        peak = _PeakMemory([sender.pid])
-        memory = sender.receive(0, {})
+        peak = _PeakMemory(sender.pid)
+        memory = sender.receive(0, {}, pause_s=_PAUSE_S)
         extra = peak.stop()
         num_bytes = sum(tensor.nbytes for tensor in memory.values())
         seconds: list[float] = []
@@ -150,16 +151,27 @@ class _Sender:
         self._connection.send(None)
         self._process.join(10)
 
-    def receive(self, version: int, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors of a version, in the memory of an earlier one."""
+    def receive(
+        self, version: int, memory: Mapping[str, Any], pause_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Return the tensors of a version, in the memory of an earlier one.
+
+        Waits for `pause_s` seconds after each bucket.
+        """
         from msrl.rollout.weights.assembly import Assembler
         from msrl.rollout.weights.channel import receive
 
         self._connection.send(version)
-        buckets = receive(self._address, version, 60)
+        buckets = _with_pauses(receive(self._address, version, 60), pause_s)
         tensors = dict(Assembler(_shape(), memory).assemble(buckets, version))
         assert self._connection.recv() == version
         return tensors
+
+
+def _with_pauses(buckets: Iterable[Any], pause_s: float) -> Iterator[Any]:
+    for bucket in buckets:
+        yield bucket
+        time.sleep(pause_s)
 
 
 def _send(connection: Connection) -> None:
@@ -194,10 +206,10 @@ def _rank_weights() -> list[tuple[Any, Any]]:
 
 
 class _PeakMemory:
-    """Growth of the memory of this process and others, each shared page counted once."""
+    """Growth of the memory of this process and another one, each shared page counted once."""
 
-    def __init__(self, pids: list[int]) -> None:
-        self._pids = ["self", *map(str, pids)]
+    def __init__(self, pid: int) -> None:
+        self._pid = str(pid)
         self._start = self._peak = self._now()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -214,7 +226,13 @@ class _PeakMemory:
             self._peak = max(self._peak, self._now())
 
     def _now(self) -> int:
-        return sum(_proportional_bytes(pid) for pid in self._pids)
+        """Return the bytes of both processes.
+
+        A process has half of a page that both map. If one of them maps or unmaps pages between two
+        readings, one reading of the other process is too large.
+        """
+        before, own = _proportional_bytes(self._pid), _proportional_bytes("self")
+        return own + min(before, _proportional_bytes(self._pid))
 
 
 def _proportional_bytes(pid: str) -> int:
