@@ -943,3 +943,24 @@ def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
     ):
         response = fenced(f"def f(x): return {program}")
         assert code.score(response, answer, tolerance=0.1) == score
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("expected", "output", "score"),
+    [
+        ("5000000", "5000001", 0.0),
+        ("-7", "-7.0", 1.0),
+        ("5000000", "5000000.5", 1.0),
+        ("9" * 400, "8" * 400, 0.0),
+        ("9" * 5000, "8" * 5000, 0.0),
+    ],
+)
+def test_integers_must_be_equal_whatever_the_tolerance(expected, output, score):
+    printed = json.dumps({"inputs": [""], "outputs": [expected]})
+    program = fenced(f"print('{output}')")
+    assert code.score(program, printed, tolerance=1e-6) == score
+    if len(expected) < 4300:  # the longest integer that Python reads
+        returned = f'{{"fn_name": "f", "inputs": [[1]], "outputs": [{expected}]}}'
+        function = fenced(f"def f(x): return {output}")
+        assert code.score(function, returned, tolerance=1e-6) == score
