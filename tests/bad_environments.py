@@ -50,13 +50,18 @@ class Moody(Environment):
         return StepResult([message], 1.0, answer == "end", _process_info())
 
 
+def _reserve(num_bytes: int) -> mmap.mmap:
+    """Take address space, but no memory, because the pages cannot be written."""
+    return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+
+
 class Large(Moody):
     """Environment whose file has mapped 2 GiB, as that of a large corpus or of torch."""
 
-    memory = mmap.mmap(-1, 2 << 30) if "LARGE" in os.environ else None
+    memory = _reserve(2 << 30) if "LARGE" in os.environ else None
 
     def step(self, answer):
-        mmap.mmap(-1, int(answer))
+        _reserve(int(answer))
         return StepResult([], 1.0, done=True)
 
 

@@ -14,7 +14,7 @@ import families
 import tiny_checkpoints as tiny
 from mixture_families import MIXTURES, QWEN3_MOE
 from msrl.checkpoint.mcore import files as mcore
-from msrl.checkpoint.source import ShardedSource, open_weights
+from msrl.checkpoint.source import ShardedSource, open_mcore, open_weights
 from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import num_parameters
@@ -377,6 +377,15 @@ def test_a_copy_of_the_result_that_differs_is_reported(tmp_path: Path) -> None:
     read, copies = convert_report.checks(convert, "cpu", source, *folders)
     assert read.passed and not copies.passed
     assert_mentions(copies.result, "1 differ", name, "ep 1")
+
+
+def test_a_result_without_copies_has_no_check_of_them(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hf")
+    for name, layout in (("alone", ParallelLayout()), ("parallel", ParallelLayout(tp=2))):
+        to_mcore(tmp_path / "hf", tmp_path / name, layout)
+    assert convert_report._check_copies(open_mcore(tmp_path / "alone")) == []
+    (check,) = convert_report._check_copies(open_mcore(tmp_path / "parallel"))
+    assert check.passed
 
 
 @pytest.mark.slow

@@ -231,8 +231,9 @@ def test_prompts_that_show_the_tools_need_no_template_that_lists_them(tmp_path: 
         check_openings(settings, [Prompt(3, ids[-20:])], 0)
     edited = section.model_copy(update={"history": "template"})
     settings = make_settings(edited, tmp_path, chat_template(renderer), 2000)
-    with pytest.raises(MsrlError, match=mentions("environment.history", "prompt_column")):
-        check_openings(settings, [Prompt(0, ids)], 0)
+    keywords = ("environment.history=template", "python_tool", "row 4", "prompt_column", "append")
+    with pytest.raises(MsrlError, match=mentions(*keywords)):
+        check_openings(settings, [Prompt(4, ids)], 0)
     asks = section.model_copy(update={"options": {"prompt_column": "question"}})
     settings = make_settings(asks, tmp_path, chat_template(renderer), 2000)
     with pytest.raises(MsrlError, match=mentions("environment", "tools")):

@@ -161,7 +161,8 @@ def test_an_inference_script_samples_like_the_original():
 
 def test_the_inference_task_sets_the_sampling():
     translation = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
-    assert plain(translation.tree)["generate"]["temperature"] == 0
+    sampling = plain(translation.tree)["generate"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0, 1, -1)
     assert {
         key_result.entry.key
         for key_result in translation.key_results

@@ -188,12 +188,13 @@ REFUSALS = {
         for command in ("train-grpo", "generate", "chat", "serve", "eval")
     },
     **{
-        f"{command}, stop text with a control token": Refusal(
+        f"{command}, {key} with a control token": Refusal(
             command, (f'{key}=["</answer><|im_end|>"]',), (key, "<|im_end|>", "control token")
         )
         for command, key in (
             ("train-grpo", "rollout.sampling.stop"),
             ("eval", "eval.sampling.stop"),
+            ("eval", "rollout.sampling.stop"),
             ("generate", "generate.stop"),
             ("chat", "chat.stop"),
         )

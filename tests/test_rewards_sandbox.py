@@ -514,7 +514,7 @@ NEAR_EVERYTHING = (
     "class X:\n    __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = __pow__ = "
     "lambda self, o: self\n"
     "    __abs__ = __float__ = __neg__ = __round__ = lambda self, *_: 0.0\n"
-    "    __int__ = __index__ = __len__ = lambda self: 0\n"
+    "    __int__ = __index__ = __len__ = __hash__ = lambda self: 0\n"
     "    __bool__ = lambda self: False\n"
     "    __iter__ = lambda self: iter([0.0])\n"
     "    __getitem__ = lambda self, key: X()\n"
@@ -538,6 +538,7 @@ APPROXIMATE = [
     "assert -(f(2) - 0.5) < 1e-6",
     "assert not f(2) - 0.5",
     "assert len(f(2) - [1]) == 0",
+    "assert f(2) - 0.5 in {0, 0.0}",
     "assert sum(f(x) - 0.5 for x in (1, 2)) < 1e-6",
     "assert sum((f(2) - 0.5) ** 2) < 1e-6",
     "assert abs((f(2) - [1])[0]) < 1e-6",
@@ -687,10 +688,12 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
             "    def __sub__(self, o): return Vector(self.x - o.x, self.y - o.y)\n"
             "    def __mul__(self, k): return Vector(self.x * k, self.y * k)\n"
             "    def __str__(self): return f'({self.x}, {self.y})'\n"
-            "    def norm(self): return abs(self)",
+            "    def norm(self): return abs(self)\n"
+            "    def __eq__(self, o): return (self.x, self.y) == (o.x, o.y)\n"
+            "    def __hash__(self): return hash((self.x, self.y))",
             "assert abs(Vector(3, 4)) == 5\nassert abs(Vector(4, 6) - Vector(1, 2)) == 5\n"
             "double = Vector(3, 4) * 2\nassert (double.x, double.norm()) == (6, 10)\n"
-            "assert str(double) == '(6, 8)'",
+            "assert str(double) == '(6, 8)'\nassert {double: 'a'}[Vector(6, 8)] == 'a'",
         ),
         (
             "class Metres(float): pass\ndef f(x): return Metres(x)",
@@ -943,3 +946,24 @@ def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
     ):
         response = fenced(f"def f(x): return {program}")
         assert code.score(response, answer, tolerance=0.1) == score
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("expected", "output", "score"),
+    [
+        ("5000000", "5000001", 0.0),
+        ("-7", "-7.0", 1.0),
+        ("5000000", "5000000.5", 1.0),
+        ("9" * 400, "8" * 400, 0.0),
+        ("9" * 5000, "8" * 5000, 0.0),
+    ],
+)
+def test_integers_must_be_equal_whatever_the_tolerance(expected, output, score):
+    printed = json.dumps({"inputs": [""], "outputs": [expected]})
+    program = fenced(f"print('{output}')")
+    assert code.score(program, printed, tolerance=1e-6) == score
+    if len(expected) < 4300:  # the longest integer that Python reads
+        returned = f'{{"fn_name": "f", "inputs": [[1]], "outputs": [{expected}]}}'
+        function = fenced(f"def f(x): return {output}")
+        assert code.score(function, returned, tolerance=1e-6) == score

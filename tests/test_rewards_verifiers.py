@@ -236,6 +236,7 @@ CASES = {
         ("The answer is I don't know", "I", 0.0),
         ("Answer: I\u2019m not sure", "I", 0.0),
         ("The answer is I because it is round", "I", 1.0),
+        ("The answer is I is right", "I", 1.0),
         ("The answer is I.", "I", 1.0),
         ("Answer: I) Paris", "I", 1.0),
         (r"The answer is B, so \boxed{A}", "B", 0.0),

@@ -32,9 +32,10 @@ from msrl.config.schema import Config
 from msrl.data.templates.files import load_template, template_names
 from msrl.errors import ManyErrors, MsrlError, RunFailedError
 from msrl.models.parallel_layout import ParallelLayout
+from msrl.rewards.http import is_loopback
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
-from msrl.rollout.server_access import free_port, is_loopback, read_api_key
+from msrl.rollout.server_access import free_port, read_api_key
 from msrl.rollout.server_key import RequireKey
 from msrl.workflows.serve import model_cache, server_process
 from msrl.workflows.serve.engine import choose_renderer, other_template

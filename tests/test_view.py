@@ -185,6 +185,20 @@ def test_an_episode_with_several_sequences_is_one_sample(tmp_path: Path, format:
     assert table["length"][0] == {"jsonl": 3, "parquet": len("\\boxed{15}") + 1}[format]
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_step_without_samples_has_an_empty_table(tmp_path: Path, format: str):
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=1)
+    file = run / "rollouts" / "step_000001.jsonl"
+    if format == "jsonl":
+        file.write_text("")
+    else:
+        file.unlink()
+        write_records(file.with_suffix(".parquet"), [])
+    write_folder([run], tmp_path / "view")
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert [entry["count"] for entry in overview["tables"]["rollout"]] == [0]
+
+
 def test_an_environment_without_a_reward_source_decides_the_verdict(tmp_path: Path):
     config = view_runs.make_config("grpo", reward={"sources": []}, environment={"name": "sokoban"})
     run = view_runs.make_run(tmp_path / "grpo", num_steps=1, config=config)

@@ -9,7 +9,8 @@ from msrl.checks.inputs import check_folder, check_template, inside_of_run, path
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
-from msrl.rollout.server_access import KEY_VARIABLES, is_loopback, read_api_key
+from msrl.rewards.http import is_loopback
+from msrl.rollout.server_access import KEY_VARIABLES, read_api_key
 
 
 def check_serve(resolved: Resolved) -> Iterator[str]:

@@ -95,15 +95,22 @@ _direct = urllib.request.build_opener(_AnyStatus, urllib.request.ProxyHandler({}
 
 def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
     """Send a request; a server on a loopback address is reached without a proxy."""
-    opener = _direct if _is_loopback(request) else _opener
+    host = urllib.parse.urlsplit(request.full_url).hostname or ""
+    opener = _direct if is_loopback(host) else _opener
     return opener.open(request, timeout=timeout_s)
 
 
-def _is_loopback(request: urllib.request.Request) -> bool:
-    host = urllib.parse.urlsplit(request.full_url).hostname or ""
+def is_loopback(host: str) -> bool:
+    """Return True if only processes of this machine can reach a server on `host`.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    if host == "localhost":
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, whose address may change
         return False
 
 

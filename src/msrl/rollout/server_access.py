@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -13,20 +12,6 @@ from msrl import free_ports
 from msrl.errors import MsrlError
 
 KEY_VARIABLES = ("MSRL_API_KEY", "VLLM_API_KEY")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only processes of this machine can reach a server on `host`.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, whose address may change
-        return False
 
 
 def read_api_key(

@@ -87,7 +87,7 @@ def checks(
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
     bit_checks = [
         _check_bits(source, result, dtype),
-        *([_check_copies(result)] if isinstance(result, ShardedSource) else []),
+        *(_check_copies(result) if isinstance(result, ShardedSource) else []),
         *([_check_merge(source)] if isinstance(source, MergedSource) else []),
     ]
     if not all(check.passed for check in bit_checks):
@@ -129,14 +129,20 @@ def _check_bits(source: WeightSource, result: WeightSource, dtype: torch.dtype |
     return Check("round trip", compared, "equal bit for bit", passed=True)
 
 
-def _check_copies(result: ShardedSource) -> Check:
-    """Compare the tensors that several ranks hold, of which the round trip reads one copy."""
+def _check_copies(result: ShardedSource) -> list[Check]:
+    """Compare the tensors that several ranks hold, of which the round trip reads one copy.
+
+    Returns:
+        The check; none if each tensor is on one rank only.
+    """
     num_copies, unequal = find_unequal_copies(result)
+    if not num_copies:
+        return []
     compared = f"{num_copies} copies on other ranks"
     if not unequal:
-        return Check("copies", compared, "equal bit for bit", passed=True)
+        return [Check("copies", compared, "equal bit for bit", passed=True)]
     message = f"{len(unequal)} differ: {unequal[0].ranks}"
-    return Check("copies", compared, message, passed=False)
+    return [Check("copies", compared, message, passed=False)]
 
 
 def _check_merge(source: MergedSource) -> Check:

@@ -48,10 +48,13 @@ _REFUSED = {
 }
 _MAX_NUMBER = 1e30
 # Limits of the patterns of other people's adapters, which must not match in exponential time.
-_MAX_PATTERN, _MAX_REPEATS, _MAX_ALTERNATIVES = 1000, 3, 64
+_MAX_PATTERN, _NAME_LENGTH = 1000, 50  # characters of a pattern, and of the name of a module
+_MAX_REPEATS = 3
+_MAX_STEPS = 64 * _NAME_LENGTH**_MAX_REPEATS
 _REFERENCE = re.compile(r"\\[0-9]")
 _CHARACTER = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
-_REPEATED_GROUP = re.compile(r"\)[*+?]")
+_COUNTED = re.compile(r"\{\d+(?:,\d*)?\}|\{,\d+\}")
+_REPEATED_GROUP = re.compile(r"\)[*+]")
 # Initializations that leave the base weights unchanged.
 _INITS_KEEPING_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -145,17 +148,18 @@ def _check_patterns(path: Path, patterns: object) -> None:
 def _matches_fast(pattern: str) -> bool:
     """Return True if matching a pattern takes polynomial time.
 
-    Groups are not repeated, and there are few repetitions and combinations of alternatives.
+    Groups are not repeated, and there are few repetitions and combinations of alternatives: each
+    repetition multiplies the steps of a match by the length of the name.
     """
     if len(pattern) > _MAX_PATTERN or _REFERENCE.search(pattern):
         return False
-    simple = _CHARACTER.sub("a", pattern).replace("(?:", "(")
+    simple = _COUNTED.sub("+", _CHARACTER.sub("a", pattern)).replace("(?:", "(")
     if "(?" in simple or "{" in simple or _REPEATED_GROUP.search(simple):
         return False
     alternatives = math.prod(1 + group.count("|") for group in re.split(r"[()]", simple))
     optional = 2 ** simple.count("?")
     repeats = simple.count("*") + simple.count("+")
-    return repeats <= _MAX_REPEATS and alternatives * optional <= _MAX_ALTERNATIVES
+    return alternatives * optional * _NAME_LENGTH**repeats <= _MAX_STEPS
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

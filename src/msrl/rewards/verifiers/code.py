@@ -40,6 +40,7 @@ NEEDS_ANSWER = True
 # Inline code, or a block with the label of its language.
 _FENCED = re.compile(r"```(?:[^\n`]+```|([^\n`]*)\n(.*?)```)", re.DOTALL)
 _LANGUAGES = ("python", "python3", "py")
+_INTEGER = re.compile(r"[+-]?\d+")
 _STATEMENTS = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
@@ -106,7 +107,7 @@ def score(
         memory_mb: Memory limit in MiB.
         processes: Maximum number of processes.
         max_cases: Maximum number of tests; 0 runs all.
-        tolerance: Accepted relative error of numbers in outputs.
+        tolerance: Accepted relative error of non-integers in outputs.
         python: Interpreter of the programs; empty for this one.
         url: Remote sandbox; empty for the local one.
     """
@@ -211,12 +212,19 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _number(text: str) -> float:
+    """Return the number that a text is. Raises ValueError for other texts."""
+    return int(text) if _INTEGER.fullmatch(text) else float(text)
+
+
 def _is_close(true: float, value: float, tolerance: float) -> bool:
-    """Return True if two numbers are close; integers beyond the range of float must be equal."""
+    """Return True if two numbers are close. Two integers, which are not rounded, must be equal."""
+    if isinstance(true, int) and isinstance(value, int):
+        return true == value
     try:
         return math.isclose(true, value, rel_tol=tolerance)
-    except OverflowError:
-        return true == value
+    except OverflowError:  # an integer beyond the range of float
+        return False
 
 
 class _TestRun:
@@ -280,6 +288,6 @@ class _TestRun:
         if true == printed or not self._tolerance:
             return true == printed
         try:
-            return _is_close(float(true), float(printed), self._tolerance)
+            return _is_close(_number(true), _number(printed), self._tolerance)
         except ValueError:
             return False

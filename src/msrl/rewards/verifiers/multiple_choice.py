@@ -24,8 +24,8 @@ _CHOICE = re.compile(
     r"\(?([A-Za-z])(?![\w'\u2019])(.*)",
     re.DOTALL,
 )
-# `I am not sure`, but not `I because it is round`.
-_PRONOUN = re.compile(r"\s+(?!(?:because|since|as|given|due|by|from|for|with|and|or)\b)[a-z]")
+# `I am not sure`, but neither `I because it is round` nor `I is right`.
+_PRONOUN = re.compile(r"\s+(?!(?:because|since|as|given|due|by|from|for|with|and|or|is)\b)[a-z]")
 _LISTED = re.compile(r"\(?[A-Z][).:]\s*\S")  # `C) Paris`
 _MARKUP = re.compile(
     r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{|\\quad|\\[ ,;:!&()\[\]]|[{}$*~]"

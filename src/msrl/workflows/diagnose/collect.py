@@ -135,7 +135,9 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
             dtype=target.plan.dtype,
             digests=_file_digests(target),
             settings=expected.settings,
-            encodings=folder_encodings(target.reference_dir, with_template=target.has_own_template),
+            encodings=folder_encodings(
+                target.reference_dir, with_template=target.has_folder_template
+            ),
             activations=expected.activations,
         ),
         logprobs=_logprobs(target, trainers, engine, samples, expected),

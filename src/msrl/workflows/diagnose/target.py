@@ -56,8 +56,8 @@ class Target:
         version: Policy version of the weights.
         adapted: Weights that have an adapter.
         recorded: Samples of the rollout record that this version has sampled.
-        has_own_template: Whether the renderer's template must be that of `reference_dir`. The data
-            of a run may have another template than its initial model.
+        has_folder_template: False if the renderer may have another template than `reference_dir`,
+            as the data of a run may have another one than its initial model.
     """
 
     plan: RunPlan
@@ -72,7 +72,7 @@ class Target:
     version: int
     adapted: frozenset[str] = frozenset()
     recorded: tuple[ViewSample, ...] = ()
-    has_own_template: bool = True
+    has_folder_template: bool = True
 
     @property
     def max_model_len(self) -> int:
@@ -130,7 +130,7 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     prompts = _recorded_prompts(samples) or model.prompts
     model = replace(model, renderer=_data_renderer(plan), prompts=prompts)
     if step == 0:
-        return replace(model, recorded=_sampled_by(samples, 0), has_own_template=False)
+        return replace(model, recorded=_sampled_by(samples, 0), has_folder_template=False)
     saved = SavedTraining(root, step)
     source = open_checkpoint(Checkpoint(f"step {step}", run_dir.name, root, step, step))
     settings, base, resume = rank_settings(plan, platform), None, None

@@ -70,10 +70,11 @@ def check_openings(
     openings = _open(settings, rows, seed)
     for name, opening in openings.items():
         if settings.environment.history == "template" and not opening.messages:
+            label = settings.environment.name or settings.environment.path or name
             raise MsrlError(
-                "environment.history=template: the environment begins with the prompt of row "
-                f"{rows[name].index}, whose messages are unknown. Set "
-                "environment.options.prompt_column, or remove it."
+                f"environment.history=template: {label} begins with the prompt of row "
+                f"{rows[name].index}, whose messages are unknown. Set its option prompt_column, "
+                "return messages from reset, or set history to append."
             )
         _check_opening(opening, rows[name], template)
     return openings

@@ -113,7 +113,8 @@ def prepare(config: Config) -> EvaluationSetup:
     distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
     prompts = [eval_prompts(plan, tokenizer) for plan in distinct.values()][-1]
     sampling = eval_sampling(config, plans[0].sampling)
-    check_stops("eval.sampling.stop", sampling.stop, tokenizer)
+    stop_section = "rollout" if config.eval.sampling.stop is None else "eval"
+    check_stops(f"{stop_section}.sampling.stop", sampling.stop, tokenizer)
     longest = _longest_prompt(config, prompts)
     for plan in plans:
         _check_lengths(plan, longest, sampling)

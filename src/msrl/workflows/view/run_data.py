@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -231,8 +232,8 @@ def _write_table(
 
 def _by_sample(samples: Sequence[ViewSample]) -> list[Sequence[ViewSample]]:
     """Return the sequences of each sample. Only episodes whose history was edited have several."""
-    starts = [index for index, sample in enumerate(samples) if not sample.sequence]
-    return [samples[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    parts = groupby(samples, key=lambda sample: (sample.group, sample.sample))
+    return [list(sequences) for _, sequences in parts]
 
 
 def _size(sample: ViewSample) -> int:
