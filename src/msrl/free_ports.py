@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST = 20_000  # Ray gives the ports from 10002 to 19999 to its workers
+_FIRST = 21_000  # Ray's workers use 10002 to 19999, clusters usually 20000 to 20499
 _NUM_TRIES = 100
 
 
