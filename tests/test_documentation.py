@@ -167,6 +167,16 @@ def test_generated_pages_and_drawings_are_current():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python docs/generate.py"
 
 
+def test_key_tables_tell_supported_keys_from_keys_of_later_versions():
+    rows = generator().key_tables("mindspeed_rl").splitlines()
+    (variable,) = (row for row in rows if row.startswith("| `HCCL_CONNECT_TIMEOUT` |"))
+    assert "| `cluster.env.HCCL_CONNECT_TIMEOUT` |" in variable
+    (pipeline,) = (row for row in rows if row.startswith("| `infer_pipeline_parallel_size` |"))
+    assert "(not in this version)" in pipeline and "accepted: `1`" in pipeline
+    (split,) = (row for row in rows if row.startswith("| `split` |"))
+    assert "data.eval" in split
+
+
 def test_the_references_are_complete():
     keys = {*re.findall(r"^\| `([\w.]+)` \|", (DOCS / "configuration.md").read_text(), re.M)}
     sections = {key.rpartition(".")[0] for key in settable_keys()}
