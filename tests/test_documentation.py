@@ -368,7 +368,7 @@ def test_every_row_of_own_data_is_read_by_its_command(
     (words,) = command_lines(command)
     Path(words[words.index("--input") + 1]).write_text(row, encoding="utf-8")
     words[words.index("--tokenizer") + 1] = str(tokenizer)
-    assert msrl(*words[1:]) == 0
+    assert msrl(*words[1:], "--dry-run") == 0 == msrl(*words[1:])
     assert [*tmp_path.glob("data/*.bin")]
 
 
