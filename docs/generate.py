@@ -7,7 +7,6 @@ tables of other systems (importers) and the drawings.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -309,14 +308,9 @@ def _import_row(rows: list[Any]) -> tuple[str, str, str]:
 
 def _target(row: Any) -> str:
     """Return the native keys of a row, or its effect where it has none."""
-    from msrl.config.facts import settable_keys
-
-    known = {re.sub(r"\.0\.", ".", key) for key in settable_keys()}
     if row.to:
-        is_known = all(any(name == key or name.startswith(f"{key}.") for name in known) or
-                       ".options." in key for key in row.to)  # fmt: skip
         text = ", ".join(map(code, row.to))
-        return text if is_known else f"{text} (not in this version)"
+        return text if _is_supported(row) else f"{text} (not in this version)"
     effects = {
         "refused": row.refuse,
         "none, as in the original": row.dead,
@@ -329,20 +323,41 @@ def _target(row: Any) -> str:
     return next((effect for effect, reason in effects.items() if reason), "read by the importer")
 
 
+def _is_supported(row: Any) -> bool:
+    """Return True if this version has the native keys of a row, as keys or as sections."""
+    from msrl.config.messages import keys
+    from msrl.importers.native_keys import has_key
+
+    known = set(keys())
+    return all(has_key(key) or any(name.startswith(f"{key}.") for name in known) for key in row.to)
+
+
 def _note(row: Any) -> str:
     """Return the explanation of a row and the default of the original."""
+    from msrl.config.unsupported import NOT_YET
+
+    is_refused = bool(row.refuse) or not _is_supported(row)
     reasons = (
         row.by, row.same, row.speed, row.placement, row.dropped, row.dead, row.refuse,
         f"`{row.shape}` of config.json" if row.shape else "",
+        *(NOT_YET.get(key, "") for key in row.to),
     )  # fmt: skip
     texts = [reason for reason in reasons if reason]
     if row.via:
         texts.append(CONVERSIONS[row.via])
+    if is_refused and (accepted := _values_without_effect(row)):
+        texts.append(f"accepted: {', '.join(map(code, accepted))}")
     if row.has_default:
         texts.append(f"default of the original: {code(_yaml(row.default))}")
     if row.only:
         texts.append(f"read with {', '.join(map(code, row.only))}")
     return "; ".join(texts)
+
+
+def _values_without_effect(row: Any) -> list[str]:
+    """Return the values that switch nothing on, without null and without equal numbers."""
+    values = [value for number, value in enumerate(row.off) if value not in row.off[:number]]
+    return [_yaml(value) for value in values if value is not None]
 
 
 def _yaml(value: object) -> str:

@@ -129,6 +129,14 @@ def test_null_resets_the_values_of_earlier_layers(folder: Path):
     )
 
 
+def test_names_of_a_mapping_may_contain_dots():
+    columns = "preprocess.map_keys={prompt: ask, extra.tag: topic.name}"
+    resolved = load([], [columns, "data.blend={data/v1.0: 0.7}"])
+    assert resolved.value("preprocess.map_keys.extra.tag") == "topic.name"
+    assert resolved.shown("data.blend.data/v1.0") == 0.7
+    assert resolved.is_changed("preprocess.map_keys.extra.tag")
+
+
 def test_errors_about_wrong_values_show_the_required_form():
     sets = (
         "data.blend=[[1.0, a]]",

@@ -167,6 +167,16 @@ def test_generated_pages_and_drawings_are_current():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python docs/generate.py"
 
 
+def test_key_tables_tell_supported_keys_from_keys_of_later_versions():
+    rows = generator().key_tables("mindspeed_rl").splitlines()
+    (variable,) = (row for row in rows if row.startswith("| `HCCL_CONNECT_TIMEOUT` |"))
+    assert "| `cluster.env.HCCL_CONNECT_TIMEOUT` |" in variable
+    (pipeline,) = (row for row in rows if row.startswith("| `infer_pipeline_parallel_size` |"))
+    assert "(not in this version)" in pipeline and "accepted: `1`" in pipeline
+    (split,) = (row for row in rows if row.startswith("| `split` |"))
+    assert "data.eval" in split
+
+
 def test_the_references_are_complete():
     keys = {*re.findall(r"^\| `([\w.]+)` \|", (DOCS / "configuration.md").read_text(), re.M)}
     sections = {key.rpartition(".")[0] for key in settable_keys()}
@@ -358,7 +368,7 @@ def test_every_row_of_own_data_is_read_by_its_command(
     (words,) = command_lines(command)
     Path(words[words.index("--input") + 1]).write_text(row, encoding="utf-8")
     words[words.index("--tokenizer") + 1] = str(tokenizer)
-    assert msrl(*words[1:]) == 0
+    assert msrl(*words[1:], "--dry-run") == 0 == msrl(*words[1:])
     assert [*tmp_path.glob("data/*.bin")]
 
 

@@ -190,5 +190,5 @@ def test_an_unreachable_hub_is_one_message(hub: FakeHub, tmp_path: Path):
     for environment in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"offline": "yes"}):
         result = msrl(hub, tmp_path, "chat", "--model", MODEL, **environment)
         assert result.returncode == 2, result.stderr
-        assert_mentions(result.stderr, "chat.model", MODEL, "reached", "HF_ENDPOINT")
+        assert_mentions(result.stderr, "chat.model", MODEL, "reached", "HF_ENDPOINT", "MSRL_HUB")
         assert "Traceback" not in result.stderr

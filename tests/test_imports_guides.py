@@ -312,3 +312,13 @@ def test_lightrfts_examples_fragments_and_variables_are_read(tmp_path: Path):
 def test_every_flag_of_lightrfts_examples_is_caught_when_it_is_misspelt(tmp_path: Path):
     for block in (block for block in blocks("lightrft-parameters") if "python" in block):
         assert_misspelt_flags_are_caught("lightrft", block, tmp_path / "given.sh")
+
+
+@pytest.mark.parametrize(("value", "is_named"), [("'1'", True), ("'0'", False)])
+def test_a_roll_file_of_modelscope_names_the_variable_that_selects_the_hub(
+    value: str, is_named: bool, folder: Path
+):
+    text = roll().replace("USE_MODELSCOPE: '1'", f"USE_MODELSCOPE: {value}")
+    results = translated("roll", text, folder).key_results
+    (variables,) = (result for result in results if result.entry.key == "system_envs")
+    assert ("MSRL_HUB=modelscope" in variables.text) == is_named

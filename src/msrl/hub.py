@@ -131,7 +131,8 @@ def _fetch_hf(
     except errors.RevisionNotFoundError as error:
         raise MsrlError(f"the hub has no revision {name.revision} of it") from error
     except errors.LocalEntryNotFoundError as error:
-        raise _unreachable(name, "HF_ENDPOINT", error) from error
+        variables = "HF_ENDPOINT to a mirror, or MSRL_HUB to modelscope"
+        raise _unreachable(name, variables, error) from error
     except Exception as error:
         raise _failed(name, error) from error
     return Snapshot(Path(folder), HubName(name.repository, Path(folder).name))
@@ -153,7 +154,7 @@ def _fetch_modelscope(
             ignore_patterns=list(ignored),
         )
     except OSError as error:
-        raise _unreachable(name, "MODELSCOPE_DOMAIN", error) from error
+        raise _unreachable(name, "or MODELSCOPE_DOMAIN to a mirror", error) from error
     except Exception as error:
         raise _failed(name, error) from error
     return Snapshot(Path(folder), HubName(name.repository, revision))
@@ -169,11 +170,11 @@ def _package(name: str) -> Any:
         ) from error
 
 
-def _unreachable(name: HubName, variable: str, error: Exception) -> MsrlError:
+def _unreachable(name: HubName, variables: str, error: Exception) -> MsrlError:
     text = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
     return MsrlError(
         f"folder not found, and not all files of {name.repository} are in the cache of the hub, "
-        f"which cannot be reached ({text}). Set the path of a folder, or {variable} to a mirror."
+        f"which cannot be reached ({text}). Set the path of a folder, {variables}."
     )
 
 

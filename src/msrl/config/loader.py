@@ -38,15 +38,20 @@ def _defaults() -> Config:
 
 
 def _value_at(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of a dotted key. Names of a mapping may contain dots."""
     value: Any = config
-    for name in key.split("."):
-        if isinstance(value, tuple):
-            value = cast("tuple[Any, ...]", value)[int(name)]
-        elif isinstance(value, dict):
-            value = cast("dict[str, Any]", value)[name]
+    names = key.split(".")
+    while names:
+        if isinstance(value, dict):
+            entries = cast("dict[str, Any]", value)
+            ends = range(1, len(names) + 1)
+            end = next((end for end in ends if ".".join(names[:end]) in entries), 1)
+            value = entries[".".join(names[:end])]
+            names = names[end:]
+        elif isinstance(value, tuple):
+            value = cast("tuple[Any, ...]", value)[int(names.pop(0))]
         else:
-            value = getattr(value, name)
+            value = getattr(value, names.pop(0))
     return value
 
 

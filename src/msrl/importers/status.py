@@ -14,7 +14,7 @@ class KeyStatus(Enum):
     SAME = "same results"
     SPEED = "changes memory or speed only"
     PLACEMENT = "placement"
-    OFF = "switches nothing on"
+    OFF = "has no effect with this value"
     DEAD = "has no effect in the original either"
     DROPPED = "dropped"
     UNSUPPORTED = f"{NOT_YET_TEXT}, and would change results"

@@ -127,7 +127,7 @@ class Row:
         )
 
     def is_off(self, value: object) -> bool:
-        """Return True if a value switches nothing on. Lists compare by item; true is not 1."""
+        """Return True if a value has no effect. Lists compare by item; true is not 1."""
         return any(
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off
         )

@@ -64,6 +64,7 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
 }
 _MOCK_KEYS = ("enable", "mode", "dump_dir")  # of rollout_mock
 _UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
+_MODELSCOPE = "to load models of ModelScope, export MSRL_HUB=modelscope before msrl starts"
 _RLVR_KEYS = (  # that agentic runs never read
     "importance_sampling",
     "rl_loss_coef",
@@ -403,7 +404,8 @@ class _RollFile:
             if isinstance(value, (dict, list)):
                 self.translation.add_error(entry, f"{name} must be a text")
         texts = {str(key): str(value) for key, value in values.items()}
-        self.translation.assign(entry, ["cluster.env"], texts)
+        why = _MODELSCOPE if texts.get("USE_MODELSCOPE", "0") != "0" else ""
+        self.translation.assign(entry, ["cluster.env"], texts, why=why)
 
     def _trackers(self) -> None:
         """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""
