@@ -322,3 +322,44 @@ def test_a_roll_file_of_modelscope_names_the_variable_that_selects_the_hub(
     results = translated("roll", text, folder).key_results
     (variables,) = (result for result in results if result.entry.key == "system_envs")
     assert ("MSRL_HUB=modelscope" in variables.text) == is_named
+
+
+DATASET = "input: a.json\ntokenizer_name_or_path: b\noutput_prefix: c\nprompt_type: qwen_r1\n"
+SCRIPTS = {
+    "preprocess_data.sh": 'python "$(dirname "$0")"/../cli/preprocess_data.py $1\n',
+    "master.sh": "NAME=${1:-other}\npython cli/train_grpo.py --config-name $NAME\n",
+}
+
+
+@pytest.mark.parametrize("shell", [(), ("bash",)])
+def test_the_scripts_of_the_guides_are_imported_with_their_arguments(
+    shell: tuple[str, ...], folder: Path
+):
+    datasets = folder.parent / "configs" / "datasets"
+    datasets.mkdir(parents=True)
+    (datasets / "r1_zero.yaml").write_text(DATASET, encoding="utf-8")
+    (datasets.parent / "r1_zero.yaml").write_text(r1_zero(), encoding="utf-8")
+    (datasets.parent / "model").symlink_to(MINDSPEED / "model")
+    keys: set[str] = set()
+    for name, text in SCRIPTS.items():
+        script = folder.parent / "examples" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(text, encoding="utf-8")
+        words = [*shell, str(script), "r1_zero.yaml"]
+        translation = translate_arguments("mindspeed-rl", words)
+        keys |= {key_result.entry.key for key_result in translation.key_results}
+    assert {"prompt_type", "global_batch_size", "verifier_function"} <= keys
+
+
+def test_preprocessing_without_arguments_is_refused_with_the_way_to_pass_them(tmp_path: Path):
+    script = tmp_path / "preprocess_data.sh"
+    script.write_text("\npython preprocess_data.py $1\n", encoding="utf-8")
+    with pytest.raises(MsrlError, match=r"preprocess_data.sh:2: .* no arguments.*SCRIPT NAME"):
+        translate_arguments("mindspeed-rl", [str(script)])
+
+
+def test_a_preprocessing_script_without_its_file_names_the_option_that_reads_it(tmp_path: Path):
+    script = tmp_path / "preprocess_data.sh"
+    script.write_text("python preprocess_data.py absent\n", encoding="utf-8")
+    results = translate_arguments("mindspeed-rl", [str(script)]).key_results
+    assert any("msrl preprocess -c FILE" in result.text for result in results)

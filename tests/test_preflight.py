@@ -371,3 +371,13 @@ def test_a_dry_run_checks_the_ports_of_a_cluster(
     for end in (["--dry-run"], []):
         assert msrl("cluster", "join", "127.0.0.1:7000", "--devices", "1", *end) == 2
         assert_mentions(capfd.readouterr().err, "127.0.0.1:7000", "loopback")
+
+
+def test_a_folder_of_one_iteration_names_the_checkpoint_above_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "mcore" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "mcore" / "latest_checkpointed_iteration.txt").write_text("1", encoding="utf-8")
+    iteration = str(tmp_path / "mcore" / "iter_0000001")
+    assert msrl("train-sft", "--model", iteration, "--data", "d", "--steps", "1", "--dry-run") == 2
+    assert f"{tmp_path / 'mcore'}?" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from msrl.checks.inputs import (
     check_model_path,
     check_required,
     check_template,
-    inside_of_run,
+    checkpoint_hint,
     path_hint,
 )
 from msrl.checks.rollout import check_temperature
@@ -81,7 +81,7 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
 
 def _hint(folder: str, expected: str) -> str:
     above = "the parent folder, " if Path(folder).name.startswith("iter_") else ""
-    return inside_of_run(folder) or f". Name {above}{expected}."
+    return checkpoint_hint(folder) or f". Name {above}{expected}."
 
 
 def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:

@@ -52,14 +52,17 @@ def check_model_path(resolved: Resolved, key: str) -> Iterator[str]:
         yield resolved.mistake(
             key,
             f"contains neither config.json (Hugging Face) nor {TRACKER} "
-            f"(mcore){inside_of_run(path)}",
+            f"(mcore){checkpoint_hint(path)}",
         )
 
 
-def inside_of_run(path: str) -> str:
-    """Return a hint if a path is a run folder instead of its checkpoint folder."""
-    checkpoints = Path(path) / "checkpoints"
-    return f"; did you mean {checkpoints}?" if is_mcore(str(checkpoints)) else ""
+def checkpoint_hint(path: str) -> str:
+    """Return a hint if a path is a run folder or one iteration instead of a checkpoint folder."""
+    checkpoints = [Path(path) / "checkpoints"]
+    if Path(path).name.startswith("iter_"):
+        checkpoints.append(Path(path).parent)
+    checkpoint = next((folder for folder in checkpoints if is_mcore(str(folder))), None)
+    return f"; did you mean {checkpoint}?" if checkpoint else ""
 
 
 def check_template(resolved: Resolved, key: str) -> Iterator[str]:

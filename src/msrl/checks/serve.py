@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from msrl.checks.inputs import check_folder, check_template, inside_of_run, path_hint
+from msrl.checks.inputs import check_folder, check_template, checkpoint_hint, path_hint
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
@@ -30,7 +30,7 @@ def _model(resolved: Resolved, path: str) -> Iterator[str]:
         yield resolved.mistake(
             "serve.model",
             f"contains neither config.json (Hugging Face) nor {TRACKER} (mcore) nor "
-            f"adapter_config.json (LoRA){inside_of_run(path)}",
+            f"adapter_config.json (LoRA){checkpoint_hint(path)}",
         )
 
 

@@ -11,7 +11,7 @@ from msrl.checks.inputs import (
     check_model_path,
     check_required,
     check_template,
-    inside_of_run,
+    checkpoint_hint,
 )
 from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
@@ -262,7 +262,7 @@ def _start_adapters(resolved: Resolved, plan: RunPlan, path: str) -> Iterator[st
             "set model.path to the result.",
         )
     elif Path(path).is_dir() and not is_mcore(path):
-        yield resolved.mistake(key, f"contains no {TRACKER} (mcore){inside_of_run(path)}")
+        yield resolved.mistake(key, f"contains no {TRACKER} (mcore){checkpoint_hint(path)}")
     has_copy = plan.reference is not None and not (
         plan.has_reference_on_ranks or plan.has_own_reference
     )

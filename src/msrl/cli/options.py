@@ -825,7 +825,7 @@ Foreign = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE|FLAGS...",
-        help="YAML file, shell script, or the words of a command.",
+        help="YAML file, shell script with its arguments, or the words of a command.",
         show_default=False,
     ),
 ]

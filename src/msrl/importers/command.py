@@ -28,12 +28,13 @@ SHELL_SYSTEMS = {
     "mindspeed-llm": mindspeed_scripts,
     "lightrft": lightrft,
 }
+_SHELLS = ("bash", "sh")
 
 
 def translate_arguments(
     system: str, arguments: Sequence[str], *, approximate: bool = False
 ) -> Translation:
-    """Return the translation of one file or of the words of one command line.
+    """Return the translation of a file, a script with arguments, or the words of a command line.
 
     With `approximate`, a key that msrl cannot compute as the original does takes the nearest
     setting instead of an error.
@@ -45,8 +46,10 @@ def translate_arguments(
         raise MsrlError(
             f"config import --from {system}: no input. Name a file, or add flags after --."
         )
-    if len(arguments) == 1 and not arguments[0].startswith("-"):
-        translation = _translate_file(system, Path(arguments[0]))
+    if arguments[0] in _SHELLS and len(arguments) > 1 and not arguments[1].startswith("-"):
+        arguments = arguments[1:]
+    if _names_file(system, arguments):
+        translation = _translate_file(system, Path(arguments[0]), arguments[1:])
     elif system in SHELL_SYSTEMS:
         words = [Word(text, None) for text in arguments]
         translation = SHELL_SYSTEMS[system].translate_words(words, "command line")
@@ -61,14 +64,22 @@ def translate_arguments(
     return translation
 
 
-def _translate_file(system: str, file: Path) -> Translation:
+def _names_file(system: str, arguments: Sequence[str]) -> bool:
+    """Return True for a file, or for a shell script with its arguments."""
+    if arguments[0].startswith("-"):
+        return False
+    is_script = system in SHELL_SYSTEMS and Path(arguments[0]).suffix == ".sh"
+    return len(arguments) == 1 or is_script
+
+
+def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> Translation:
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
     text = _read(file)
     if file.suffix not in (".yaml", ".yml"):
         if system not in SHELL_SYSTEMS:
             raise MsrlError(f"{file}: must be a .yaml file of {system}")
-        return SHELL_SYSTEMS[system].translate_script(text, str(file))
+        return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
     tree = read(file, is_old=True)
     detected = detect_system(tree, file)
     if detected != system:

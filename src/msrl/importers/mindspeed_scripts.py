@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from msrl.config.sources import Node
+from msrl.config.sources import Node, Origin
 from msrl.errors import MsrlError, nearest
 from msrl.importers.environment import put_exports
 from msrl.importers.hydra import Override
@@ -59,13 +59,15 @@ UNSUPPORTED_PROGRAMS = {
 _COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "reshard"}
 
 
-def translate_script(text: str, name: str) -> Translation:
+def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Translation:
     """Return the translation of all supported commands of a script, including `ray start`.
+
+    `arguments` are those of the script, which it reads as $1, $2 and so on.
 
     Raises:
         MsrlError: if the script has no supported command.
     """
-    script = parse_script(text, name)
+    script = parse_script(text, name, arguments)
     translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
     commands = [(section, words) for words in script.commands if (section := _section(words))]
     if not commands:
@@ -140,6 +142,11 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     if section == "ray":
         arguments, overrides = split_overrides(words[start + 1 :], translation.name)
         words = [*words[: start + 1], *arguments]
+    if section == "preprocess" and not words[start + 1 :]:
+        translation.errors.append(
+            f"{Origin(translation.name, words[start].line)}: {words[start].text} has no arguments. "
+            "Arguments of the script ($1, $2, ...) follow its name: config import ... SCRIPT NAME."
+        )
     if section in ("ray", "preprocess") and _positional(words[start + 1 :]):
         first = _positional(words[start + 1 :])
         named_file(translation, section, first, words[start], overrides)

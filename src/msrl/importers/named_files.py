@@ -42,7 +42,7 @@ def put_named_file(
     if entry is None:
         return
     file = _find_config(translation.name, entry, folder)
-    _include(translation, entry, file, "msrl train-grpo", overrides)
+    _include(translation, entry, file, "msrl train-grpo --config-name NAME", overrides)
 
 
 def named_file(
@@ -55,7 +55,8 @@ def named_file(
     """Include the file that the first argument of a program names."""
     node = wrap(name, Origin(translation.name, program.line))
     entry = SourceKey(section, "config_name", "config_name", node)
-    command = "msrl preprocess" if section == "preprocess" else "msrl train-grpo"
+    is_dataset = section == "preprocess"
+    command = "msrl preprocess -c FILE" if is_dataset else "msrl train-grpo --config-name NAME"
     file = _find_config(translation.name, entry, None)
     _include(translation, entry, file, command, overrides)
 
@@ -69,7 +70,7 @@ def _include(
 ) -> None:
     """Merge the translation of a file, or record that the command must name it."""
     if file is None:
-        text = f"the file was not found beside the script. Run `{command} --config-name NAME`."
+        text = f"the file was not found beside the script. Run `{command}`."
         translation.record(entry, KeyStatus.DROPPED, text)
     else:
         changes = [override for override, _ in overrides]
@@ -91,13 +92,16 @@ def _translated(tree: Node, file: Path, overrides: Sequence[Override]) -> Transl
 
 
 def _find_config(script: str, entry: SourceKey, folder: SourceKey | None) -> Path | None:
-    """Return the file in the folder, or in `configs` beside or above the script."""
+    """Return the file in the folder, or in `configs` beside or above the script.
+
+    Files of datasets may have the name of a training: those are in `configs/datasets`.
+    """
     name = f"{str(entry.value).removesuffix('.yaml')}.yaml"
     folders = [Path(str(folder.value))] if folder is not None else []
     for parent in Path(script).resolve().parents[:5]:
-        folders += [
-            parent / "configs",
-            parent / "configs" / "datasets",
-            parent / "configs" / "rlxf",
-        ]
+        configs = parent / "configs"
+        trainings = [configs, configs / "rlxf"]
+        datasets = [configs / "datasets"]
+        is_dataset = entry.section == "preprocess"
+        folders += [*datasets, *trainings] if is_dataset else [*trainings, *datasets]
     return next((path / name for path in folders if (path / name).is_file()), None)

@@ -9,6 +9,8 @@ Source: LightRFT 49e62cb, examples/gsm8k_geo3k/train_colocate.py and trainer/fas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
@@ -29,13 +31,13 @@ _RULES = [
 _NAMED_LOSSES = {"gspo": {"algo.ratio": "sequence"}, "gmpo": {"algo.policy_loss": "gmpo"}}
 
 
-def translate_script(text: str, name: str) -> Translation:
-    """Return the translation of the only training command of a script.
+def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Translation:
+    """Return the translation of the only training command of a script called with arguments.
 
     Raises:
         MsrlError: if the script has no training command or several.
     """
-    script = parse_script(text, name)
+    script = parse_script(text, name, arguments)
     commands = [words for words in script.commands if _num_flags(words) > 1]
     programs = [words for words in commands if any(word.text.endswith(".py") for word in words)]
     commands = programs or commands  # a teacher's server is no training

@@ -68,14 +68,17 @@ class _StopError(Exception):
         self.kind = kind
 
 
-def parse_script(text: str, name: str) -> Script:
-    """Return the commands of a script. Words of unknown text have a problem.
+def parse_script(text: str, name: str, arguments: Sequence[str] = ()) -> Script:
+    """Return the commands of a script that is called with arguments ($1, $2, ...).
+
+    Words of unknown text have a problem.
 
     Raises:
         MsrlError: the text is not a shell script.
     """
     text = text.removeprefix("\ufeff")
     interpreter = _Interpreter(Script(name, repairs=syntax.repairs(text)))
+    interpreter.scope.arguments = tuple(Word(argument, None) for argument in arguments)
     try:
         interpreter.run(syntax.parse(text, name))
     except _StopError:

@@ -141,10 +141,10 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
     A run that is shorter than its warm-up does not fit.
     """
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
-        phases = "warm-up" + (" and decay" if schedule.decay_updates else "")
+        phases = "warm-up and decay take" if schedule.decay_updates else "warm-up takes"
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
         print(
-            f"train.optimizer: {phases} take more than the {schedule.num_updates} updates of this "
+            f"train.optimizer: {phases} more than the {schedule.num_updates} updates of this "
             f"run; {last}",
             file=sys.stderr,
         )
