@@ -22,12 +22,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from msrl.config.sections import train
+from msrl.trainer.gradient_norm import use_accurate_norms
 
 
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool
 ) -> ChainedOptimizer:
     """Return the optimizer of a rank's model, which may have several virtual pipeline stages."""
+    use_accurate_norms()
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
