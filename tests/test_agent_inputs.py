@@ -1,0 +1,31 @@
+"""Inputs of the agent example, as `nox -s agent` writes them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "agent" / "make_inputs.py"
+
+pytestmark = pytest.mark.slow  # imports transformers
+
+
+@pytest.mark.parametrize("task", ["lake", "calculator"])
+def test_the_inputs_of_a_task_fit_together(task: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "inputs"
+    subprocess.run([sys.executable, SCRIPT, "--out", out, "--task", task], check=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert len(tokenizer) <= config["vocab_size"]
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    conversation = json.loads((out / "sft.jsonl").read_text().splitlines()[0])["messages"]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for name, count in (("rl", 1024), ("heldout", 256)):
+        rows = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+        assert len(rows) == count and {*rows[0]} == {"question", "answer"}
