@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "device.json"
+README = ROOT / "benchmarks" / "README.md"
+BEGIN, END = "<!-- tables of device.json -->\n", "<!-- end of the tables -->\n"
 # Imports of a process with a device. Images with torch and transformers lack the first two.
 NEEDED = {
     "msrl": "msrl (set PYTHONPATH=src, or pip install -e . --no-deps)",
@@ -62,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(table(measurements)))
     if args.write is not None:
         args.write.write_text(json.dumps(measurements, indent=1) + "\n", encoding="utf-8")
+        if args.write == RESULTS:
+            update_readme()
     return int(
         any(
             row.get("error") or row.get("reached") is False
@@ -97,7 +101,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         nargs="?",
         const=RESULTS,
-        help=f"Also write all figures as JSON (default: {RESULTS.relative_to(ROOT)}).",
+        help=f"Also write all figures as JSON (default: {RESULTS.relative_to(ROOT)}, and the "
+        "tables of benchmarks/README.md).",
     )
     return parser.parse_args(argv)
 
@@ -278,6 +283,19 @@ def table(measurements: Mapping[str, Any]) -> list[str]:
             *(costs and [*COST_HEAD, *costs, ""]),
         ]
     return lines[:-1]
+
+
+def saved_tables(path: Path = RESULTS) -> str:
+    """Return the tables of the saved results, below a line with the device and the software."""
+    title, _, *lines = table(json.loads(path.read_text(encoding="utf-8")))
+    return "\n".join([f"Measured: {title.removeprefix('# ')}, {lines[0]}", *lines[1:], ""])
+
+
+def update_readme(path: Path = RESULTS, readme: Path = README) -> None:
+    """Write the tables of the saved results into a page, between their markers."""
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{saved_tables(path)}\n{END}{after}", encoding="utf-8")
 
 
 def parity_line(row: Mapping[str, Any]) -> str:

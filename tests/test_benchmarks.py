@@ -185,6 +185,10 @@ def test_the_device_benchmark_agrees_with_itself_on_cpu(tmp_path: Path) -> None:
     )
 
 
+def test_the_readme_of_the_benchmarks_has_the_tables_of_the_saved_device() -> None:
+    assert device.saved_tables() in device.README.read_text(), "run `benchmarks device --write`"
+
+
 def test_a_job_that_fails_is_reported_and_the_next_jobs_run_in_a_new_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

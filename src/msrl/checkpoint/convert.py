@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import msrl
 from msrl.checkpoint.atomic_folder import require_free_path, require_space, staged_folder
 from msrl.checkpoint.dist.write import group_by_file, write_file, write_metadata_files
 from msrl.checkpoint.dtypes import cast_to, hf_name
@@ -340,4 +341,5 @@ def _write_pass_through(
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that write checkpoints."""
-    return {name: importlib.metadata.version(name) for name in ("msrl", "torch", "safetensors")}
+    installed = {name: importlib.metadata.version(name) for name in ("torch", "safetensors")}
+    return {"msrl": msrl.__version__, **installed}
