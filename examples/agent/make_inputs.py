@@ -19,7 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from msrl.environments.builtin import calculator
 from msrl.environments.builtin.frozen_lake import FrozenLake, environment
+from msrl.environments.tools import tool_schemas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_model import write_model, write_rows, write_tokenizer
@@ -29,9 +31,13 @@ NUM_DEMONSTRATIONS = 4000
 NUM_TASKS = {"rl": 1024, "heldout": 256}
 LAKE: dict[str, Any] = {"size": 3, "hole_share": 0.35, "max_steps": 8, "instructions": ""}
 VOCAB_SIZE = 360
-SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|tool|>", "<|assistant|>")
+# transformers adds <|endoftext|> to every Qwen2 tokenizer.
+SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|tool|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{%- if tools -%}{{- '<|system|>' + (tools | tojson) + '<|end|>' -}}{%- endif -%}"
+    "{%- if tools -%}{{- '<|system|>' -}}"
+    "{%- for tool in tools -%}"
+    "{{- tool.function.name + '(' + (tool.function.parameters.properties | join(', ')) + ')' -}}"
+    "{%- endfor -%}{{- '<|end|>' -}}{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -44,6 +50,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+TOOLS = {"calculator": tool_schemas(calculator.environment())}
 Messages = list[dict[str, Any]]
 
 
@@ -107,7 +114,8 @@ def make_inputs(out: Path, task: str, seed: int) -> None:
     """Write all inputs of a task into the folder `out`."""
     source = random.Random(seed)
     demonstrate = walk if task == "lake" else product
-    rows = [{"messages": demonstrate(source)} for _ in range(NUM_DEMONSTRATIONS)]
+    tools = {"tools": TOOLS[task]} if task in TOOLS else {}
+    rows = [{"messages": demonstrate(source), **tools} for _ in range(NUM_DEMONSTRATIONS)]
     out.mkdir(parents=True)
     texts = [json.dumps(row) for row in rows] + [
         str(message["content"]) for row in rows for message in row["messages"]
