@@ -2,7 +2,8 @@
 
 The accuracy part runs every way to train on one device for ten steps from the same weights on the
 same batch, in bfloat16 and in float32, and compares losses and gradient norms with those of the CPU
-in float32. The speed part reports time, memory and model FLOPs utilization (MFU) of real shapes in
+in float32. The commands part trains with `msrl train-sft`, `train-dpo` and `train-rm`, and compares
+the losses. The speed part reports time, memory and model FLOPs utilization (MFU) of real shapes in
 bfloat16, and the kernels that take most of the device's time. Weights are random; neither vLLM, Ray
 nor data is needed. The exit code is 1 if a job failed or missed its goal.
 """
@@ -45,6 +46,7 @@ PARITY_HEAD = (
 SPEED_HEAD = ("| shape | batch | step | tokens/s | memory | MFU |", "|---|---|---|---|---|---|")
 COST_HEAD = ("| shape | kernels | share of device time |", "|---|---|---|")
 NUM_COSTS = 3
+PARTS = ("parity", "commands", "speed")
 TARGET = "benchmarks.device_ranks:main"
 
 
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     return int(
         any(
             row.get("error") or row.get("reached") is False
-            for rows in (measurements["parity"], measurements["speed"])
+            for rows in (measurements[part] for part in PARTS)
             for row in rows
         )
     )
@@ -88,9 +90,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         choices=("real", "tiny"),
         help="Sizes of the models. `tiny` takes seconds on a CPU (default: real).",
     )
-    parser.add_argument(
-        "--only", choices=("parity", "speed"), help="Run only one of the parts (default: both)."
-    )
+    parser.add_argument("--only", choices=PARTS, help="Run only one of the parts (default: all).")
     parser.add_argument(
         "--work",
         type=Path,
@@ -120,8 +120,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from msrl.platforms import resolve
 
     platform, scale = resolve(args.platform).name, SCALES[args.shapes]
-    trainings = scale.trainings(has_fused=platform != "cpu") if args.only != "speed" else []
-    speeds = scale.speed_jobs() if args.only != "parity" else []
+    parts = PARTS if args.only is None else (args.only,)
+    trainings = scale.trainings(has_fused=platform != "cpu") if "parity" in parts else []
+    speeds = scale.speed_jobs() if "speed" in parts else []
     with tempfile.TemporaryDirectory(prefix="msrl-device-") as temporary:
         folder = args.work or Path(temporary)
         make_models(folder, scale.models, {job.model for job in (*trainings, *speeds)})
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             results(platform, folder, scale.lengths, [*on_cpu, *trainings, *speeds])
         )
         references = measurements if on_cpu else dict(results("cpu", folder, scale.lengths, plain))
+        commands = run_commands(folder, platform, scale.commands) if "commands" in parts else []
     return {
         "date": date.today().isoformat(),
         "platform": platform,
@@ -139,8 +141,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             parity_row(job, measurements[key(job)], references[job.reference, "float32"])
             for job in trainings
         ],
+        "commands": commands,
         "speed": [speed_row(job, measurements[key(job)]) for job in speeds],
     }
+
+
+def run_commands(folder: Path, platform: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the results of the commands; none if their packages are not installed."""
+    from benchmarks import device_commands
+
+    missing = device_commands.missing_packages()
+    if missing:
+        log(f"the commands are skipped: not installed: {', '.join(missing)}")
+        return []
+    jobs = [job for job in device_commands.JOBS if job.name in names]
+    rows: list[dict[str, Any]] = []
+    for row in device_commands.run_jobs(folder / "commands", platform, jobs):
+        log(f"{platform}: {row}")
+        rows.append(row)
+    return rows
 
 
 def key(job: Any) -> Any:
@@ -263,6 +282,8 @@ def speed_row(job: Any, measurements: Any) -> dict[str, Any]:
 
 def table(measurements: Mapping[str, Any]) -> list[str]:
     """Return the results as lines of Markdown."""
+    from benchmarks import device_commands
+
     software = ", ".join(
         f"{name} {version}" for name, version in measurements.get("software", {}).items()
     )
@@ -274,6 +295,8 @@ def table(measurements: Mapping[str, Any]) -> list[str]:
     ]
     if measurements["parity"]:
         lines += [*PARITY_HEAD, *map(parity_line, measurements["parity"]), ""]
+    if measurements.get("commands"):
+        lines += [*device_commands.table(measurements["commands"]), ""]
     if measurements["speed"]:
         costs = [line for row in measurements["speed"] for line in cost_lines(row)]
         lines += [

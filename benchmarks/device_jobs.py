@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.checkpoints import HALF_BILLION
+from benchmarks.device_commands import JOBS
 
 STEPS = 10
 # Largest relative differences of all losses and of the first gradient norm. Later gradients are of
@@ -126,6 +127,7 @@ class Scale:
     row: tuple[int, ...]
     steps: int
     lr: float  # low enough that ten steps do not amplify rounding errors much
+    commands: tuple[str, ...]  # names of jobs of `device_commands.py`
 
     def trainings(self, *, has_fused: bool) -> list[Training]:
         """Return all variants of training on one device, in both dtypes.
@@ -350,6 +352,7 @@ SCALES = {
         row=(2048, 1024, 512, 512),
         steps=10,
         lr=1e-4,
+        commands=tuple(job.name for job in JOBS),
     ),
     "tiny": Scale(
         models=_models(_TINY, head_dim=16, window=8, expert_size=48),
@@ -359,6 +362,7 @@ SCALES = {
         row=(16, 8, 8),
         steps=3,
         lr=1e-3,
+        commands=("train-sft, float32", "train-sft, resumed"),
     ),
 }
 

@@ -18,7 +18,7 @@ from support import assert_mentions, mentions
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import asynchronous, device, logging_cost, measure, results  # noqa: E402
+from benchmarks import asynchronous, device, device_commands, logging_cost, measure, results  # noqa: E402
 from benchmarks.__main__ import detail_lines  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
@@ -177,12 +177,25 @@ def test_the_device_benchmark_agrees_with_itself_on_cpu(tmp_path: Path) -> None:
     )
     assert all(row["loss_off"] < 1e-6 for row in results["parity"] if row["dtype"] == "float32")
     assert all(row["loss_off"] > 0 for row in results["parity"] if row["dtype"] == "bfloat16")
+    assert [row["loss_off"] for row in results["commands"]] == [0.0, 0.0]
     (speed,) = results["speed"]
     assert sum(speed["costs"].values()) == pytest.approx(1) and "matrix products" in speed["costs"]
     assert (
         "| saved and resumed | bfloat16 | torch |" in done.stdout
         and done.stdout.count("\n| tiny | ") == 1 + device.NUM_COSTS
     )
+
+
+def test_commands_on_a_device_are_compared_by_their_losses() -> None:
+    exact, close = device_commands.JOBS[2], device_commands.JOBS[0]
+    equal = device_commands.row(exact, [2.0, 1.0], [2.0, 1.0])
+    assert equal["reached"] and not device_commands.row(exact, [2.0, 1.1], [2.0, 1.0])["reached"]
+    off = device_commands.row(close, [2.0, 1.00005], [2.0, 1.0])
+    assert off["reached"] and off["loss_off"] == pytest.approx(5e-5)
+    failed = device_commands.row(close, "no device", [2.0])
+    *_, first, second, third = device_commands.table([equal, off, failed])
+    assert "| none | equal bit for bit | yes |" in first and "| 5.0e-05 | 0.0001 | yes |" in second
+    assert "failed: no device" in third and "**no**" in third
 
 
 def test_the_readme_of_the_benchmarks_has_the_tables_of_the_saved_device() -> None:
