@@ -656,11 +656,21 @@ def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> N
     scores.require_scores("step 1")
 
 
-def test_a_step_in_which_every_environment_fails_ends_the_run() -> None:
-    fault = make_completion([((1, 2, 5), (2,))], [turn(1, "s")], fault=("timeout", "30 s"))
+@pytest.mark.parametrize(
+    ("reason", "detail", "remedy"),
+    [
+        ("timeout", "30 s", "environment.timeout_s"),
+        ("long_prompt", "644 tokens", "rollout.max_prompt_tokens"),
+        ("error", "KeyError", "Fix the environment;"),
+    ],
+)
+def test_a_step_in_which_every_environment_fails_ends_the_run_with_the_remedy(
+    reason: str, detail: str, remedy: str
+) -> None:
+    fault = make_completion([((1, 2, 5), (2,))], [turn(1, "s")], fault=(reason, detail))
     with Scorer([], 1, environment_weight=1.0) as scorer:
         scores = scorer.score([RolloutGroup(Prompt(0, np.array([1])), (fault, fault))])
-    with pytest.raises(MsrlError, match=mentions("environment", "timeout", "30 s")):
+    with pytest.raises(MsrlError, match=mentions("environment", reason, detail, remedy)):
         scores.require_scores("step 1")
 
 

@@ -273,6 +273,14 @@ def test_the_wrong_handler_names_the_one_that_fits():
         read("sharegpt", [{"instruction": "a", "output": "b"}])
 
 
+@pytest.mark.parametrize(("name", "label"), [("auto", False), ("labeled", "maybe")])
+def test_a_row_with_a_label_is_not_sent_to_a_handler_of_sft(name: str, label: Any):
+    row = {"prompt": "a", "completion": "b", "label": label}
+    with pytest.raises(MsrlError) as caught:
+        read(name, [row])
+    assert "label" in str(caught.value) and "alpaca" not in str(caught.value)
+
+
 # --- prompts without a ground truth ---
 
 

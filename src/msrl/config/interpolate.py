@@ -163,9 +163,7 @@ class Interpolation:
     def _environment(self, node: Node, name: str, path: str) -> Node | None:
         text = self.environment.get(name)
         if text is None:
-            message = (
-                f"${{env:{name}}}: environment variable is not set; export it or write its value"
-            )
+            message = f"${{env:{name}}}: environment variable is not set. Export it."
             return self._fail(node, path, message)
         return Node(scalar(text), node.origin, text, f"${{env:{name}}}")
 

@@ -16,7 +16,11 @@ from msrl.types import ScoredGroup
 
 ENVIRONMENT = "environment"  # label of the rewards of an environment
 MAX_ERROR_CHARACTERS = 300
-_ENVIRONMENT_REMEDY = "Fix the environment, or raise environment.timeout_s"
+_ENVIRONMENT_REMEDY = "Fix the environment"
+_FAULT_REMEDIES = {
+    "timeout": "Fix the environment, or raise environment.timeout_s",
+    "long_prompt": "Shorten the first messages, or raise rollout.max_prompt_tokens",
+}
 _REMEDIES = {
     "verifier": "Check the ground truths of the data, or raise timeout_s of this source",
     "function": "Fix the function, or raise timeout_s of this source",
@@ -61,7 +65,7 @@ class SourceCalls:
         failures = Counter(self.failures) + Counter(other.failures)
         return SourceCalls(
             self.setting,
-            self.remedy,
+            other.remedy if other.last_error else self.remedy,
             self.num_calls + other.num_calls,
             dict(failures),
             other.last_error or self.last_error,
@@ -108,12 +112,16 @@ def require_scores(
 
 
 def episode_calls(groups: Sequence[ScoredGroup]) -> SourceCalls:
-    """Return the number of episodes and faults as calls of a reward source."""
+    """Return the number of episodes and faults as calls of a reward source.
+
+    The remedy is that of the last fault.
+    """
     episodes = [item.episode for group in groups for item in group.rollout.completions]
     faults = [item.fault for item in episodes if item is not None and item.fault[0]]
     counts = Counter(reason for reason, _ in faults)
-    last_error = error_line(faults[-1][1]) if faults else ""
-    return SourceCalls(ENVIRONMENT, _ENVIRONMENT_REMEDY, len(episodes), dict(counts), last_error)
+    last_reason, last_detail = faults[-1] if faults else ("", "")
+    remedy = _FAULT_REMEDIES.get(last_reason, _ENVIRONMENT_REMEDY)
+    return SourceCalls(ENVIRONMENT, remedy, len(episodes), dict(counts), error_line(last_detail))
 
 
 def fault_notes(groups: Sequence[ScoredGroup]) -> tuple[str, ...]:

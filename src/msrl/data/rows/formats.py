@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msrl.data.rows.preference import has_preference_columns
 from msrl.errors import MsrlError
 
 _TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
@@ -61,7 +62,7 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
 def hint(row: Any, handler: str) -> str:
     """Return a hint to the handler that reads a row which `handler` cannot read, or ""."""
     row_format = recognize(row)
-    if row_format is None or row_format.handler == handler:
+    if row_format is None or row_format.handler == handler or has_preference_columns(row):
         return ""
     return f" The row has the format of handler {row_format.handler}."
 

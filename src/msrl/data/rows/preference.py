@@ -44,6 +44,14 @@ def refuse_preference(row: Any, passed: Iterable[str] = ()) -> None:
         )
 
 
+def has_preference_columns(row: Any) -> bool:
+    """Return True if a row has the columns of preference data, whatever their values are."""
+    if not isinstance(row, dict):
+        return False
+    columns: dict[str, Any] = {str(k): v for k, v in row.items() if v is not None}
+    return bool(_pair(columns)) or any(name in columns for name in _LABELS)
+
+
 def refuse_preference_columns(map_keys: Mapping[str, str]) -> None:
     """Raise MsrlError if `map_keys` names one side of a preference pair as a field."""
     for name, path in map_keys.items():
