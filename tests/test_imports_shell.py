@@ -14,7 +14,7 @@ from msrl.importers.command import native_yaml, translate_arguments
 from msrl.importers.report import full
 from msrl.importers.shell import flags, parse_script
 from msrl.importers.translation import KeyStatus, Translation
-from support import assert_mentions
+from support import assert_mentions, mentions
 
 PROGRAM = "python prog.py"
 
@@ -184,6 +184,15 @@ def test_comments_and_line_ends_that_change_nothing_are_not_reported(tmp_path: P
 def test_a_byte_order_mark_is_no_part_of_the_first_command(tmp_path: Path) -> None:
     translation = imported("mindspeed-llm", f"\ufeffA=b\n{CONVERT} --load-dir $A", tmp_path)
     assert native_tree(translation)["convert"]["load"] == "b"
+
+
+@pytest.mark.parametrize("braces", ["{" * 4000 + "}" * 4000, "{" * 8000, "{a,b}" * 1500])
+def test_a_word_with_thousands_of_braces_is_refused_in_no_time(braces: str) -> None:
+    with pytest.raises(MsrlError, match=mentions("run.sh", "nested")):
+        words(f"{PROGRAM} {braces}")
+    quoted = "{" * 200
+    expected = ["ax1", "ax2", "bx1", "bx2", quoted]
+    assert words(f"{PROGRAM} {{a,b}}x{{1..2}} '{quoted}'") == expected
 
 
 def test_a_variable_with_a_default_is_not_reported_as_empty(tmp_path: Path) -> None:

@@ -6,12 +6,16 @@ import re
 from collections.abc import Iterator
 
 MAX_ITEMS = 1000
+_MAX_BRACES = 100  # of a word; their number times the length of the word is the time
 _WORD = re.compile(r"(?<!\S)[^\s'\"$`\\{}]*\{[^\s'\"$`\\]*(?!\S)")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 
 
 def expand_braces(text: str) -> str:
     """Return a command with its braces written out, outside of quotes.
+
+    Raises:
+        RecursionError: A word has more than 100 braces.
 
     >>> expand_braces("run {a,b}{1..2} x{01..03..2} '{c,d}'")
     "run a1 a2 b1 b2 x01 x03 '{c,d}'"
@@ -20,6 +24,8 @@ def expand_braces(text: str) -> str:
     def write_out(match: re.Match[str]) -> str:
         before = text[: match.start()]
         is_quoted = any(before.count(quote) % 2 for quote in "'\"")
+        if not is_quoted and match[0].count("{") > _MAX_BRACES:
+            raise RecursionError
         words = [match[0]] if is_quoted else _words(match[0])
         return " ".join(words[:MAX_ITEMS])
 
