@@ -86,11 +86,10 @@ def row(job: CommandJob, ours: list[float] | str, reference: list[float] | str) 
         "reference": "the CPU" if job.reference == "cpu" else job.reference,
         "limit": job.limit,
     }
-    for losses in (ours, reference):
-        if isinstance(losses, str):
-            return {**result, "error": losses}
+    if isinstance(ours, str) or isinstance(reference, str):
+        return {**result, "error": ours if isinstance(ours, str) else reference}
     pairs = zip(ours, reference, strict=True)
-    largest = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    largest = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
     return {**result, "loss_off": largest, "reached": largest <= job.limit}
 
 
