@@ -24,9 +24,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks import device_commands
+from benchmarks.results import README, replace_between
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "device.json"
-README = ROOT / "benchmarks" / "README.md"
 BEGIN, END = "<!-- tables of device.json -->\n", "<!-- end of the tables -->\n"
 # Imports of a process with a device. Images with torch and transformers lack the first two.
 NEEDED = {
@@ -148,8 +150,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_commands(folder: Path, platform: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the results of the commands; none if their packages are not installed."""
-    from benchmarks import device_commands
-
     missing = device_commands.missing_packages()
     if missing:
         log(f"the commands are skipped: not installed: {', '.join(missing)}")
@@ -282,8 +282,6 @@ def speed_row(job: Any, measurements: Any) -> dict[str, Any]:
 
 def table(measurements: Mapping[str, Any]) -> list[str]:
     """Return the results as lines of Markdown."""
-    from benchmarks import device_commands
-
     software = ", ".join(
         f"{name} {version}" for name, version in measurements.get("software", {}).items()
     )
@@ -316,9 +314,7 @@ def saved_tables(path: Path = RESULTS) -> str:
 
 def update_readme(path: Path = RESULTS, readme: Path = README) -> None:
     """Write the tables of the saved results into a page, between their markers."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{saved_tables(path)}\n{END}{after}", encoding="utf-8")
+    replace_between(readme, BEGIN, END, saved_tables(path))
 
 
 def parity_line(row: Mapping[str, Any]) -> str:

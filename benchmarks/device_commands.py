@@ -63,9 +63,19 @@ def missing_packages() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-def run_jobs(folder: Path, platform: str, jobs: Sequence[CommandJob] = JOBS) -> Iterator[Any]:
-    """Yield a row of results for each job. A failed command has the last line of its output."""
-    make_inputs(folder)
+def run_jobs(
+    folder: Path, platform: str, jobs: Sequence[CommandJob] = JOBS
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of results for each job. A failed command has the last line of its output.
+
+    Replaces `folder`.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        make_inputs(folder)
+    except RuntimeError as error:
+        yield from (row(job, str(error), []) for job in jobs)
+        return
     losses: dict[str, list[float] | str] = {}
     for job in jobs:
         reference = f"{job.command} on cpu" if job.reference == "cpu" else job.reference

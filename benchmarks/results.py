@@ -67,9 +67,14 @@ def write(results: Mapping[str, Result], stack: Mapping[str, str], path: Path = 
 
 def update_readme(path: Path = RESULTS, readme: Path = README) -> None:
     """Write the table of all saved results into a page, between its markers."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{saved_table(path)}\n{END}{after}", encoding="utf-8")
+    replace_between(readme, BEGIN, END, saved_table(path))
+
+
+def replace_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace the text of a page between two markers, each of which is a line."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def table(results: Mapping[str, Result]) -> list[str]:

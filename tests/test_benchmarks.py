@@ -198,6 +198,17 @@ def test_commands_on_a_device_are_compared_by_their_losses() -> None:
     assert "failed: no device" in third and "**no**" in third
 
 
+def test_inputs_of_the_commands_that_cannot_be_made_are_reported_for_each_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(folder: Path) -> None:
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(device_commands, "make_inputs", fail)
+    rows = list(device_commands.run_jobs(tmp_path / "commands", "cpu"))
+    assert [row["error"] for row in rows] == ["no space"] * len(device_commands.JOBS)
+
+
 def test_the_readme_of_the_benchmarks_has_the_tables_of_the_saved_device() -> None:
     assert device.saved_tables() in device.README.read_text(), "run `benchmarks device --write`"
 

@@ -9,6 +9,7 @@ tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def _multi_tensor_l2_norm(
     chunk_size: int, overflow: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *options: Any
 ) -> tuple[Tensor, None]:
     """Return the norm of all tensors, shape [1], with the arguments of Megatron's fallback."""
-    tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+    tensors = list(chain.from_iterable(tensor_lists))
     if any(tensor.device.type != "cpu" for tensor in tensors):
         norm, _ = local_multi_tensor_l2_norm(chunk_size, overflow, tensor_lists, *options)
         return norm, None
