@@ -1,4 +1,4 @@
-"""Execution of Python files of users, which define reward functions, environments and handlers."""
+"""Python files of users: execution of those that a configuration names, and of no others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
+
+# Option of Python (3.11) that excludes the working folder from the search path.
+_ONLY_GIVEN_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
+
+
+def python_command(*words: str) -> list[str]:
+    """Return the command of this Python with these words.
+
+    A file in the working folder, such as `inspect.py`, does not replace the module of that name.
+    """
+    return [sys.executable, *_ONLY_GIVEN_PATH, *words]
 
 
 class _Loader(SourceFileLoader):
@@ -17,7 +28,7 @@ class _Loader(SourceFileLoader):
 
 
 def execute(file: str, module_name: str) -> ModuleType:
-    """Execute a file as a module and return the module."""
+    """Execute a file, such as that of a reward function, as a module and return the module."""
     spec = importlib.util.spec_from_file_location(
         module_name, file, loader=_Loader(module_name, file)
     )

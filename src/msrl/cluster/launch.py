@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from msrl.cluster.startup import retry_timeouts
 from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
+from msrl.user_files import python_command
 
 START_TIMEOUT_S = 90.0
 _STARTED = "Ray runtime started"
@@ -332,9 +332,7 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
     one machine.
     """
     command = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
+        *python_command("-m", "ray.scripts.scripts"),
         "start",
         "--block",
         "--log-color=false",

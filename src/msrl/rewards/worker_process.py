@@ -6,11 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Collection, Sequence
 
 from msrl.rewards import worker as protocol
 from msrl.rewards.worker import HEADER
+from msrl.user_files import python_command
 
 
 class FrameTooLongError(Exception):
@@ -56,7 +56,7 @@ class WorkerProcess:
         module_path = os.pathsep.join(folder for folder in path if folder)
         environment = {**os.environ, "PYTHONPATH": module_path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            python_command("-m", module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from msrl.platforms.base import Platform
 from msrl.rollout import server_key
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import checked_arguments, engine_variables
+from msrl.user_files import python_command
 
 _MODULE = "msrl.rollout.vllm_server"
 # Arguments of `vllm.LLM` that only a process that generates for a training needs.
@@ -65,7 +65,7 @@ def server_command(settings: ServerSettings, platform: Platform) -> list[str]:
     arguments = checked_arguments(settings.engine, platform)
     options = {name: value for name, value in arguments.items() if name not in _OFFLINE_ONLY}
     options |= _frontend(settings)
-    return [sys.executable, "-m", _MODULE, str(os.getpid()), *_words(options)]
+    return [*python_command("-m", _MODULE), str(os.getpid()), *_words(options)]
 
 
 def _frontend(settings: ServerSettings) -> dict[str, Any]:

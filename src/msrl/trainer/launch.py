@@ -31,6 +31,7 @@ from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.trainer.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
+from msrl.user_files import python_command
 
 _KILL_DETECTION_S = (
     1.0  # time to wait, after a rank fails, for the death of the rank that caused it
@@ -281,7 +282,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _command(kind: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", "msrl.trainer.launch", kind, *map(str, arguments)]
+    return [*python_command("-m", "msrl.trainer.launch"), kind, *map(str, arguments)]
 
 
 def main() -> None:

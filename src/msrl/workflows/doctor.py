@@ -23,6 +23,7 @@ from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get, resolve
 from msrl.platforms.base import Level, Platform
+from msrl.user_files import python_command
 from msrl.workflows.doctor_config import config_findings
 
 GB = 10**9
@@ -164,7 +165,7 @@ def _import(platform: Platform, name: str) -> Finding:
     environment = {**os.environ, **platform.engine_environment(), "PYTHONWARNINGS": "ignore"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"{prepare}import {name}"],
+            python_command("-c", f"{prepare}import {name}"),
             capture_output=True,
             text=True,
             timeout=_IMPORT_TIMEOUT_S,

@@ -25,6 +25,7 @@ from msrl.rewards.models.worker import LENGTH, Settings
 from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
 from msrl.rewards.worker import send
+from msrl.user_files import python_command
 
 START_LIMIT_S = 900.0
 MAX_FAILED_BATCHES = 4  # failed batches without an answer before the remaining ones are skipped
@@ -167,7 +168,7 @@ class _ModelProcess:
     def __init__(self, settings: Settings) -> None:
         module_path = os.pathsep.join(folder for folder in settings.path_of_modules if folder)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "msrl.rewards.models.worker"],
+            python_command("-m", "msrl.rewards.models.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": module_path},
