@@ -531,6 +531,8 @@ def test_curves_of_process_reward_models_agree_across_layouts_and_packing(inputs
 def test_grpo_scores_with_a_trained_reward_model_and_starts_a_critic_from_it(
     reward_run: tuple[Path, dict[str, Any]], inputs: Path, tmp_path: Path
 ) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     rewards, _ = reward_run
     rows = [{"instruction": f"{i}+{i}=", "output": str(2 * i)} for i in range(4)]
     preprocess(inputs, "prompts", rows, "r1")
@@ -560,3 +562,15 @@ def test_grpo_scores_with_a_trained_reward_model_and_starts_a_critic_from_it(
     (step,) = metrics(inputs / "runs" / "grpo")
     assert math.isfinite(step["train/value_mean"]) and step["train/value_mean"] != 0
     assert math.isfinite(step["reward/reward_model"]) and step["reward/reward_model"] != 0
+    model = AutoModelForSequenceClassification.from_pretrained(rewards / "hf", dtype=torch.float32)
+    lines = (inputs / "runs" / "grpo" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    tokenizer = AutoTokenizer.from_pretrained(rewards / "hf")
+    for row in map(json.loads, lines):
+        text = row["response"]  # without special tokens
+        if row["finish_reason"] == "stop":
+            text += tokenizer.decode(row["response_ids"][-1:])
+        with torch.no_grad():
+            ids = tokenizer(row["prompt"] + text, return_tensors="pt", add_special_tokens=False)
+            score = model(**ids).logits.item()
+        assert row["scores"]["reward_model"] == pytest.approx(score, abs=1e-4)

@@ -2,11 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
+from msrl.types import Completion, Prompt, RolloutGroup
 from reward_groups import group, totals
 from support import assert_mentions, mentions, shared_data
 
@@ -18,7 +21,7 @@ TEXTS = ("a short one", "and this is a rather longer one, with many more words i
 def folder(tmp_path_factory):
     """Save a random Qwen2 reward model with a real tokenizer and without a padding token."""
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reward_model")
@@ -46,7 +49,7 @@ def folder(tmp_path_factory):
 def expected(folder, texts):
     """Return the score at the last token of each text, computed without padding."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -67,6 +70,28 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
     assert scored == pytest.approx(reference, abs=1e-5)
     assert max(reference) - min(reference) > 0.01
     assert totals(again)[0] == pytest.approx([2 * score for score in reference[:3]], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("response", "text", "finish_reason"),
+    [
+        ("4<|im_end|>", "4", "stop"),  # a token that ends responses
+        ("4 STOP", "4 ", "stop"),  # a stop string
+        ("4<|endoftext|>", "4", "stop"),
+        ("4 + 4", "4 + 4", "length"),
+        ("2<|im_end|>\ntool\n4<|im_end|>", "2\n4", "stop"),  # several turns
+    ],
+)
+def test_a_model_scores_the_token_that_ended_the_response(folder, response, text, finish_reason):
+    """`train-rm` trains the score at this token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = np.array(tokenizer(response)["input_ids"])
+    completion = Completion(ids, np.zeros(len(ids), np.float32), finish_reason, 0, text)
+    rollout = RolloutGroup(Prompt(0, np.array(tokenizer("Q: ")["input_ids"])), (completion,))
+    with Scorer([Source(model=str(folder))], 1, prompt_text=tokenizer.decode) as scorer:
+        (scores,) = totals(scorer.score([rollout]))
+    read = f"Q: {text}<|im_end|>" if "tool" in response else f"Q: {response}"
+    assert scores == pytest.approx(expected(folder, [read]), abs=1e-5)
 
 
 def test_a_model_reads_questions_by_its_own_template(folder):

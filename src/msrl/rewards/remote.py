@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,12 +31,17 @@ HEADER_TEXT = re.compile(r"[\t -~\xa0-\xff]*")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Completion to score. `prompt` is the text that the policy received, with special tokens."""
+    """Completion to score.
+
+    `prompt` is the text that the policy received, with special tokens. `end` is what ended the
+    response and is no part of its text, such as `<|im_end|>`; it is empty for a truncated response.
+    """
 
     prompt: str
     response: str
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    end: str = ""
 
     def use_prompt_column(self, column: str) -> Item:
         """Return the item with an extra column of its row as the prompt.
@@ -53,7 +58,7 @@ class Item:
                 f"reward.sources: options.prompt_column={column}: a row has no such column. "
                 f"Add it with preprocess.map_keys: {{extra.{column}: COLUMN}}."
             )
-        return Item(self.extra[column], self.response, self.answer, self.extra)
+        return replace(self, prompt=self.extra[column])
 
 
 def _resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:

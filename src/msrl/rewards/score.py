@@ -37,7 +37,7 @@ from msrl.rewards.remote import Item
 from msrl.rewards.rows import RowSources, row_columns
 from msrl.rewards.shaping import with_environment
 from msrl.rewards.sources import Source, checked
-from msrl.types import Ints, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source", "check_functions"]
 _CallKey = tuple[int, int, int]  # group, completion, source
@@ -110,7 +110,7 @@ class Scorer:
         num_workers: Number of processes for verifiers and functions.
         memory_bytes: Limit of the address space of each process beyond that of its loaded
             functions; 0 disables the limit.
-        prompt_text: Function that decodes prompts for servers and models.
+        prompt_text: Function that decodes tokens, with special ones, for servers and models.
         read_config: Function that returns the config.json of a reward model's folder.
         environment_weight: Weight of the rewards of an environment, which makes sources optional;
             None if a response is one turn.
@@ -249,8 +249,19 @@ class Scorer:
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             columns = row_columns(prompt, completion)
-            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns))
+            end = self._end(completion)
+            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, end))
         return items
+
+    def _end(self, completion: Completion) -> str:
+        """Return what ended a response: text of its tokens that its text lacks."""
+        if completion.finish_reason != "stop" or not len(completion.token_ids):
+            return ""
+        complete = self._prompt_text(completion.token_ids)
+        if complete.startswith(completion.text):
+            return complete.removeprefix(completion.text)
+        last = self._prompt_text(completion.token_ids[-1:])  # the text is that of several turns
+        return "" if completion.text.endswith(last) else last
 
     def _score_group(
         self, g: int, group: RolloutGroup, sources: Sequence[int], results: _CallResults

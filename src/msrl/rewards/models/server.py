@@ -37,8 +37,9 @@ class RewardModel:
     Args:
         path: Hugging Face folder.
         timeout_s: Limit of one batch.
-        template: `plain` scores the prompt of the policy followed by the response. `chat` formats
-            the bare question and the response with the chat template of the model's tokenizer.
+        template: `plain` scores the prompt of the policy followed by the response and the token
+            that ended it. `chat` formats the bare question and the response with the chat template
+            of the model's tokenizer.
         prompt_column: Extra column with the bare question.
         batch: Completions per forward pass.
         max_tokens: Longer texts are not scored; 0 uses the limit of the model.
@@ -93,9 +94,9 @@ class RewardModel:
             MsrlError: The model cannot be loaded.
         """
         texts = [item.use_prompt_column(self._prompt_column) for item in items]
-        pairs = [(item.prompt, item.response) for item in texts]
+        parts = [(item.prompt, item.response, item.end) for item in texts]
         # Batches of similar lengths need less padding.
-        order = sorted(range(len(pairs)), key=lambda n: len(pairs[n][0]) + len(pairs[n][1]))
+        order = sorted(range(len(parts)), key=lambda n: sum(map(len, parts[n])))
         results: dict[int, CallResult] = {}
         num_failed, has_answered = 0, False
         for start in range(0, len(order), self._batch):
@@ -104,7 +105,7 @@ class RewardModel:
                 skipped = CallResult(None, "skipped", "not scored: earlier batches failed")
                 results.update(dict.fromkeys(numbers, skipped))
                 continue
-            batch = self._score_batch([pairs[n] for n in numbers])
+            batch = self._score_batch([parts[n] for n in numbers])
             if all(result.failure in ("timeout", "crash") for result in batch):
                 num_failed += 1
             else:
@@ -122,7 +123,7 @@ class RewardModel:
             self._process.close()
             self._process = None
 
-    def _score_batch(self, texts: Sequence[tuple[str, str]]) -> list[CallResult]:
+    def _score_batch(self, texts: Sequence[tuple[str, str, str]]) -> list[CallResult]:
         process = self._started_process()
         process.send(texts)
         start = time.monotonic()

@@ -1,8 +1,8 @@
 """Worker process of `server.py`, started as `python -m msrl.rewards.models.worker`.
 
 Messages are pickled and prefixed by their length (8 bytes). Input on standard input: Settings, then
-lists of (prompt, response). Output on standard output: "ready" or an error, then for each list a
-list of (score, None) or (None, error). The model runs in float32.
+lists of (prompt, response, end). Output on standard output: "ready" or an error, then for each list
+a list of (score, None) or (None, error). The model runs in float32.
 """
 
 from __future__ import annotations
@@ -57,14 +57,17 @@ def _read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
-def text_ids(tokenizer: Any, template: str, prompt: str, response: str) -> list[int]:
-    """Return the token ids of prompt + response, or of both as messages of the chat template."""
+def text_ids(tokenizer: Any, template: str, prompt: str, response: str, end: str) -> list[int]:
+    """Return the token ids of a text, whose last token has the score.
+
+    It is prompt + response + end, or prompt and response as messages of the chat template.
+    """
     if template == "chat":
         user = {"role": "user", "content": prompt}
         assistant = {"role": "assistant", "content": response}
         text = tokenizer.apply_chat_template([user, assistant], tokenize=False)
     else:
-        text = prompt + response
+        text = prompt + response + end
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -100,10 +103,10 @@ class Classifier:
         model_limit = getattr(model.config, "max_position_embeddings", 0) or sys.maxsize
         self._max_tokens = settings.max_tokens or model_limit
 
-    def answers(self, texts: Sequence[tuple[str, str]]) -> list[Answer]:
-        """Return one answer per (prompt, response), in order."""
+    def answers(self, texts: Sequence[tuple[str, str, str]]) -> list[Answer]:
+        """Return one answer per (prompt, response, end), in order."""
         template = self._settings.template
-        sequences = [text_ids(self._tokenizer, template, *pair) for pair in texts]
+        sequences = [text_ids(self._tokenizer, template, *parts) for parts in texts]
         limit = self._max_tokens
         fitting = [number for number, ids in enumerate(sequences) if 0 < len(ids) <= limit]
         answers: list[Answer] = [(None, length_error(len(ids), limit)) for ids in sequences]
