@@ -23,7 +23,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_RATIO = 0.65
-STEPS = 8  # the first one is not measured
+STEPS = 24
+WARM_UP = 4  # first steps, which are not measured: processes and buffer have to warm up
 PROMPTS, SAMPLES = 4, 4
 REWARD = """
 import time
@@ -99,7 +100,7 @@ def train(folder: Path, name: str, staleness: int, *, sleep_s: float) -> StepSec
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     run_python(folder, "-m", "msrl", "train-grpo", "-c", file, log=name)
     lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seconds = [json.loads(line)["seconds"] for line in lines][1:]
+    seconds = [json.loads(line)["seconds"] for line in lines][WARM_UP:]
     step, update = (statistics.mean(row[stage] for row in seconds) for stage in ("step", "update"))
     return StepSeconds(step, update)
 
