@@ -63,12 +63,12 @@ def drive() -> None:
     from msrl.cli.app import main as run_msrl
 
     output = Path(sys.argv[1]).absolute()
-    seconds: dict[str, float] = defaultdict(float)
+    clock = CpuClock()
     for owner, method, name in calls_of_logging():
-        setattr(owner, method, measured(getattr(owner, method), name, seconds))
+        setattr(owner, method, clock.measured(getattr(owner, method), name))
 
     def write() -> None:
-        output.write_text(json.dumps({**seconds, "all": time.process_time()}))
+        output.write_text(json.dumps({**clock.seconds, "all": time.process_time()}))
 
     atexit.register(write)
     del sys.argv[1]
@@ -77,31 +77,43 @@ def drive() -> None:
 
 def calls_of_logging() -> tuple[tuple[type, str, str], ...]:
     """Return the measured methods of the driver with their names in the table."""
-    from msrl.workflows.rl.rollout_log import RolloutLog
-    from msrl.workflows.rl.token_values import TokenValues
+    from msrl.workflows.rl.logprob_gap import GapMonitor
+    from msrl.workflows.rl.rollout_log.log import RolloutLog
+    from msrl.workflows.rl.token_values import TokenValues, ValueRequest
     from msrl.workflows.training.run_log import RunLog
 
     return (
         (RolloutLog, "write", "rollouts"),
-        (TokenValues, "compute", "values of tokens"),
+        (RolloutLog, "wait", "rollouts of the step before"),
+        (TokenValues, "request", "request of token values"),
+        (ValueRequest, "values", "token values"),
+        (GapMonitor, "metrics", "gap of log-probabilities"),
         (RunLog, "log", "metrics"),
     )
 
 
-def measured(
-    function: Callable[..., Any], name: str, seconds: dict[str, float]
-) -> Callable[..., Any]:
-    """Return a function that adds the CPU time of its calls, of all threads, to `seconds`."""
+class CpuClock:
+    """CPU seconds of calls, of all threads, by name. Calls within measured calls count once."""
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        began = time.process_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds[name] += time.process_time() - began
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._is_within = False
 
-    return call
+    def measured(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a function that adds the CPU time of its calls."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_within:
+                return function(*args, **kwargs)
+            began, self._is_within = time.process_time(), True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_within = False
+                self.seconds[name] += time.process_time() - began
+
+        return call
 
 
 def share(seconds: Mapping[str, float]) -> float:

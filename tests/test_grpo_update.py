@@ -27,7 +27,7 @@ from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from support import mentions
 from tiny_qwen2 import make_tokenizer
@@ -45,6 +45,7 @@ class Ranks:
     def __init__(self, **report: float) -> None:
         self.report, self.losses = report, list[Any]()
         self.sequences, self.statistics = list[Sequences](), list[str]()
+        self.observed = list[int]()  # number of updates before each observation
 
     def begin_logprobs(
         self,
@@ -78,6 +79,16 @@ class Ranks:
         self.losses.append(loss)
         self.sequences.append(sequences)
         return self.report
+
+    def observed_update(
+        self, observation: Observation, *arguments: Any
+    ) -> tuple[dict[str, float], Observed]:
+        self.observed.append(len(self.losses))
+        return self.update(*arguments), Observed((), (), (), 0.5)
+
+    def observe(self, observation: Observation) -> Observed:
+        self.observed.append(len(self.losses))
+        return Observed((), (), (), 0.0)
 
 
 @pytest.fixture
@@ -165,9 +176,30 @@ ADAPTIVE = (
 
 
 def run_step(updater: Updater) -> dict[str, float]:
-    return updater.update(
-        updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock()), 0, Clock()
-    )
+    prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock())
+    metrics, _ = updater.update(prepared, 0, Clock())
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("sets", "num_updates"),
+    [
+        ((), 1),
+        (("train.updates.samples_per_update=2", "train.updates.epochs=2"), 4),
+        (("rollout.filter.kind=all_equal",), 0),
+    ],
+)
+def test_a_step_observes_the_policy_once_before_its_first_update(
+    folder: Path, sets: tuple[str, ...], num_updates: int
+):
+    ranks, clock = Ranks(), Clock()
+    updater = make_updater(ranks, *sets)
+    second = 1.0 if num_updates == 0 else 0.0
+    prepared = updater.prepare([group(0, 1.0, second), group(1, 1.0, second)], Clock())
+    _, observed = updater.update(prepared, 0, clock, Observation((), 1.0))
+    assert ranks.observed == [0] and len(ranks.losses) == num_updates
+    assert observed is not None and observed.seconds == (0.5 if num_updates else 0.0)
+    assert clock.seconds["token_values"] >= observed.seconds
 
 
 @pytest.mark.parametrize("measured", [float("nan"), float("inf")])

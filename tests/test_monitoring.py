@@ -138,16 +138,18 @@ class Ranks:
     def logprobs(self, sequences: Sequences, *_: Any, of_reference: bool = False) -> Any:
         return self._arrays("reference" if of_reference else "policy", sequences)
 
-    def token_statistic(self, sequences: Sequences, *_: Any) -> Any:
-        return self._arrays("entropy", sequences)
-
-    def logprobs_and_entropies(self, sequences: Sequences, *_: Any) -> Any:
-        return self._arrays("both", sequences), self._arrays("both", sequences)
+    def observation(self, sequences: Sequences, *_: Any) -> Any:
+        return self._arrays("observation", sequences)
 
     def _arrays(self, name: str, sequences: Sequences) -> Any:
         self.calls.append((name, len(sequences.token_ids)))
         assert all(mask.sum() == 2 for mask in sequences.loss_masks)
         return tuple(np.full(len(ids), ids[0], np.float32) for ids in sequences.token_ids)
+
+
+def observed(observation: Any) -> Any:
+    """Return the values of `Ranks` for log-probabilities, and their negatives for entropies."""
+    return SimpleNamespace(values=lambda: (observation, tuple(-array for array in observation)))
 
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
@@ -160,47 +162,56 @@ def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
     return PreparedStep(samples, sequences._replace(fields={**sequences.fields, **fields}), {})
 
 
-def token_values(config: Config, folder: Path, notes: list[str]) -> tuple[TokenValues, Ranks]:
+def token_values(config: Config, notes: list[str], num_bytes: int = 0) -> tuple[TokenValues, Ranks]:
     ranks = Ranks()
-    return TokenValues(config, ranks, folder, notes.append), ranks  # type: ignore[arg-type]
+    log: Any = SimpleNamespace(wait=lambda: None, num_bytes=num_bytes, folder="rollouts")
+    return TokenValues(config, ranks, log, notes.append), ranks  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("tokens", "count"), [("none", 0), ("sampled", 4), ("all", 64)])
 def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp_path: Path):
-    values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), tmp_path, [])
-    columns = values.compute(prepared_step(64), Clock())
+    values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), [])
+    request = values.request(prepared_step(64), Clock())
     padded = count + -count % 3
-    assert ranks.calls == ([("both", padded)] * 2 if count else [])
+    assert ranks.calls == ([("observation", padded)] if count else [])
+    columns = request.values(observed(request.observation) if count else None)
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
-    for arrays in columns.values():
+    for name, arrays in columns.items():
+        sign = 1 if name == "trainer_logprobs" else -1
         assert [*arrays] == list(range(count))
-        assert all(array[0] == number for number, array in arrays.items())
+        assert all(array[0] == sign * number for number, array in arrays.items())
 
 
 @pytest.mark.parametrize(
-    ("has", "calls"), [("old_logprobs", ["entropy"]), ("entropies", ["policy"])]
+    ("has", "missing"), [("old_logprobs", "entropies"), ("entropies", "trainer_logprobs")]
 )
-def test_only_the_missing_values_are_computed(has: str, calls: list[str], tmp_path: Path):
-    values, ranks = token_values(config(tmp_path, "log.tokens=all"), tmp_path, [])
-    values.compute(prepared_step(6, **{has: ()}), Clock())
-    assert [name for name, _ in ranks.calls] == calls
+def test_only_the_missing_values_are_recorded(has: str, missing: str, tmp_path: Path):
+    values, _ = token_values(config(tmp_path, "log.tokens=all"), [])
+    request = values.request(prepared_step(6, **{has: ()}), Clock())
+    assert [*request.values(observed(request.observation))] == [missing]
+
+
+def test_values_of_the_reference_are_computed_without_an_observation(tmp_path: Path):
+    settings = ("log.tokens=all", "algo.kl.reward.coef=0.1", "model.path=policy")
+    values, ranks = token_values(config(tmp_path, *settings), [])
+    clock = Clock()
+    request = values.request(prepared_step(6, old_logprobs=(), entropies=()), clock)
+    assert ranks.calls == [("reference", 6)] and "token_values" in clock.seconds
+    assert request.observation is None and [*request.values(None)] == ["reference_logprobs"]
 
 
 def test_values_that_the_step_has_are_not_computed_again(tmp_path: Path):
-    values, ranks = token_values(config(tmp_path, "log.tokens=all"), tmp_path, [])
-    clock = Clock()
-    values.compute(prepared_step(6, old_logprobs=(), entropies=()), clock)
-    assert ranks.calls == []
-    assert "token_values" in clock.seconds
+    values, ranks = token_values(config(tmp_path, "log.tokens=all"), [])
+    request = values.request(prepared_step(6, old_logprobs=(), entropies=()), Clock())
+    assert ranks.calls == [] and request.values(None) == {}
 
 
 def test_values_end_at_the_size_limit_with_one_note(tmp_path: Path):
     notes: list[str] = []
     limited = config(tmp_path, "log.tokens=all", "log.tokens_max_gb=0.000001")
-    values, ranks = token_values(limited, tmp_path, notes)
-    (tmp_path / "step_000001.parquet").write_bytes(bytes(2000))
+    values, ranks = token_values(limited, notes, num_bytes=2000)
     for _ in range(2):
-        assert values.compute(prepared_step(6), Clock()) == {}
+        assert values.request(prepared_step(6), Clock()).observation is None
     assert ranks.calls == []
     (note,) = notes
     assert_mentions(note, "log.tokens_max_gb", "limit")

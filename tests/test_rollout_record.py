@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from msrl.algorithms.packing import rl_sequences
+from msrl.algorithms.samples import training_samples
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
 from msrl.types import (
     Completion,
@@ -24,7 +25,7 @@ from msrl.types import (
     TrainingSample,
     VersionRun,
 )
-from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.rl.rollout_log.log import RolloutLog
 
 
 class Text:
@@ -38,6 +39,10 @@ class Text:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         assert not skip_special_tokens
         return " ".join(map(str, token_ids))
+
+
+def make_log(run_dir: Path, *, is_on: bool = True) -> RolloutLog:
+    return RolloutLog(run_dir, Text(), is_on=is_on, format="parquet")  # pyright: ignore[reportArgumentType]
 
 
 def make_record(**changes: Any) -> RolloutRecord:
@@ -127,8 +132,8 @@ def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Pa
     sequences = rl_sequences(samples)
     old = tuple(np.full(4, -0.75, np.float32) for _ in samples)
     sequences = sequences._replace(fields={**sequences.fields, "old_logprobs": old})
-    log = RolloutLog(tmp_path, Text(), is_on=True, format="parquet")  # pyright: ignore[reportArgumentType]
-    log.write(3, [group], samples, [dropped], sequences=sequences, times={"update": 5.0})
+    with make_log(tmp_path) as log:
+        log.write(3, [group], samples, [dropped], sequences=sequences, times={"update": 5.0})
     records = read_records(tmp_path / "rollouts" / "step_000003.parquet")
     assert [(r.group, r.sample, r.prompt_index) for r in records] == [
         (0, 0, 4),
@@ -163,22 +168,18 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     group = ScoredGroup(
         RolloutGroup(Prompt(4, np.array([1])), (completion,)), (Reward(0.5, {"env": 1.0}),)
     )
+    advantages, keep = np.ones(4), np.ones((1, 1), np.bool_)
+    samples = list(training_samples([group], advantages, keep))
     selected = np.array([True, False, False, True])  # the token 3 belongs to a masked turn
-    samples = [
-        TrainingSample(
-            np.array([1]), first.token_ids[1:], np.ones(4, np.float32), logprobs,
-            is_sampled=selected,
-        ),
-        TrainingSample(second.token_ids[:2], np.array([6]), np.ones(1, np.float32), logprobs[3:]),
-    ]  # fmt: skip
-    log = RolloutLog(tmp_path, Text(), is_on=True, format="parquet")  # pyright: ignore[reportArgumentType]
-    log.write(8, [group], samples)
+    samples[0] = replace(samples[0], is_sampled=selected)
+    with make_log(tmp_path) as log:
+        log.write(8, [group], samples)
     records = read_records(tmp_path / "rollouts" / "step_000008.parquet")
     assert [(r.sample, r.sequence) for r in records] == [(0, 0), (0, 1)]
     assert [r.behavior_logprobs.tolist() for r in records] == [[0, -1, -2, 0, -3], [0, 0, -4]]
     assert [r.versions for r in records] == [((6, 2), (7, 1)), ((7, 1),)]
     assert records[0].loss_mask.tolist() == [False, True, False, False, True]
-    assert records[0].advantages.tolist() == [0, 1, 1, 1, 1]
+    assert records[0].advantages.tolist() == [0, 1, 1, 0, 1]
     assert records[1].loss_mask.tolist() == [False, False, True]
     assert [role for role, _ in records[0].messages] == ["prompt", "assistant", "tool", "assistant"]
     assert [turn["num_tokens"] for turn in records[1].turns] == [3, 1] and records[1].success
@@ -186,6 +187,6 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
 
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
     group = make_group(4, [1.0])
-    log = RolloutLog(tmp_path, Text(), is_on=False, format="parquet")  # pyright: ignore[reportArgumentType]
-    log.write(1, [group], [make_sample(group, 0, 0.5)])
+    with make_log(tmp_path, is_on=False) as log:
+        log.write(1, [group], [make_sample(group, 0, 0.5)])
     assert not (tmp_path / "rollouts").exists()

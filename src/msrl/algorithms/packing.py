@@ -23,6 +23,25 @@ from msrl.errors import MsrlError
 from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Routes, TrainingSample
 
 
+class JoinedRows(tuple[NDArray[Any], ...]):
+    """Arrays that are consecutive parts of one array, `joined`."""
+
+    joined: NDArray[Any]
+
+    @classmethod
+    def split(cls, joined: NDArray[Any], lengths: Sequence[int]) -> JoinedRows:
+        """Split an array into rows of these lengths."""
+        ends = np.cumsum([0, *lengths]).tolist()
+        rows = cls(joined[start:end] for start, end in pairwise(ends))
+        rows.joined = joined
+        return rows
+
+
+def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the concatenation of rows. There must be at least one."""
+    return rows.joined if isinstance(rows, JoinedRows) else np.concatenate(rows)
+
+
 class Sequences(NamedTuple):
     """Arguments of `micro_batch` in order: `micro_batch(*rl_sequences(samples))`."""
 
@@ -98,13 +117,31 @@ def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
     The loss mask selects the sampled tokens of samples that are trained on.
 
     Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
+
+    Raises:
+        ValueError: A sample has more or fewer values than response tokens.
     """
+    if not samples:
+        return Sequences((), (), {"advantages": (), "sampler_logprobs": ()})
+    counts = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
+    lengths = [prompt + response for prompt, response in counts]
+    is_response = np.repeat(np.tile([False, True], len(counts)), np.ravel(counts))
+
+    def behind_prompts(rows: Sequence[NDArray[Any]], dtype: type) -> JoinedRows:
+        for row, (_, response) in zip(rows, counts, strict=True):
+            if len(row) != response:
+                raise ValueError(f"{len(row)} values for a response of {response} tokens")
+        values = np.zeros(len(is_response), dtype)
+        values[is_response] = np.concatenate(rows)
+        return JoinedRows.split(values, lengths)
+
+    token_ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)])
     return Sequences(
-        tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple(_loss_mask(s) for s in samples),
+        JoinedRows.split(token_ids, lengths),
+        behind_prompts([_response_mask(sample) for sample in samples], np.bool_),
         {
-            "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
-            "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
+            "advantages": behind_prompts([s.advantages for s in samples], np.float32),
+            "sampler_logprobs": behind_prompts([s.sampler_logprobs for s in samples], np.float32),
         },
         _recorded_routes(samples),
     )
@@ -222,21 +259,11 @@ def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
 
 
-def _loss_mask(sample: TrainingSample) -> Bools:
-    response = np.full(len(sample.response_ids), sample.is_trained)
-    if sample.is_sampled is not None:
-        response &= sample.is_sampled
-    return np.concatenate((np.zeros(len(sample.prompt_ids), np.bool_), response))
-
-
-def _behind_prompt(sample: TrainingSample, values: Floats) -> Floats:
-    if len(values) != len(sample.response_ids):
-        raise ValueError(
-            f"{len(values)} values for a response of {len(sample.response_ids)} tokens"
-        )
-    return np.concatenate((np.zeros(len(sample.prompt_ids), np.float32), values)).astype(
-        np.float32, copy=False
-    )
+def _response_mask(sample: TrainingSample) -> Bools:
+    """Return the loss mask of the response, [R]."""
+    if sample.is_trained and sample.is_sampled is not None:
+        return sample.is_sampled
+    return np.full(len(sample.response_ids), sample.is_trained)
 
 
 def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> None:

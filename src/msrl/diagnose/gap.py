@@ -6,6 +6,7 @@ in nats per token: the largest values of small and medium models, rounded up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +53,10 @@ def measure(
     with np.errstate(invalid="ignore"):
         difference = np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))
     difference = np.nan_to_num(difference, nan=np.inf)
-    p99 = np.percentile(difference, 99, method="higher")
-    return Gap(float(difference.mean()), float(p99), float(difference.max()), len(difference))
+    count = len(difference)
+    place = math.ceil(0.99 * (count - 1))  # numpy's percentile with method="higher", but faster
+    p99 = np.partition(difference, place)[place]
+    return Gap(float(difference.mean()), float(p99), float(difference.max()), count)
 
 
 def healthy_range(*dtypes: str) -> HealthyRange:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from msrl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import DTypeLike
 
 FORMAT = "1"  # raised whenever a column changes its meaning
 # Columns whose values repeat. A dictionary of the numbers of tokens would cost time and space.
@@ -100,6 +102,17 @@ class TokenArrays:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.lengths)
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray], dtype: DTypeLike) -> TokenArrays:
+        """Concatenate the arrays of all rows."""
+        values = np.concatenate([np.zeros(0, dtype), *arrays])  # rows may be missing
+        return cls(values.astype(dtype, copy=False), _lengths(arrays))
+
+    def split(self) -> list[np.ndarray]:
+        """Return the array of each row."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [self.values[start:end] for start, end in pairwise([0, *ends])]
 
 
 Column = Sequence[Any] | TokenArrays

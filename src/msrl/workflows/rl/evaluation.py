@@ -23,7 +23,7 @@ from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.episodes.metrics import episode_metrics
-from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.setup import RLSetup
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams

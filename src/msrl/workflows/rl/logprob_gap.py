@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from msrl.algorithms.packing import Sequences
 from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.types import Floats, ScoredGroup
-from msrl.workflows.rl.token_values import ValuesBySample
-from msrl.workflows.rl.update import PreparedStep, with_versions
+from msrl.workflows.rl.rollout_log.message import ValuesBySample
+from msrl.workflows.rl.update import PreparedStep, behavior_versions
 
 METRIC = "rollout/logprob_gap"
 _P99 = f"{METRIC}_p99"
@@ -49,16 +51,26 @@ def _gap(
     trainer_logprobs: Mapping[int, Floats],  # [T] by number of the sequence
     version: int,
 ) -> Gap | None:
-    fields = with_versions(sequences, groups).fields
-    sampled: list[Floats] = []
-    trained: list[Floats] = []
-    for number, row in trainer_logprobs.items():
-        is_current = fields["behavior_versions"][number] == version
-        mask = sequences.loss_masks[number] & is_current
-        sampled.append(fields["sampler_logprobs"][number][mask])
-        trained.append(row[mask])
-    gap = measure(np.concatenate(sampled), np.concatenate(trained))
+    numbers = list(trainer_logprobs)
+    mask = _of(sequences.loss_masks, numbers)
+    if not all(_is_of_version(group, version) for group in groups):
+        mask &= _of(list(behavior_versions(groups)), numbers) == version
+    sampled = _of(sequences.fields["sampler_logprobs"], numbers)
+    gap = measure(sampled[mask], np.concatenate([*trainer_logprobs.values()])[mask])
     return gap if gap.num_tokens else None
+
+
+def _of(rows: Sequence[NDArray[Any]], numbers: Sequence[int]) -> NDArray[Any]:
+    """Return the concatenation of some rows."""
+    return np.concatenate([rows[number] for number in numbers])
+
+
+def _is_of_version(group: ScoredGroup, version: int) -> bool:
+    """Return True if one version sampled all tokens of a group."""
+    return all(
+        completion.policy_version == version and len(completion.versions) < 2
+        for completion in group.rollout.completions
+    )
 
 
 @dataclass

@@ -30,19 +30,19 @@ from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
-from msrl.workflows.rl.background import BackgroundWriter
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
-from msrl.workflows.rl.rollout_log import RolloutLog
+from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.rl.rollout_log.message import ValuesBySample
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.teacher_servers import TeacherServers
 from msrl.workflows.rl.teacher_servers import connect as connect_teachers
-from msrl.workflows.rl.token_values import TokenValues, ValuesBySample, size_note
+from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.training.completed import finish_completed
@@ -122,9 +122,10 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
     updater = _updater(job, workers, state)
     rollouts = Rollouts(job, engines, workers.scorer, state)
     rollout_log = _rollout_log(job, session)
-    token_values, gaps = _token_values(job, trainers, session), _gap_monitor(job, session)
+    token_values = _token_values(job, trainers, rollout_log, session)
+    gaps = _gap_monitor(job, session)
     evaluator = RolloutEvaluator(job, engines, workers.scorer, rollout_log)
-    with session.training(trainers, evaluator):
+    with session.training(trainers, evaluator), rollout_log:
         session.evaluate_at_start()
         for step in session.steps():
             clock = Clock()
@@ -133,8 +134,9 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
-            values = token_values.compute(prepared, clock)
-            trained = updater.update(prepared, step, clock)
+            request = token_values.request(prepared, clock)
+            trained, observed = updater.update(prepared, step, clock, request.observation)
+            values = request.values(observed)
             with clock("weights"):
                 workers.weights.update(step + 1)
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
@@ -142,6 +144,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
             _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
+                rollout_log.wait()  # a resume does not repeat the steps of a checkpoint
                 engines.offload()
                 session.save({**job.state, **rollouts.state(), **updater.state()})
                 trainers.offload()
@@ -163,11 +166,12 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
     publish = workers.weights.publish
     rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
     rollout_log = _rollout_log(job, session)
-    token_values, gaps = _token_values(job, trainers, session), _gap_monitor(job, session)
+    token_values = _token_values(job, trainers, rollout_log, session)
+    gaps = _gap_monitor(job, session)
     evaluator = RolloutEvaluator(job, rollouts, workers.scorer, rollout_log)
     empty_steps = 0
     trainers.onload()
-    with session.training(trainers, evaluator), rollouts, BackgroundWriter() as files:
+    with session.training(trainers, evaluator), rollouts, rollout_log:
         session.evaluate_at_start()
         for step in session.steps():
             clock = Clock()
@@ -176,20 +180,19 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             empty_steps = _count_empty(prepared, empty_steps)
-            files.wait()  # the limit of the values' size counts the files of all earlier steps
-            values = token_values.compute(prepared, clock)
-            trained = updater.update(prepared, step, clock)
+            request = token_values.request(prepared, clock)
+            trained, observed = updater.update(prepared, step, clock, request.observation)
+            values = request.values(observed)
             with clock("weights"):
                 rollouts.publish(step + 1)
             if options.partial:
                 rollouts.resume()
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
             report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
-            write = partial(_write_rollouts, rollout_log, step + 1, batch, prepared, clock, values)
-            files.begin(write)
+            _write_rollouts(rollout_log, step + 1, batch, prepared, clock, values)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
-                files.wait()  # a resume does not repeat the steps of a checkpoint
+                rollout_log.wait()  # a resume does not repeat the steps of a checkpoint
                 session.save({**job.state, **rollouts.state(), **updater.state()})
     with suppress(ProcessFailedError):  # an engine that is lost now is no longer needed
         workers.weights.verify_published()
@@ -211,8 +214,10 @@ def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
     return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
 
 
-def _token_values(job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> TokenValues:
-    return TokenValues(job.config, trainers, session.run_dir / "rollouts", session.note)
+def _token_values(
+    job: RLSetup, trainers: ModelGroups, log: RolloutLog, session: TrainingSession
+) -> TokenValues:
+    return TokenValues(job.config, trainers, log, session.note)
 
 
 def _gap_monitor(job: RLSetup, session: TrainingSession) -> GapMonitor:
@@ -230,7 +235,7 @@ def _write_rollouts(
     clock: Clock,
     values: ValuesBySample,
 ) -> None:
-    """Write the rollouts of a step with the values that the trainer computed for them."""
+    """Begin to write the rollouts of a step with the values that the trainer computed for them."""
     log.write(
         step,
         batch.train_groups,

@@ -6,63 +6,86 @@ T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Floats
+from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.rl.rollout_log.message import ValuesBySample
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
 
 _GROUPS_PER_LOGGED = 16  # `log.tokens: sampled` logs one of so many groups
 _BYTES = 18  # of a token in the record without the values of `log.tokens`, uncompressed
 _BYTES_OF_VALUE = 4
 
-ValuesBySample = Mapping[str, Mapping[int, Floats]]
-"""Arrays [T] by the name of a column and the number of a sample."""
+
+@dataclass(frozen=True, slots=True)
+class ValueRequest:
+    """Values of the logged samples that a step has not computed.
+
+    Attributes:
+        numbers: Numbers of the logged samples.
+        observation: Observation of these samples in the first update, if values are missing.
+        missing: Columns of these values.
+        computed: Columns that are computed already: an array [T] per sample.
+    """
+
+    numbers: Sequence[int] = ()
+    observation: Observation | None = None
+    missing: frozenset[str] = frozenset()
+    computed: Mapping[str, Sequence[Floats]] = field(default_factory=dict[str, Sequence[Floats]])
+
+    def values(self, observed: Observed | None) -> ValuesBySample:
+        """Return all values, with those that the update has observed."""
+        columns = dict(self.computed)
+        if observed is not None:
+            columns["trainer_logprobs"], columns["entropies"] = observed.values()
+        return {
+            name: dict(zip(self.numbers, arrays, strict=False))
+            for name, arrays in columns.items()
+            if name in self.missing or name in self.computed
+        }
 
 
 @dataclass
 class TokenValues:
-    """Computation of the values of `log.tokens`, up to the size limit of `log.tokens_max_gb`."""
+    """Requests for the values of `log.tokens`, up to the size limit of `log.tokens_max_gb`."""
 
     config: Config
     trainers: TrainerGroup
-    folder: Path  # with the rollouts of the run
+    log: RolloutLog
     note: Callable[[str], None]
     _is_over: bool = False
 
-    def compute(self, prepared: PreparedStep, clock: Clock) -> ValuesBySample:
-        """Return the values of the logged samples that the step has not computed."""
+    def request(self, prepared: PreparedStep, clock: Clock) -> ValueRequest:
+        """Return the request of a step, and compute the values of the reference model for it."""
         numbers = self._numbers(len(prepared.samples))
         if not numbers or self._limit_is_reached():
-            return {}
-        with clock("token_values"):
-            return self._compute(prepared, numbers)
-
-    def _compute(self, prepared: PreparedStep, numbers: Sequence[int]) -> ValuesBySample:
+            return ValueRequest()
+        fields = prepared.sequences.fields
+        sources = {"trainer_logprobs": "old_logprobs", "entropies": "entropies"}
+        missing = frozenset(column for column, name in sources.items() if name not in fields)
+        has_reference = not needs_reference(self.config) or "reference_logprobs" in fields
+        if has_reference and not missing:
+            return ValueRequest()
         sequences = _sequences(prepared, numbers, self.trainers.dp_size)
         limits = _limits(self.config)
         temperature = self.config.rollout.sampling.temperature
-        fields, values = prepared.sequences.fields, dict[str, Sequence[Floats]]()
-        if "old_logprobs" not in fields and "entropies" not in fields:
-            both = self.trainers.logprobs_and_entropies(sequences, limits, temperature)
-            values["trainer_logprobs"], values["entropies"] = both
-        elif "old_logprobs" not in fields:
-            values["trainer_logprobs"] = self.trainers.logprobs(sequences, limits, temperature)
-        elif "entropies" not in fields:
-            values["entropies"] = self.trainers.token_statistic(
-                sequences, limits, temperature, "entropy"
-            )
-        if needs_reference(self.config) and "reference_logprobs" not in fields:
-            values["reference_logprobs"] = self.trainers.logprobs(
-                sequences, limits, temperature, of_reference=True
-            )
-        return {name: dict(zip(numbers, arrays, strict=False)) for name, arrays in values.items()}
+        computed = dict[str, Sequence[Floats]]()
+        if not has_reference:
+            with clock("token_values"):
+                computed["reference_logprobs"] = self.trainers.logprobs(
+                    sequences, limits, temperature, of_reference=True
+                )
+        observation = None
+        if missing:
+            observation = self.trainers.observation(sequences, limits, temperature)
+        return ValueRequest(numbers, observation, missing, computed)
 
     def _numbers(self, num_samples: int) -> list[int]:
         """Return the numbers of the samples to log: all, or those of the first groups."""
@@ -77,12 +100,12 @@ class TokenValues:
     def _limit_is_reached(self) -> bool:
         if self._is_over:
             return True
-        size = sum(path.stat().st_size for path in self.folder.glob("*.parquet"))
         limit = self.config.log.tokens_max_gb
-        self._is_over = size > limit * 1e9
+        self.log.wait()  # the limit counts the files of all earlier steps
+        self._is_over = self.log.num_bytes > limit * 1e9
         if self._is_over:
             self.note(
-                f"log.tokens_max_gb={limit:g}: {self.folder} has reached the limit, so "
+                f"log.tokens_max_gb={limit:g}: {self.log.folder} has reached the limit, so "
                 "log.tokens adds no more values"
             )
         return self._is_over
@@ -111,7 +134,8 @@ def _sequences(prepared: PreparedStep, numbers: Sequence[int], dp_size: int) -> 
     The first one is repeated until their number is divisible by the number of data-parallel ranks.
     """
     samples = [replace(prepared.samples[number], is_trained=True) for number in numbers]
-    return rl_sequences([*samples, *[samples[0]] * (-len(samples) % dp_size)])
+    sequences = rl_sequences([*samples, *[samples[0]] * (-len(samples) % dp_size)])
+    return sequences._replace(fields={})  # the values do not depend on advantages
 
 
 def _limits(config: Config) -> BatchLimits:

@@ -7,7 +7,7 @@ a sequence, L mixture layers of the model, k experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +65,12 @@ from msrl.workflows.rl.teacher_servers import (
     teacher_advantages,
 )
 from msrl.workflows.training.settings import policy_schedule
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from msrl.trainer.objective.losses import Loss
 
 _EPS = 1e-8  # smallest mean of importance weights that is divided by
 
@@ -101,6 +103,39 @@ class _StepLogprobs:
     squared_probabilities: tuple[Floats, ...] | None = None  # sums over the vocabulary
     entropies: tuple[Floats, ...] | None = None
     routes: tuple[Routes, ...] | None = None  # [T, L, k] each, of the policy's pass
+
+
+@dataclass
+class _Observer:
+    """Updates of the policy in a step, of which the first one observes."""
+
+    trainers: TrainerGroup
+    observation: Observation | None
+    _observed: Observed | None = None
+
+    def update(
+        self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float
+    ) -> dict[str, float]:
+        """Update the policy once; return the mean metrics."""
+        if self.observation is None or self._observed is not None:
+            return self.trainers.update(sequences, limits, loss, lr)
+        metrics, self._observed = self.trainers.observed_update(
+            self.observation, sequences, limits, loss, lr
+        )
+        return metrics
+
+    def observed(self, clock: Clock) -> Observed | None:
+        """Return what was observed; None without an observation.
+
+        A step without an update observes now. The time is that of the stage `token_values`.
+        """
+        if self.observation is None:
+            return None
+        if self._observed is not None:
+            clock.move("update", "token_values", self._observed.seconds)
+            return self._observed
+        with clock("token_values"):
+            return self.trainers.observe(self.observation)
 
 
 _PolicyPass = Callable[[], tuple[tuple[Floats, ...], tuple[Routes, ...] | None]]
@@ -251,7 +286,13 @@ class Updater:
         routes = sequences.routes if logprobs.routes is None else logprobs.routes
         return sequences._replace(fields=fields, routes=routes)
 
-    def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
+    def update(
+        self,
+        prepared: PreparedStep,
+        step: int,
+        clock: Clock,
+        observation: Observation | None = None,
+    ) -> tuple[dict[str, float], Observed | None]:
         """Run all updates of a step, the critic's first.
 
         The policy has none in the critic's warm-up.
@@ -259,7 +300,8 @@ class Updater:
         An update whose samples are all masked is skipped and counted.
 
         Returns:
-            The mean of the updates' metrics, and the learning rate of the last update.
+            The mean of the updates' metrics with the learning rate of the last update, and what
+            was observed before the policy's first update.
         """
         metrics = dict(prepared.metrics)
         batches = sequence_batches(self._config, prepared, step)
@@ -268,18 +310,20 @@ class Updater:
                 metrics |= self._critic.update(
                     prepared.critic_sequences, batches, step, self._limits()
                 )
+        observer = _Observer(self._trainers, observation)
         policy_step = step - self._config.algo.value.warmup_steps
         if policy_step >= 0:
             with clock("update"):
-                metrics |= self._update_policy(prepared, batches, policy_step)
+                metrics |= self._update_policy(prepared, batches, policy_step, observer)
             self._adapt_kl(metrics, len(prepared.samples))
-        return metrics
+        return metrics, observer.observed(clock)
 
     def _update_policy(
         self,
         prepared: PreparedStep,
         batches: Sequence[Sequence[int]],
         step: int,  # counted from the first step after the critic's warm-up
+        observer: _Observer,
     ) -> dict[str, float]:
         """Update the policy once per batch; return the mean of the updates' metrics."""
         mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
@@ -297,7 +341,7 @@ class Updater:
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, mode, constant)
                 update_loss = self._normalized(loss, sequences)
-                reports.append(self._trainers.update(weighted, self._limits(), update_loss, lr))
+                reports.append(observer.update(weighted, self._limits(), update_loss, lr))
         metrics = mean_report(reports)
         if len(reports) < len(batches):
             metrics["empty_updates"] = float(len(batches) - len(reports))
@@ -580,11 +624,13 @@ def with_top_entropy(sequences: Sequences, share: float) -> Sequences:
 
 
 def with_versions(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequences:
-    """Return the sequences with the version that sampled each token as `behavior_versions`.
+    """Return the sequences with the field `behavior_versions`. They are in the groups' order."""
+    rows = tuple(behavior_versions(groups))
+    return sequences._replace(fields={**sequences.fields, "behavior_versions": rows})
 
-    It is 0 on prompts. Sequences are in the order of the groups' completions.
-    """
-    rows = list[Floats]()
+
+def behavior_versions(groups: Sequence[ScoredGroup]) -> Iterator[Floats]:
+    """Yield the version that sampled each token, [T], of every sequence; 0 if not sampled."""
     for group in groups:
         for completion in group.rollout.completions:
             versions, counts = zip(*completion.version_runs, strict=True)
@@ -593,9 +639,8 @@ def with_versions(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequen
                 row = np.zeros(len(sequence.token_ids), np.float32)
                 end = position + int(sequence.is_sampled.sum())
                 row[sequence.is_sampled] = response[position:end]
-                rows.append(row)
                 position = end
-    return sequences._replace(fields={**sequences.fields, "behavior_versions": tuple(rows)})
+                yield row
 
 
 def with_proximal_shares(sequences: Sequences, version: int, fraction: float) -> Sequences:

@@ -7,6 +7,7 @@ N tokens of a packed micro-batch.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -135,6 +136,25 @@ class TrainWorker:
         """Update the policy once; return the mean metrics."""
         with self._finish_saves_on_gradient_error():
             return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+
+    def observed_update(
+        self,
+        micro_batches: tuple[Sequence[MicroBatch], Sequence[MicroBatch]],
+        temperature: float,
+        loss: Loss | StepLoss,
+        num_tokens: float,
+        lr: float,
+    ) -> tuple[tuple[list[Floats], list[Floats]] | None, float, dict[str, float]]:
+        """Observe the first micro-batches, then update the policy on the second ones.
+
+        Returns:
+            The results of `logprobs_and_entropies`, their seconds, and those of `update`.
+        """
+        observed, trained = micro_batches
+        start = time.perf_counter()
+        values = self.logprobs_and_entropies(observed, temperature)
+        seconds = time.perf_counter() - start
+        return values, seconds, self.update(trained, loss, num_tokens, lr)
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, num_tokens: float

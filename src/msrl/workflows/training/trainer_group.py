@@ -6,6 +6,7 @@ layers of the model, l of them on a pipeline stage, k experts per token.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,36 @@ if TYPE_CHECKING:
     from msrl.trainer.objective.steps import StepLoss
 
 Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Micro-batches for which an update computes values before it changes the policy."""
+
+    batches: Sequence[_RankBatches]  # by data-parallel rank
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Log-probabilities and entropies of an observation, and the seconds that they took."""
+
+    positions: Sequence[WorkerPosition]
+    batches: Sequence[_RankBatches]  # by data-parallel rank
+    results: Sequence[tuple[Sequence[Floats], Sequence[Floats]] | None]  # by rank
+    seconds: float
+
+    def values(self) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
+        """Return the log-probabilities and the entropies of every sequence, [T] each."""
+        logprobs, entropies = (
+            _by_sequence(
+                self.positions,
+                self.batches,
+                [None if pair is None else pair[kind] for pair in self.results],
+            )
+            for kind in (0, 1)
+        )
+        return logprobs, entropies
 
 
 class TrainerGroup:
@@ -85,6 +116,44 @@ class TrainerGroup:
         divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
         return self._call("update", batches, loss, divisor, lr)[0]
 
+    def observation(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float
+    ) -> Observation:
+        """Return an observation of these sequences."""
+        return Observation(self._split(sequences, limits), temperature)
+
+    def observed_update(
+        self,
+        observation: Observation,
+        sequences: Sequences,
+        limits: BatchLimits,
+        loss: Loss | StepLoss,
+        lr: float,
+    ) -> tuple[dict[str, float], Observed]:
+        """Observe the policy, then update it once, in a single call of all ranks.
+
+        Returns:
+            The mean metrics of `update`, and the values of the observation.
+        """
+        batches = self._split(sequences, limits)
+        pairs = [
+            (first.micro_batches, own.micro_batches)
+            for first, own in zip(observation.batches, batches, strict=True)
+        ]
+        divisor = num_loss_tokens(sequences)
+        results = self._workers.wait(
+            self._begin_shared("observed_update", pairs, observation.temperature, loss, divisor, lr)
+        )
+        values, seconds, metrics = zip(*results, strict=True)
+        return metrics[0], Observed(self._positions, observation.batches, values, seconds[0])
+
+    def observe(self, observation: Observation) -> Observed:
+        """Observe the policy without an update."""
+        start = time.perf_counter()
+        values = self._call("logprobs_and_entropies", observation.batches, observation.temperature)
+        seconds = time.perf_counter() - start
+        return Observed(self._positions, observation.batches, values, seconds)
+
     def evaluate(
         self,
         sequences: Sequences,
@@ -139,17 +208,6 @@ class TrainerGroup:
     ) -> tuple[Floats, ...]:
         """Return a statistic of the policy's distribution at every token, [T] each; 0 if masked."""
         return self._per_token("token_statistic", sequences, limits, temperature, name)
-
-    def logprobs_and_entropies(
-        self, sequences: Sequences, limits: BatchLimits, temperature: float
-    ) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
-        """Return `logprobs` of the policy and its entropies, [T] each, from one pass."""
-        begun = self._begin_per_token("logprobs_and_entropies", sequences, limits, temperature)
-        results = begun.workers.wait(begun.calls)
-        logprobs, entropies = (
-            begun.collect([None if pair is None else pair[i] for pair in results]) for i in (0, 1)
-        )
-        return logprobs, entropies
 
     # Critic and reward models
 
@@ -262,7 +320,11 @@ class TrainerGroup:
 
     def _begin(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> Calls:
         """Begin calls of all ranks with their micro-batches and further arguments."""
-        shared = [self._workers.share(own.micro_batches) for own in batches]
+        return self._begin_shared(method, [own.micro_batches for own in batches], *arguments)
+
+    def _begin_shared(self, method: str, values: Sequence[object], *arguments: Any) -> Calls:
+        """Begin calls of all ranks with the value of their data-parallel rank, and arguments."""
+        shared = [self._workers.share(value) for value in values]
         return self._workers.begin_each(
             method,
             {
@@ -301,15 +363,22 @@ class PendingValues:
 
     def collect(self, results: Sequence[Any]) -> tuple[Floats, ...]:
         """Return the values that ranks have computed, by sequence."""
-        by_sequence = dict[int, Floats]()
-        for position, rows in zip(self.positions, results, strict=True):
-            if position.is_reporter:
-                own = self.batches[position.dp_rank]
-                for batch, group, values in zip(own.micro_batches, own.groups, rows, strict=True):
-                    # The last values may be of padding, which belongs to no sequence.
-                    pieces = per_token(values, batch.cu_seqlens)
-                    by_sequence.update(zip(group, pieces, strict=False))
-        return tuple(by_sequence[index] for index in range(len(by_sequence)))
+        return _by_sequence(self.positions, self.batches, results)
+
+
+def _by_sequence(
+    positions: Sequence[WorkerPosition], batches: Sequence[_RankBatches], results: Sequence[Any]
+) -> tuple[Floats, ...]:
+    """Return the values of every token, [T] each, from those of all ranks' micro-batches."""
+    by_sequence = dict[int, Floats]()
+    for position, rows in zip(positions, results, strict=True):
+        if position.is_reporter:
+            own = batches[position.dp_rank]
+            for batch, group, values in zip(own.micro_batches, own.groups, rows, strict=True):
+                # The last values may be of padding, which belongs to no sequence.
+                pieces = per_token(values, batch.cu_seqlens)
+                by_sequence.update(zip(group, pieces, strict=False))
+    return tuple(by_sequence[index] for index in range(len(by_sequence)))
 
 
 @dataclass(frozen=True, slots=True)

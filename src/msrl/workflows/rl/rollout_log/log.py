@@ -7,35 +7,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences
+from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import sequence_counts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
-from msrl.tracking.rollouts import write_columns
 from msrl.types import (
     Completion,
-    Floats,
     Prompt,
     ScoredGroup,
     TrainingSample,
 )
-from msrl.workflows.rl.rollout_columns import messages, record_columns
+from msrl.workflows.rl.rollout_log.background import BackgroundWriter
+from msrl.workflows.rl.rollout_log.columns import messages
+from msrl.workflows.rl.rollout_log.message import ValuesBySample, rollout_message
+from msrl.workflows.rl.rollout_log.writer import RolloutWriter, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
 
 
-class RolloutLog:
+class RolloutLog(AbstractContextManager["RolloutLog"]):
     """Writer of `rollouts/step_000001.jsonl` and so on, and `eval/...`, in the folder of a run.
 
     Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
     rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL.
+
+    Rollouts are written while the caller continues, at most one step behind: records by a process,
+    JSONL by a thread.
     """
 
     def __init__(
@@ -48,6 +55,40 @@ class RolloutLog:
     ) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
+        self._records, self._lines = RolloutWriter(self.folder), BackgroundWriter()
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the rollouts."""
+        return self._run_dir / "rollouts"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all records of the run that are written."""
+        return self._records.num_bytes
+
+    def wait(self) -> None:
+        """Wait until all rollouts are written.
+
+        Raises:
+            MsrlError: They could not be written.
+        """
+        self._records.wait()
+        self._lines.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the last file; raise its exception if there is no other one."""
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            self._records.close()
+            self._lines.close()
 
     def write(
         self,
@@ -58,41 +99,53 @@ class RolloutLog:
         *,
         sequences: Sequences | None = None,
         times: Mapping[str, float] | None = None,
-        values: Mapping[str, Mapping[int, Floats]] | None = None,
+        values: ValuesBySample | None = None,
     ) -> None:
-        """Write the rollouts of a step.
+        """Begin to write the rollouts of a step, after those of the step before.
 
         Args:
             step: Step, counted from 1.
             groups: Groups of the step.
             samples: One sample per sequence of the completions of `groups`, in order.
             dropped_groups: Groups without samples, whose rows come last.
-            sequences: Sequences of `samples` with the log-probabilities of trainer and reference as
-                fields, for the format `parquet`.
+            sequences: Sequences of `samples`, also with the log-probabilities of trainer and
+                reference as fields, for the format `parquet`.
             times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
             values: Further arrays [T] by column and number of the sample, for `parquet`.
+
+        Raises:
+            MsrlError: The rollouts of the step before could not be written.
         """
         if not self._is_on:
             return None
-        if self._format == "parquet":
-            columns = record_columns(
-                step,
-                groups,
-                samples,
-                dropped_groups,
-                values=_values_of_tokens(sequences, values or {}),
-                times=times or {},
-                text=self._text,
-            )
-            path = self._run_dir / "rollouts" / f"step_{step:06d}.parquet"
-            path.parent.mkdir(exist_ok=True)
-            return write_columns(path, columns)
+        if self._format == "jsonl":
+            write = partial(self._write_lines, step, groups, samples, dropped_groups)
+            return self._lines.begin(write)
+        sequences = rl_sequences(samples) if sequences is None else sequences
+        message = rollout_message(
+            step,
+            groups,
+            sequences,
+            dropped_groups,
+            values=_values_of_tokens(sequences, values or {}),
+            times=times or {},
+            texts=[self._text(group.rollout.prompt) for group in (*groups, *dropped_groups)],
+        )
+        return self._records.begin(message)
+
+    def _write_lines(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        samples: Sequence[TrainingSample],
+        dropped_groups: Sequence[ScoredGroup],
+    ) -> None:
         rows: list[dict[str, object]] = []
         for row, own in zip(self._rows(groups), _by_completion(groups, samples), strict=True):
             rows.append({**row, "advantage": _mean_advantage(own), "is_trained": own[0].is_trained})
         for row in self._rows(dropped_groups):
             rows.append({**row, "advantage": 0.0, "is_trained": False})
-        return self._write("rollouts", step, rows)
+        self._write("rollouts", step, rows)
 
     def write_evaluation(
         self,
@@ -118,9 +171,13 @@ class RolloutLog:
         return [{**row, "is_right": right} for row, right in pairs]
 
     def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        (self._run_dir / folder).mkdir(exist_ok=True)
+        path = self._run_dir / folder / f"step_{step:06d}.jsonl"
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_text(self._run_dir / folder / f"step_{step:06d}.jsonl", lines)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_text(path, lines)
+        except OSError as error:
+            raise not_written_error(path, error.strerror or str(error)) from error
 
     def _rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, object]]:
         return [self._row(group, c) for group in groups for c in range(len(group.rewards))]
@@ -200,11 +257,9 @@ _COLUMNS = {
 }
 
 
-def _values_of_tokens(
-    sequences: Sequences | None, values: Mapping[str, Mapping[int, Floats]]
-) -> Mapping[str, Mapping[int, Floats]]:
+def _values_of_tokens(sequences: Sequences, values: ValuesBySample) -> ValuesBySample:
     """Return the arrays [T] of the record by column and number of the sample."""
-    fields = {} if sequences is None else sequences.fields
+    fields = sequences.fields
     computed = {
         column: dict(enumerate(fields[name])) for name, column in _COLUMNS.items() if name in fields
     }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 
 class BackgroundWriter:
-    """Context manager of a thread that runs one call at a time.
+    """Thread that runs one call at a time.
 
     At most one call waits for its end, so that the files never fall behind by more than one step.
     """
@@ -36,16 +35,6 @@ class BackgroundWriter:
         if pending is not None:
             pending.result()
 
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the end of the call; raise its exception if there is no other one."""
+    def close(self) -> None:
+        """End the thread after its call. A failure of the call is not raised."""
         self._thread.shutdown()
-        if error is None:
-            self.wait()

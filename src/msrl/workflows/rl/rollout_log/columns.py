@@ -1,0 +1,141 @@
+"""Columns of the rollout record of a step.
+
+T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from msrl.tracking.rollouts import Column, TokenArrays
+from msrl.types import Bools, Completion, Episode, VersionRun
+from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage
+
+_NO_EPISODE = Episode((), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One sequence of a completion.
+
+    `completion` is the number of the completion in the step, and `sample` that in its group. `span`
+    are its sampled tokens among those of the completion.
+    """
+
+    group: int
+    prompt: PromptValues
+    sample: int
+    completion: int
+    sequence: int
+    is_sampled: Bools  # [T]
+    span: slice
+
+
+def record_columns(message: RolloutMessage) -> dict[str, Column]:
+    """Return the columns of `RolloutRecord`."""
+    step, own, count = message.step, message.completions, len(message.arrays["token_ids"])
+    rows = list(_rows(message))
+    numbers = [row.completion for row in rows]
+    episodes = [own.episodes[number] or _NO_EPISODE for number in numbers]
+    values = {
+        name: dict(zip(sequences, arrays.split(), strict=True))
+        for name, (sequences, arrays) in message.values.items()
+    }
+    return {
+        "step": [step] * count,
+        "group": [row.group for row in rows],
+        "sample": [row.sample for row in rows],
+        "sequence": [row.sequence for row in rows],
+        "prompt_index": [row.prompt.index for row in rows],
+        **_token_columns(message, rows),
+        **{name: [arrays.get(i) for i in range(count)] for name, arrays in values.items()},
+        "versions": [_version_runs(message, row) for row in rows],
+        "trainer_version": [step - 1] * count,
+        "reward": [own.rewards[number] for number in numbers],
+        "scores": [own.scores[number] for number in numbers],
+        "finish_reason": [own.finish_reasons[number] for number in numbers],
+        "messages": [
+            _messages(row.prompt.text, own.texts[row.completion], own.episodes[row.completion])
+            for row in rows
+        ],
+        "answer": [row.prompt.answer for row in rows],
+        "tag": [row.prompt.tag for row in rows],
+        "times": [message.times] * count,
+        "turns": [_turns(episode) for episode in episodes],
+        "success": [episode.success for episode in episodes],
+        "fault": [episode.fault[0] for episode in episodes],
+    }
+
+
+def _rows(message: RolloutMessage) -> Iterator[_Row]:
+    lengths = iter(message.arrays["token_ids"].lengths.tolist())
+    completion = 0
+    for group, prompt in enumerate(message.prompts):
+        for sample in range(prompt.num_completions):
+            episode, start = message.completions.episodes[completion], 0
+            for number, flags in enumerate(_sampled(episode)):
+                length = next(lengths)
+                is_sampled = np.arange(length) >= prompt.num_tokens if flags is None else flags
+                span = slice(start, start + int(np.count_nonzero(is_sampled)))
+                start = span.stop
+                yield _Row(group, prompt, sample, completion, number, is_sampled, span)
+            completion += 1
+
+
+def _sampled(episode: Episode | None) -> Sequence[Bools | None]:
+    """Return the masks of sampled tokens of the sequences of a completion.
+
+    None selects all tokens after the prompt.
+    """
+    return [None] if episode is None else [tokens.is_sampled for tokens in episode.sequences]
+
+
+def _token_columns(message: RolloutMessage, rows: Sequence[_Row]) -> dict[str, TokenArrays]:
+    """Return the columns with one value per token of every sequence."""
+    is_sampled = TokenArrays.of([row.is_sampled for row in rows], np.bool_)
+    behavior = message.arrays["behavior_logprobs"]
+    sampled_only = np.where(is_sampled.values, behavior.values, np.float32(0))
+    return {
+        **message.arrays,
+        "is_sampled": is_sampled,
+        "behavior_logprobs": TokenArrays(sampled_only, behavior.lengths),
+    }
+
+
+def messages(prompt: str, completion: Completion) -> list[tuple[str, str]]:
+    """Return the turns of a completion as (role, text). A rendered prompt has the role `prompt`."""
+    return _messages(prompt, completion.text, completion.episode)
+
+
+def _messages(prompt: str, text: str, episode: Episode | None) -> list[tuple[str, str]]:
+    if episode is None:
+        return [("prompt", prompt), ("assistant", text)]
+    turns = [(item["role"], item["content"]) for item in episode.messages]
+    begins_with_row = not turns or turns[0][0] == "assistant"
+    return [("prompt", prompt), *turns] if begins_with_row else turns
+
+
+def _version_runs(message: RolloutMessage, row: _Row) -> list[tuple[int, int]]:
+    """Return the versions of the sampled tokens of a sequence as (version, number of tokens)."""
+    own, span = message.completions, row.span
+    versions: Sequence[VersionRun] = own.versions[row.completion]
+    if not versions:
+        policy_version, count = own.policy_versions[row.completion], span.stop - span.start
+        return [(policy_version, count)] if count else []
+    runs: list[tuple[int, int]] = []
+    position = 0
+    for run in versions:
+        start, end = max(position, span.start), min(position + run.num_tokens, span.stop)
+        if start < end:
+            runs.append((run.version, end - start))
+        position += run.num_tokens
+    return runs
+
+
+def _turns(episode: Episode) -> list[dict[str, Any]]:
+    return [{**asdict(turn), "tool_calls": json.dumps(turn.tool_calls)} for turn in episode.turns]

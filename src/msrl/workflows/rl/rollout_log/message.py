@@ -1,0 +1,144 @@
+"""Rollouts of a step as a message to the process that writes them.
+
+The message joins the arrays of all sequences and lists the other values of all completions.
+Pickling it takes a tenth of the time that pickling hundreds of groups and completions takes.
+
+T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from msrl.algorithms.packing import Sequences, join, rl_sequences
+from msrl.algorithms.samples import length_matrix, training_samples
+from msrl.rewards.sources import TAG
+from msrl.tracking.rollouts import TokenArrays
+from msrl.types import Episode, FinishReason, Floats, ScoredGroup, VersionRun
+
+ValuesBySample = Mapping[str, Mapping[int, Floats]]
+"""Arrays [T] by the name of a column and the number of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptValues:
+    """Values of the prompt of a group, and the number of its completions."""
+
+    index: int
+    text: str
+    num_tokens: int
+    answer: str
+    tag: str
+    num_completions: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionValues:
+    """Values of all completions, in lists. See `msrl.types.Completion` and `Reward`."""
+
+    finish_reasons: Sequence[FinishReason]
+    policy_versions: Sequence[int]
+    versions: Sequence[Sequence[VersionRun]]
+    texts: Sequence[str]
+    episodes: Sequence[Episode | None]
+    rewards: Sequence[float]
+    scores: Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMessage:
+    """Everything that the rollout record of a step contains.
+
+    Attributes:
+        step: Step, counted from 1.
+        prompts: Values of each group. Dropped groups come last.
+        completions: Values of their completions.
+        arrays: Arrays [T] of every sequence of the completions by column.
+        values: Arrays [T] of some sequences by column, with the numbers of the sequences.
+        times: Seconds since 1970 at which each stage of the step ended.
+    """
+
+    step: int
+    prompts: Sequence[PromptValues]
+    completions: CompletionValues
+    arrays: Mapping[str, TokenArrays]
+    values: Mapping[str, tuple[Sequence[int], TokenArrays]]
+    times: Mapping[str, float]
+
+
+def rollout_message(
+    step: int,
+    groups: Sequence[ScoredGroup],
+    sequences: Sequences,
+    dropped_groups: Sequence[ScoredGroup],
+    *,
+    values: ValuesBySample,
+    times: Mapping[str, float],
+    texts: Sequence[str],
+) -> RolloutMessage:
+    """Return the message of a step.
+
+    Args:
+        step: Step, counted from 1.
+        groups: Groups of the step.
+        sequences: Sequences of the completions of `groups`, in order.
+        dropped_groups: Groups without sequences, which come last.
+        values: Further arrays [T] by column and number of the sequence.
+        times: Seconds since 1970 at which each stage of the step ended.
+        texts: Decoded prompts of all groups.
+    """
+    every = [*groups, *dropped_groups]
+    completions = list(chain.from_iterable(group.rollout.completions for group in every))
+    rewards = list(chain.from_iterable(group.rewards for group in every))
+    parts = [sequences, *([_without_loss(dropped_groups)] if dropped_groups else [])]
+    return RolloutMessage(
+        step=step,
+        prompts=[_prompt_values(group, text) for group, text in zip(every, texts, strict=True)],
+        completions=CompletionValues(
+            finish_reasons=[completion.finish_reason for completion in completions],
+            policy_versions=[completion.policy_version for completion in completions],
+            versions=[completion.versions for completion in completions],
+            texts=[completion.text for completion in completions],
+            episodes=[completion.episode for completion in completions],
+            rewards=[reward.total for reward in rewards],
+            scores=[reward.scores for reward in rewards],
+        ),
+        arrays=_arrays(parts),
+        values={
+            name: (list(rows), TokenArrays.of(list(rows.values()), np.float32))
+            for name, rows in values.items()
+        },
+        times=dict(times),
+    )
+
+
+def _prompt_values(group: ScoredGroup, text: str) -> PromptValues:
+    prompt, count = group.rollout.prompt, len(group.rollout.completions)
+    tag = prompt.extra.get(TAG, "")
+    return PromptValues(prompt.index, text, len(prompt.token_ids), prompt.answer, tag, count)
+
+
+def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
+    """Return the sequences of dropped groups. Their advantages and loss masks are 0."""
+    lengths = length_matrix(groups)
+    keep = np.zeros(lengths.shape, np.bool_)
+    return rl_sequences(training_samples(groups, np.zeros(int(lengths.sum())), keep))
+
+
+def _arrays(parts: Sequence[Sequences]) -> dict[str, TokenArrays]:
+    """Return the arrays of all sequences by the name of their column."""
+    lengths = np.array([len(ids) for part in parts for ids in part.token_ids], np.int64)
+    columns = {
+        "token_ids": [join(part.token_ids) for part in parts],
+        "loss_mask": [join(part.loss_masks) for part in parts],
+        "behavior_logprobs": [join(part.fields["sampler_logprobs"]) for part in parts],
+        "advantages": [join(part.fields["advantages"]) for part in parts],
+    }
+    return {
+        name: TokenArrays(rows[0] if len(rows) == 1 else np.concatenate(rows), lengths)
+        for name, rows in columns.items()
+    }
