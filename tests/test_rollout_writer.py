@@ -44,7 +44,7 @@ def is_running(pid: int) -> bool:
 def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path) -> None:
     writer, folder = RolloutWriter(tmp_path / "rollouts"), tmp_path / "rollouts"
     for step in (1, 2, 3):
-        writer.begin(make_message(step))
+        writer.begin([make_message(step)])
     writer.wait()
     files = [record_path(folder, step) for step in (1, 2, 3)]
     assert sorted(folder.iterdir()) == files
@@ -60,20 +60,20 @@ def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path)
 
 def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
-    writer.begin(make_message(1))
+    writer.begin([make_message(1)])
     os.kill(pid_of(writer), signal.SIGKILL)
-    writer.begin(make_message(2))
+    writer.begin([make_message(2), make_message(3)])
     os.kill(pid_of(writer), signal.SIGKILL)
     writer.wait()
     writer.close()
-    assert [len(read_records(record_path(tmp_path, step))) for step in (1, 2)] == [2, 2]
+    assert [len(read_records(record_path(tmp_path, step))) for step in (1, 2, 3)] == [2] * 3
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     writer = RolloutWriter(tmp_path / "rollouts")
-    writer.begin(make_message(7))
-    with pytest.raises(MsrlError, match=mentions("step_000007.parquet", "--resume auto")):
+    writer.begin([make_message(6), make_message(7)])
+    with pytest.raises(MsrlError, match=mentions("step_000006.parquet", "--resume auto")):
         writer.wait()
     writer.close()
 
@@ -82,7 +82,7 @@ def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
     message = replace(message, prompts=[replace(message.prompts[0], num_completions=3)])
     writer = RolloutWriter(tmp_path)
-    writer.begin(message)
+    writer.begin([message])
     with pytest.raises(RuntimeError, match=r"columns\.py"):
         writer.wait()
     writer.close()
@@ -95,7 +95,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
     (tmp_path / "inspect.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     writer = RolloutWriter(tmp_path / "rollouts")
-    writer.begin(make_message(1))
+    writer.begin([make_message(1)])
     writer.wait()
     writer.close()
     assert record_path(tmp_path / "rollouts", 1).exists()
@@ -104,7 +104,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
 def test_the_process_ends_with_the_driver(tmp_path: Path) -> None:
     """A driver that is killed closes its pipes without another message."""
     writer = RolloutWriter(tmp_path)
-    writer.begin(make_message(1))
+    writer.begin([make_message(1)])
     assert writer._process is not None
     process = writer._process.process
     assert process.stdin is not None
@@ -122,3 +122,25 @@ def test_the_failure_of_the_training_comes_before_that_of_the_log(tmp_path: Path
         raise ValueError("the training failed")
     with pytest.raises(MsrlError, match="rollouts"), make_log(tmp_path) as log:
         log.write(1, [group], [make_sample(group, 0, 0.5)])
+
+
+def test_steps_are_sent_together_and_all_of_them_are_written(tmp_path: Path) -> None:
+    group = make_group(4, [1.0])
+    with make_log(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(step, [group], [make_sample(group, 0, 0.5)])
+        assert not record_path(tmp_path / "rollouts", 3).exists()
+        log.wait()
+        assert record_path(tmp_path / "rollouts", 3).exists()
+        log.write(4, [group], [make_sample(group, 0, 0.5)])
+        assert log.is_over(1) and not log.is_over(1e9)
+    assert len(list((tmp_path / "rollouts").iterdir())) == 4
+
+
+def test_steps_before_a_failure_of_the_training_are_written(tmp_path: Path) -> None:
+    group = make_group(4, [1.0])
+    with pytest.raises(ValueError, match="training"), make_log(tmp_path) as log:
+        for step in (1, 2):
+            log.write(step, [group], [make_sample(group, 0, 0.5)])
+        raise ValueError("the training failed")
+    assert record_path(tmp_path / "rollouts", 2).exists()

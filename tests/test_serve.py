@@ -235,8 +235,8 @@ def test_every_option_of_the_command_is_one_of_vllms(folder: Path, tmp_path: Pat
     flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     known = vllm_options()
     assert {flag for flag in flags if flag.removeprefix("no_") not in known} == set()
-    assert words[:3] == [sys.executable, "-m", "msrl.rollout.vllm_server"]
-    assert words[3:6] == [str(os.getpid()), "--model", str(folder)]
+    assert words[:4] == [sys.executable, "-P", "-m", "msrl.rollout.vllm_server"]
+    assert words[4:7] == [str(os.getpid()), "--model", str(folder)]
     text = " ".join(words)
     assert f"--lora-modules a={tmp_path}/x b={tmp_path}/y" in text
     assert "--max-lora-rank 16" in text and "--max-loras 2" in text

@@ -415,6 +415,12 @@ def test_rewards_are_those_of_the_answers_and_advantages_are_relative_to_the_gro
             np.testing.assert_allclose([row["advantage"] for row in samples], expected, atol=1e-5)
 
 
+def with_end(row: dict[str, Any], tokenizer: Any) -> str:
+    """Return prompt and response with the token that ended the response."""
+    end = row["response_ids"][-1:] if row["finish_reason"] == "stop" else []
+    return row["prompt"] + row["response"] + tokenizer.decode(end)
+
+
 @torch.no_grad()
 def test_a_reward_model_on_the_training_ranks_agrees_with_transformers(whole, interrupted, inputs):
     from transformers import AutoModelForSequenceClassification
@@ -431,7 +437,7 @@ def test_a_reward_model_on_the_training_ranks_agrees_with_transformers(whole, in
         for row in rollouts(interrupted.run, 2) + rollouts(interrupted.run, 2, "eval")
     ]
     expected = [
-        model(**tokenizer(row["prompt"] + row["response"], return_tensors="pt")).logits.item()
+        model(**tokenizer(with_end(row, tokenizer), return_tensors="pt")).logits.item()
         for row, _ in scored
     ]
     assert np.std(expected) > 0.1

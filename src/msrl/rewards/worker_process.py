@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -65,6 +66,15 @@ class WorkerProcess:
         )
         self._frames = FrameReader()
         self.send(setup)
+
+    def enlarge_pipe(self, num_bytes: int) -> None:
+        """Let the system buffer more of a message, so that the sender waits less.
+
+        Systems other than Linux have one size, and Linux limits the memory of a user's pipes.
+        """
+        assert self.process.stdin is not None
+        with contextlib.suppress(AttributeError, OSError):
+            fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, num_bytes)
 
     def send(self, message: object) -> None:
         assert self.process.stdin is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def _gap(
 ) -> Gap | None:
     numbers = list(trainer_logprobs)
     mask = _of(sequences.loss_masks, numbers)
-    if not all(_is_of_version(group, version) for group in groups):
+    if not _are_of_version(groups, max(numbers) + 1, version):
         mask &= _of(list(behavior_versions(groups)), numbers) == version
     sampled = _of(sequences.fields["sampler_logprobs"], numbers)
     gap = measure(sampled[mask], np.concatenate([*trainer_logprobs.values()])[mask])
@@ -65,12 +66,16 @@ def _of(rows: Sequence[NDArray[Any]], numbers: Sequence[int]) -> NDArray[Any]:
     return np.concatenate([rows[number] for number in numbers])
 
 
-def _is_of_version(group: ScoredGroup, version: int) -> bool:
-    """Return True if one version sampled all tokens of a group."""
-    return all(
-        completion.policy_version == version and len(completion.versions) < 2
-        for completion in group.rollout.completions
-    )
+def _are_of_version(groups: Sequence[ScoredGroup], num_sequences: int, version: int) -> bool:
+    """Return True if one version sampled all tokens of the first sequences."""
+    for completion in chain.from_iterable(group.rollout.completions for group in groups):
+        if num_sequences <= 0:
+            return True
+        if completion.policy_version != version or len(completion.versions) > 1:
+            return False
+        episode = completion.episode
+        num_sequences -= 1 if episode is None else len(episode.sequences)
+    return True
 
 
 @dataclass

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
-from msrl.trainer.objective.batches import BatchLimits
-from msrl.types import Floats
+from msrl.trainer.objective.batches import BatchLimits, select
+from msrl.types import Bools, Floats
 from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.rollout_log.message import ValuesBySample
 from msrl.workflows.rl.step import Clock
@@ -101,8 +101,7 @@ class TokenValues:
         if self._is_over:
             return True
         limit = self.config.log.tokens_max_gb
-        self.log.wait()  # the limit counts the files of all earlier steps
-        self._is_over = self.log.num_bytes > limit * 1e9
+        self._is_over = self.log.is_over(limit * 1e9)
         if self._is_over:
             self.note(
                 f"log.tokens_max_gb={limit:g}: {self.log.folder} has reached the limit, so "
@@ -129,13 +128,21 @@ def size_note(config: Config, num_steps: int) -> str | None:
 
 
 def _sequences(prepared: PreparedStep, numbers: Sequence[int], dp_size: int) -> Sequences:
-    """Return the samples as sequences with all response tokens.
+    """Return the samples as sequences with all sampled tokens, without advantages.
 
     The first one is repeated until their number is divisible by the number of data-parallel ranks.
     """
-    samples = [replace(prepared.samples[number], is_trained=True) for number in numbers]
-    sequences = rl_sequences([*samples, *[samples[0]] * (-len(samples) % dp_size)])
-    return sequences._replace(fields={})  # the values do not depend on advantages
+    every = [*numbers, *[numbers[0]] * (-len(numbers) % dp_size)]
+    masks = tuple(_sampled(prepared, number) for number in every)
+    return select(prepared.sequences._replace(fields={}), every)._replace(loss_masks=masks)
+
+
+def _sampled(prepared: PreparedStep, number: int) -> Bools:  # [T]
+    """Return the mask of the sampled tokens of a sample, also if it is not trained on."""
+    sample = prepared.samples[number]
+    if sample.is_trained:
+        return prepared.sequences.loss_masks[number]
+    return rl_sequences([replace(sample, is_trained=True)]).loss_masks[0]
 
 
 def _limits(config: Config) -> BatchLimits:

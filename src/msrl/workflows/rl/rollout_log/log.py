@@ -6,8 +6,9 @@ T tokens of a sequence: prompt, then response.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,15 @@ from msrl.types import (
 )
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import ValuesBySample, rollout_message
+from msrl.workflows.rl.rollout_log.message import (
+    RolloutMessage,
+    ValuesBySample,
+    rollout_message,
+)
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
+_SEND_EVERY_S = 5.0
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
@@ -41,8 +47,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
     rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL.
 
-    Rollouts are written while the caller continues, at most one step behind: records by a process,
-    JSONL by a thread.
+    Rollouts are written while the caller continues: JSONL by a thread, at most one step behind,
+    and records by a process, which receives steps at most every `_SEND_EVERY_S` seconds.
     """
 
     def __init__(
@@ -56,16 +62,25 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
         self._records, self._lines = RolloutWriter(self.folder), BackgroundWriter()
+        self._unsent: list[Callable[[], RolloutMessage]] = []  # one per step
+        self._sent_at = 0.0
 
     @property
     def folder(self) -> Path:
         """Folder of the rollouts."""
         return self._run_dir / "rollouts"
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all records of the run that are written."""
-        return self._records.num_bytes
+    def is_over(self, num_bytes: float) -> bool:
+        """Return True if all records of the run take more than this size.
+
+        Steps that are still being written are waited for only above half of it.
+
+        Raises:
+            MsrlError: They could not be written.
+        """
+        if self._records.num_bytes > num_bytes / 2:
+            self.wait()
+        return self._records.num_bytes > num_bytes
 
     def wait(self) -> None:
         """Wait until all rollouts are written.
@@ -73,6 +88,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         Raises:
             MsrlError: They could not be written.
         """
+        self._send()
         self._records.wait()
         self._lines.wait()
 
@@ -82,9 +98,9 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the last file; raise its exception if there is no other one."""
+        """Wait for the last files; raise their exception if there is no other one."""
         try:
-            if error is None:
+            with nullcontext() if error is None else suppress(Exception):
                 self.wait()
         finally:
             self._records.close()
@@ -101,7 +117,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         times: Mapping[str, float] | None = None,
         values: ValuesBySample | None = None,
     ) -> None:
-        """Begin to write the rollouts of a step, after those of the step before.
+        """Begin to write the rollouts of a step, after those of the steps before.
 
         Args:
             step: Step, counted from 1.
@@ -114,24 +130,50 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             values: Further arrays [T] by column and number of the sample, for `parquet`.
 
         Raises:
-            MsrlError: The rollouts of the step before could not be written.
+            MsrlError: The rollouts of earlier steps could not be written.
         """
         if not self._is_on:
-            return None
+            return
         if self._format == "jsonl":
-            write = partial(self._write_lines, step, groups, samples, dropped_groups)
-            return self._lines.begin(write)
+            self._lines.begin(partial(self._write_lines, step, groups, samples, dropped_groups))
+            return
         sequences = rl_sequences(samples) if sequences is None else sequences
-        message = rollout_message(
+        self._unsent.append(
+            partial(
+                self._message, step, groups, sequences, dropped_groups, values or {}, times or {}
+            )
+        )
+        if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
+            self._send()
+
+    def _message(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        sequences: Sequences,
+        dropped_groups: Sequence[ScoredGroup],
+        values: ValuesBySample,
+        times: Mapping[str, float],
+    ) -> RolloutMessage:
+        return rollout_message(
             step,
             groups,
             sequences,
             dropped_groups,
-            values=_values_of_tokens(sequences, values or {}),
-            times=times or {},
+            values=_values_of_tokens(sequences, values),
+            times=times,
             texts=[self._text(group.rollout.prompt) for group in (*groups, *dropped_groups)],
         )
-        return self._records.begin(message)
+
+    def _send(self) -> None:
+        """Send all steps that the process has not received.
+
+        Their messages are built here, one after the other, while the caches hold the same code.
+        """
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._records.begin([build() for build in unsent])
+        self._sent_at = time.monotonic()
 
     def _write_lines(
         self,

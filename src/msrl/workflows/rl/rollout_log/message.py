@@ -133,7 +133,7 @@ def _arrays(parts: Sequence[Sequences]) -> dict[str, TokenArrays]:
     """Return the arrays of all sequences by the name of their column."""
     lengths = np.array([len(ids) for part in parts for ids in part.token_ids], np.int64)
     columns = {
-        "token_ids": [join(part.token_ids) for part in parts],
+        "token_ids": [join(part.token_ids).astype(np.int32) for part in parts],
         "loss_mask": [join(part.loss_masks) for part in parts],
         "behavior_logprobs": [join(part.fields["sampler_logprobs"]) for part in parts],
         "advantages": [join(part.fields["advantages"]) for part in parts],

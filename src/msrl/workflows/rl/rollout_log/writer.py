@@ -1,12 +1,13 @@
 """Process that writes the rollout record while the run continues.
 
-The driver sends one message per step. Building the columns and compressing them takes ten times as
-long as sending the message, and would delay the next step.
+Building the columns and compressing them takes ten times as long as sending their contents, and
+would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
-`msrl.rewards.worker_process`. Its first message is the folder of the files. It answers each further
-message with a frame: WRITTEN with the size of the file, NOT_WRITTEN with an error of the operating
-system, or FAILED with a traceback. It ends with its input.
+`msrl.rewards.worker_process`. Its first message is the folder of the files, and every further one
+is a list of steps. It answers each list with a frame: WRITTEN with the size of all its files,
+NOT_WRITTEN with an error of the operating system, or FAILED with a traceback. An error begins with
+the name of the file. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrl.errors import MsrlError
@@ -27,6 +29,7 @@ from msrl.workflows.rl.rollout_log.message import RolloutMessage
 
 WRITTEN, NOT_WRITTEN, FAILED = 0, 1, 2
 _END_S = 10.0  # for the process to end after its input
+_PIPE_BYTES = 1 << 20  # the largest size without privileges
 
 
 def record_path(folder: Path, step: int) -> Path:
@@ -45,55 +48,58 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
 class RolloutWriter:
     """Writing process of the files in a folder. It starts with the first step.
 
-    At most one file is pending, so that the files are never more than one step behind. `num_bytes`
-    is the size of all records in the folder.
+    At most one list of steps is pending. `num_bytes` is the size of all records in the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self.num_bytes = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         self._process: WorkerProcess | None = None
-        self._pending: RolloutMessage | None = None
+        self._pending: Sequence[RolloutMessage] = ()
 
-    def begin(self, message: RolloutMessage) -> None:
-        """Begin to write a step, after the step before is written.
+    def begin(self, messages: Sequence[RolloutMessage]) -> None:
+        """Begin to write steps, after those before are written.
 
         Raises:
-            MsrlError: The step before could not be written.
+            MsrlError: The steps before could not be written.
         """
         self.wait()
-        self._send(message)
-        self._pending = message
+        self._send(messages)
+        self._pending = messages
 
     def wait(self) -> None:
-        """Wait until all steps are written. If the process dies, another one repeats the file.
+        """Wait until all steps are written. If the process dies, another one repeats the files.
 
         Raises:
-            MsrlError: The last step could not be written.
+            MsrlError: The last steps could not be written.
         """
-        message, self._pending = self._pending, None
-        if message is None:
+        messages, self._pending = self._pending, ()
+        if not messages:
             return
-        path = record_path(self._folder, message.step)
         frame = self._receive()
         if frame is None:
             self.close()
-            self._send(message)
+            self._send(messages)
             frame = self._receive()
         if frame is None:
+            path = record_path(self._folder, messages[0].step)
             raise RuntimeError(f"{path}: the process that writes the rollouts died twice")
-        kind, size, cause = frame
+        kind, size, detail = frame
         self.num_bytes += int(size)
+        if kind == WRITTEN:
+            return
+        name, _, cause = detail.partition("\n")
+        path = self._folder / name
         if kind == NOT_WRITTEN:
             raise not_written_error(path, cause)
-        if kind == FAILED:
-            raise RuntimeError(f"{path}: the rollouts could not be written:\n{cause}")
+        raise RuntimeError(f"{path}: the rollouts could not be written:\n{cause}")
 
-    def _send(self, message: RolloutMessage) -> None:
-        """Send a message, after the start of the process if it does not run."""
+    def _send(self, messages: Sequence[RolloutMessage]) -> None:
+        """Send steps, after the start of the process if it does not run."""
         if self._process is None:
             self._process = WorkerProcess(__name__, self._folder, sys.path)
-        self._process.send(message)
+            self._process.enlarge_pipe(_PIPE_BYTES)
+        self._process.send(messages)
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -103,7 +109,7 @@ class RolloutWriter:
         return frames[0] if frames else None
 
     def close(self) -> None:
-        """End the process. A pending file is still written."""
+        """End the process. Pending files are still written."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -121,26 +127,29 @@ def main() -> None:
     os.dup2(2, 1)
     leave_signals_to_parent()
     folder: Path = read(source)
-    while (message := read(source)) is not None:
-        sink.write(_answer(folder, message))
+    while (messages := read(source)) is not None:
+        sink.write(_answer(folder, messages))
 
 
-def _answer(folder: Path, message: RolloutMessage) -> bytes:
-    """Write a record; return the frame that reports it."""
+def _answer(folder: Path, messages: Sequence[RolloutMessage]) -> bytes:
+    """Write the records of steps; return the frame that reports them."""
+    size, path = 0, record_path(folder, messages[0].step)
     try:
         folder.mkdir(exist_ok=True)
-        path = record_path(folder, message.step)
-        write_columns(path, record_columns(message))
-        return HEADER.pack(WRITTEN, path.stat().st_size, 0)
+        for message in messages:
+            path = record_path(folder, message.step)
+            write_columns(path, record_columns(message))
+            size += path.stat().st_size
     except OSError as error:
-        return _failure(NOT_WRITTEN, error.strerror or str(error))
+        return _frame(NOT_WRITTEN, size, f"{path.name}\n{error.strerror or error}")
     except Exception:  # the driver raises it
-        return _failure(FAILED, traceback.format_exc())
+        return _frame(FAILED, size, f"{path.name}\n{traceback.format_exc()}")
+    return _frame(WRITTEN, size)
 
 
-def _failure(kind: int, cause: str) -> bytes:
-    detail = cause.encode("utf-8", "replace")
-    return HEADER.pack(kind, 0.0, len(detail)) + detail
+def _frame(kind: int, size: int, text: str = "") -> bytes:
+    detail = text.encode("utf-8", "replace")
+    return HEADER.pack(kind, float(size), len(detail)) + detail
 
 
 if __name__ == "__main__":
