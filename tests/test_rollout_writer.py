@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
-    message = replace(message, prompts=[replace(message.prompts[0], num_completions=3)])
+    message = replace(message, prompts=[message.prompts[0]._replace(num_completions=3)])
     writer = RolloutWriter(tmp_path)
     writer.begin([message])
     with pytest.raises(RuntimeError, match=r"columns\.py"):

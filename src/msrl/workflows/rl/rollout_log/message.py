@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ ValuesBySample = Mapping[str, Mapping[int, Floats]]
 """Arrays [T] by the name of a column and the number of a sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptValues:
+class PromptValues(NamedTuple):  # pickled three times as fast as a dataclass with slots
     """Values of the prompt of a group, and the number of its completions."""
 
     index: int
