@@ -180,6 +180,23 @@ def test_an_absurd_parallel_size_in_a_file_is_refused(name: str, value: object) 
         layout_from_args(Namespace(**{name: value}))
 
 
+@pytest.mark.parametrize("name", ["num_layer_list", "noop_layers"])
+@pytest.mark.parametrize("value", [[float("inf")], [1.5], [True], "1,x", "1" * 5000, {"a": 1}, 7])
+def test_layer_numbers_that_are_none_are_refused(name: str, value: object) -> None:
+    from argparse import Namespace
+
+    with pytest.raises(MsrlError, match=mentions(name, "layer numbers")):
+        layout_from_args(Namespace(**{name: value}))
+
+
+def test_layer_numbers_are_read_from_text_and_lists() -> None:
+    from argparse import Namespace
+
+    assert layout_from_args(Namespace(num_layer_list="3, 5")).num_layer_list == (3, 5)
+    assert layout_from_args(Namespace(noop_layers={47, 0})).noop_layers == (0, 47)
+    assert layout_from_args(Namespace(num_layer_list=None, noop_layers="")) == ParallelLayout()
+
+
 def test_folders_that_count_billions_of_ranks_are_refused(tmp_path: Path) -> None:
     tiny.save(tmp_path / "hf")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget())

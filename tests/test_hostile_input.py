@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from msrl.checkpoint.hf.manifest import HF_MANIFEST, hf_manifest_files
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import FileCheck, weight_checks
 from msrl.cli.configuration import load_configuration as load
@@ -19,12 +20,25 @@ from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit
+from msrl.tracking.metrics import read_metrics
 from msrl.types import Conversation, Message
 from support import assert_mentions, mentions
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer, save_model
 
 QUESTION = Conversation((Message("user", "2+2?"), Message("assistant", "4")))
+
+
+def test_infinite_counts_in_files_are_reported(tmp_path: Path) -> None:
+    """JSON numbers such as 1e999 are infinite, which `int` does not convert."""
+    metrics, manifest = tmp_path / "metrics.jsonl", tmp_path / HF_MANIFEST
+    metrics.write_text('{"step": 1e999, "metrics": {}}\n')
+    with pytest.raises(MsrlError, match=mentions("metrics.jsonl:1", "infinity")):
+        read_metrics(tmp_path)
+    record = '{"bytes": Infinity, "crc32": "0"}'
+    manifest.write_text(f'{{"format": 1, "kind": "huggingface", "files": {{"a": {record}}}}}')
+    with pytest.raises(MsrlError, match=mentions(HF_MANIFEST, "infinity")):
+        hf_manifest_files(tmp_path)
 
 
 def lists(levels: int) -> str:

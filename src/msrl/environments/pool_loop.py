@@ -248,7 +248,7 @@ class PoolLoop:
         try:
             value = clean_value(json.loads(detail))
             reply = _decode(kind, value, is_opening=episode.is_opening)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, RecursionError) as error:
             return self._fail(episode, "invalid", f"unreadable reply: {error!r}")
         if isinstance(reply, EpisodeFault):
             return self._fail(episode, reply.reason, reply.detail)

@@ -181,7 +181,7 @@ def _number(value: Any) -> float | None:
     """Return a score as a number, or None. The error of `float` would repeat the complete text."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -105,7 +105,7 @@ def to_line(report: StepReport, *, time: datetime | None = None) -> str:
 
 
 def from_line(line: str) -> StepReport:
-    """Return the report of a line. Raises ValueError, TypeError or KeyError for other lines."""
+    """Return the report of a line. Raise ValueError and the like for other lines."""
     row = json.loads(line)
     return StepReport(
         step=int(row["step"]),
@@ -139,7 +139,7 @@ def _reports(path: Path) -> Iterator[StepReport]:
             return
         try:
             yield from_line(line.decode())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError) as error:
             raise MsrlError(
                 f"{path}:{number}: not the report of a step ({error}). Fix or delete the line."
             ) from error

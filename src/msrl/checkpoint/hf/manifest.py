@@ -55,7 +55,14 @@ def hf_manifest_files(folder: Path) -> dict[str, Record] | None:
             str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])}
             for name, record in contents["files"].items()
         }
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        OverflowError,
+        RecursionError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise MsrlError(
             f"{path}: not a manifest of a Hugging Face folder ({error!r}). "
             "Remove it or convert the checkpoint again."

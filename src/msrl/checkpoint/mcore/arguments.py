@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Shape
 
 MAX_RANKS = 1 << 20
+_DIGITS = re.compile("[0-9]{1,9}")
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -78,13 +80,21 @@ def _count(arguments: Mapping[str, object], name: str) -> int | None:
 def _numbers(arguments: Mapping[str, object], name: str) -> tuple[int, ...]:
     """Return layer numbers of an argument, which is text until Megatron has parsed it."""
     value = arguments.get(name)
-    numbers = value.split(",") if isinstance(value, str) and value else value
-    if not isinstance(numbers, list | tuple | set | frozenset):
+    if value is None or value == "":
         return ()
-    try:
-        return tuple(int(number) for number in numbers)
-    except (TypeError, ValueError) as error:
-        raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers") from error
+    numbers = value.split(",") if isinstance(value, str) else value
+    if isinstance(numbers, list | tuple | set | frozenset):
+        found = [_layer_number(number) for number in numbers]
+        if None not in found:
+            return tuple(number for number in found if number is not None)
+    raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers")
+
+
+def _layer_number(value: object) -> int | None:
+    """Return a whole number or the number of a text; None for other values."""
+    if isinstance(value, str):
+        return int(value) if _DIGITS.fullmatch(value.strip()) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def refuse_contradictions(

@@ -148,7 +148,14 @@ class ResultFolder:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
             before: dict[str, Any] = content["settings"]
             results = [_result(entry) for entry in content["checkpoints"]]
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (
+            ValueError,
+            OverflowError,
+            RecursionError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise MsrlError(
                 f"{path}: not a result of `msrl eval` ({error!r}). Choose another folder, or "
                 "remove the file."

@@ -185,7 +185,7 @@ def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[i
             before = [step for time, step in times if time < start]
             if before:
                 yield max(before)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise MsrlError(
             f"{folder}: {METRICS} or {ATTEMPTS} has a line without a valid time ({error!r}). "
             "Restore it, or delete the line."

@@ -106,7 +106,15 @@ def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
         if path.suffix == ".parquet":
             return [_from_record(record) for record in read_records(path)]
         return list(_from_lines(path, group_size))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+    except (
+        ValueError,
+        OverflowError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OSError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise MsrlError(f"{path}: cannot be read ({reason}). Delete or restore it.") from error
 
