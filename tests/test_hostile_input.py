@@ -19,7 +19,7 @@ from msrl.data.native import native_examples, native_prompts
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
-from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit
+from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit, whole_number
 from msrl.tracking.metrics import read_metrics
 from msrl.types import Conversation, Message
 from support import assert_mentions, mentions
@@ -39,6 +39,26 @@ def test_infinite_counts_in_files_are_reported(tmp_path: Path) -> None:
     manifest.write_text(f'{{"format": 1, "kind": "huggingface", "files": {{"a": {record}}}}}')
     with pytest.raises(MsrlError, match=mentions(HF_MANIFEST, "infinity")):
         hf_manifest_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["9" * 6000, "²", "-1", "", "1.0", " 1"])
+def test_texts_that_are_no_usable_number_have_none(text: str) -> None:
+    assert whole_number(text) is None
+    assert whole_number("0") == 0 and whole_number("007") == 7
+
+
+@pytest.mark.parametrize("word", ["9" * 6000, "²"], ids=["digits", "superscript"])
+def test_digits_in_keys_and_lists_are_one_message(word: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    for text, key in (
+        (f'run: {{name: "${{data.train.{word}}}"}}\ndata: {{train: [a, b]}}', "data.train"),
+        (f'train: {{parallel: {{num_layer_list: "1,{word}"}}}}', "num_layer_list"),
+        (f"cluster: {{ports: {word}-{word}}}", "cluster.ports"),
+    ):
+        file.write_text(text)
+        with pytest.raises(MsrlError) as caught:
+            load([str(file)], command="train-sft")
+        assert_mentions(str(caught.value), key)
 
 
 def lists(levels: int) -> str:

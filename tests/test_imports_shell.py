@@ -204,6 +204,18 @@ def test_a_variable_with_a_default_is_not_reported_as_empty(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("digits", ["9" * 6000, "²"], ids=["6000 digits", "superscript"])
+@pytest.mark.parametrize(
+    "line", ["echo ${N}", "echo $(seq N)", "echo {1..N}", "shift N", "echo $(printf '%Ns' a)"]
+)
+def test_numbers_without_a_value_end_no_import_with_a_traceback(line: str, digits: str) -> None:
+    script = line.replace("N", digits)
+    try:
+        parse_script(f"set -- a b\n{script}\nrun --a 1\n", "run.sh")
+    except MsrlError as error:
+        assert len(str(error)) < 1000
+
+
 LAUNCH = """\
 export HCCL_IF_BASE_PORT=24703
 YAML=${1:-"grpo"}

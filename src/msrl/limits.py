@@ -14,6 +14,7 @@ from types import FrameType
 from msrl.errors import MsrlError
 
 MIN_OPEN_FILES = 256
+_DIGITS = re.compile("[0-9]{1,18}")
 _OPEN_FILES = 65_536
 # All control characters but tab and line feed, C1 included, and direction overrides.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -48,6 +49,14 @@ def time_limit(seconds: float) -> Generator[None, None, None]:
         if remaining_s:
             left_s = max(1e-3, remaining_s - (time.monotonic() - start))
             signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number of 1 to 18 decimal digits; None for other texts.
+
+    `int` raises for more than 4,300 digits, and `str.isdigit` is also True for superscripts.
+    """
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def printable(text: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msrl.errors import MsrlError
+from msrl.limits import whole_number
 
 # Options of `ray start` for the fixed ports of a node, in the order of the ports.
 SERVICES = (
@@ -42,11 +43,12 @@ class Ports:
             MsrlError: The text has another form, or the range is too small.
         """
         first, dash, last = text.partition("-")
-        if not dash or not first.strip().isdecimal() or not last.strip().isdecimal():
+        bounds = whole_number(first.strip()), whole_number(last.strip())
+        if not dash or bounds[0] is None or bounds[1] is None:
             raise MsrlError(
                 f"cluster.ports={text}: not a range. Write FIRST-LAST, for example 20000-20499."
             )
-        ports = cls(int(first), int(last))
+        ports = cls(bounds[0], bounds[1])
         if ports.first < 1024 or ports.last > 65535:
             raise MsrlError(f"cluster.ports={text}: ports are from 1024 to 65535. Change it.")
         if ports.last - ports.first + 1 < _MIN_PORTS:

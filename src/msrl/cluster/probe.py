@@ -16,6 +16,7 @@ from typing import Literal
 
 from msrl.cluster.state import TlsFiles
 from msrl.errors import MsrlError
+from msrl.limits import whole_number
 
 Answer = Literal["ok", "wrong token", "not ray", "silent"]
 LOOPBACK = "127.0.0.1"
@@ -39,11 +40,12 @@ def parse_address(text: str) -> Address:
         MsrlError: The text has another form, or the host has no address.
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    number = whole_number(port)
+    if not colon or not host or number is None or not 0 < number < 65536:
         raise MsrlError(
             f"{text!r}: not the address of a cluster. Pass HOST:PORT, for example 10.0.0.1:6344."
         )
-    return Address(resolve(host.strip("[]")), int(port))
+    return Address(resolve(host.strip("[]")), number)
 
 
 def resolve(host: str) -> str:

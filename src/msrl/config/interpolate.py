@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import nearest
+from msrl.limits import whole_number
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
@@ -179,8 +180,9 @@ def _child(node: Node | None, key: str) -> Node | None:
         return None
     if isinstance(node.value, dict):
         return node.value.get(key)
-    if isinstance(node.value, tuple) and key.isdigit() and int(key) < len(node.value):
-        return node.value[int(key)]
+    index = whole_number(key)
+    if isinstance(node.value, tuple) and index is not None and index < len(node.value):
+        return node.value[index]
     return None
 
 

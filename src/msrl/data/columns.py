@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl.errors import MsrlError, nearest
+from msrl.limits import whole_number
 
 MISSING = object()
 EXTRA = "extra."
@@ -125,10 +126,11 @@ def _walk(value: Any, path: str) -> Any:
     if isinstance(value, dict) and path in value:
         return value[path]
     head, _, tail = path.partition(".")
+    index = whole_number(head)
     if isinstance(value, dict) and head in value:
         inner = value[head]
-    elif isinstance(value, list) and head.isdecimal() and int(head) < len(value):
-        inner = value[int(head)]
+    elif isinstance(value, list) and index is not None and index < len(value):
+        inner = value[index]
     else:
         return MISSING
     return _walk(inner, tail) if tail else inner

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from msrl.limits import whole_number
 from msrl.platforms.base import Diagnosis
 
 DRIVER = "/usr/local/Ascend/driver/version.info"
@@ -273,8 +274,8 @@ def _release(version: str) -> str:
 
 def _check_ports(facts: Facts) -> Iterator[Diagnosis]:
     """Check that the system gives none of HCCL's ports to other connections."""
-    text = facts.environment.get("HCCL_IF_BASE_PORT", "")
-    first = int(text) if text.isdecimal() else FIRST_PORT
+    number = whole_number(facts.environment.get("HCCL_IF_BASE_PORT", ""))
+    first = FIRST_PORT if number is None else number
     last = first + NUM_PORTS - 1
     bounds = [int(number) for number in facts.files.get(PORT_RANGE, "").split()]
     is_shared = len(bounds) == 2 and first <= bounds[1] and last >= bounds[0]

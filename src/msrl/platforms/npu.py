@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
+from msrl.limits import whole_number
 from msrl.platforms import _npu_stack
 from msrl.platforms.base import (
     COMMON_STACK,
@@ -76,12 +77,13 @@ def _base_port(variables: Mapping[str, str]) -> int:
     """Return the first host port of the trainers."""
     text = variables.get(_BASE_PORT, str(_DEFAULT_BASE_PORT))
     last = _LAST_PORT - 2 * _DEVICE_PORT_OFFSET + 1
-    if not text.isdecimal() or not _FIRST_PORT <= int(text) <= last:
+    number = whole_number(text)
+    if number is None or not _FIRST_PORT <= number <= last:
         raise MsrlError(
             f"cluster.env.{_BASE_PORT}={text}: not a port from {_FIRST_PORT} to {last}. The "
             f"{2 * _DEVICE_PORT_OFFSET} ports from it are used."
         )
-    return int(text)
+    return number
 
 
 _MASK_SIZE = 2048  # of the compressed causal mask that the sparse modes use

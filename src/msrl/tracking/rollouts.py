@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.files import atomic_write
+from msrl.limits import whole_number
 from msrl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def remove_after(run_dir: Path, step: int) -> None:
     """Remove the files of rollouts and evaluations of later steps, which a run repeats."""
     for folder in ("rollouts", "eval"):
         for path in (run_dir / folder).glob("step_*"):
-            number = path.stem.removeprefix("step_")
-            if path.suffix in (".jsonl", ".parquet") and number.isdecimal() and int(number) > step:
+            number = whole_number(path.stem.removeprefix("step_"))
+            if path.suffix in (".jsonl", ".parquet") and number is not None and number > step:
                 path.unlink(missing_ok=True)
 
 

@@ -40,6 +40,7 @@ from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_tor
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 from msrl.files import flush_to_disk, write_text
+from msrl.limits import whole_number
 from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.shape import Shape
@@ -298,7 +299,7 @@ def write_manifest(save: Path, iteration: int | str, entry: Mapping[str, Any]) -
     existing = {
         key: value
         for key, value in old.items()
-        if iteration_dir(save, int(key) if key.isdecimal() else key).is_dir()
+        if iteration_dir(save, key if whole_number(key) is None else int(key)).is_dir()
     }
     contents = {"format": 1, "iterations": {**existing, str(iteration): dict(entry)}}
     write_text(save / MANIFEST, json.dumps(contents, indent=1) + "\n")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic_core import CoreSchema, core_schema
 
 from msrl import registry
+from msrl.limits import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ def _split(value: object) -> object:
     """Return `11,13,19,21`, Megatron's notation, as a list. Return other values for validation."""
     if isinstance(value, str):
         words = [word.strip() for word in value.split(",")]
-        return [int(word) if word.isdecimal() else word for word in words]
+        numbers = [whole_number(word) for word in words]
+        return [
+            word if number is None else number for word, number in zip(words, numbers, strict=True)
+        ]
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     return value

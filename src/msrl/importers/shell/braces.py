@@ -8,7 +8,8 @@ from collections.abc import Iterator
 MAX_ITEMS = 1000
 _MAX_BRACES = 100  # of a word; their number times the length of the word is the time
 _WORD = re.compile(r"(?<!\S)[^\s'\"$`\\{}]*\{[^\s'\"$`\\]*(?!\S)")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_INTEGER = r"(-?[0-9]{1,18})"  # as far as bash reads them
+_RANGE = re.compile(rf"{_INTEGER}\.\.{_INTEGER}(?:\.\.{_INTEGER})?")
 
 
 def expand_braces(text: str) -> str:

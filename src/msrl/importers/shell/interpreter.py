@@ -26,6 +26,7 @@ from msrl.importers.shell.expansion import expand, expand_text, expand_value
 from msrl.importers.shell.outputs import printed
 from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, unquoted
 from msrl.importers.table import canonical
+from msrl.limits import whole_number
 
 MAX_REPEATS = 1000
 MAX_CALLS = 50
@@ -425,7 +426,8 @@ class _Interpreter:
         return True
 
     def _shift(self, words: Sequence[Word]) -> bool | None:
-        count = int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1
+        count = whole_number(words[1].text) if len(words) > 1 else None
+        count = 1 if count is None else count
         self.scope.arguments = self.scope.arguments[count:]
         return True
 

@@ -16,7 +16,8 @@ from msrl.importers.shell.conditions import evaluated
 from msrl.importers.shell.values import Scope, Variable, Word
 
 MAX_RANGE = 1000
-_FORMAT = re.compile(r"%(%|[-0]?\d*(?:\.\d+)?[sd])")
+_FORMAT = re.compile(r"%(%|[-0]?\d{0,3}(?:\.\d{1,3})?[sd])")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -81,7 +82,7 @@ def _sequence(arguments: Sequence[str]) -> str | None:
     separator, numbers = " ", list(arguments)
     if numbers and numbers[0].startswith("-s"):
         separator = numbers.pop(0)[2:] or (numbers.pop(0) if numbers else " ")
-    if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"-?\d+", text) for text in numbers):
+    if not 1 <= len(numbers) <= 3 or not all(_INTEGER.fullmatch(text) for text in numbers):
         return None
     values = [int(text) for text in numbers]
     first, last = (1 if len(values) == 1 else values[0]), values[-1]

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from msrl.importers.placeholders import is_placeholder
+from msrl.limits import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ class Scope:
             return Variable(" ".join(word.text for word in self.arguments), self.arguments)
         if name == "#":
             return literal(str(len(self.arguments)))
-        if name.isdigit() and 0 < int(name) <= len(self.arguments):
-            return item(self.arguments[int(name) - 1])
+        number = whole_number(name)
+        if number is not None and 0 < number <= len(self.arguments):
+            return item(self.arguments[number - 1])
         if name in _OF_A_RUN and name not in os.environ:
             return literal(f"${name}", f"${name} is known only to a run. Replace it.")
         return None
