@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from msrl.data.native import native_examples, native_prompts
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
-from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, time_limit, whole_number
+from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, run_within, whole_number
 from msrl.tracking.metrics import read_metrics
 from msrl.types import Conversation, Message
 from support import assert_mentions, mentions
@@ -188,12 +189,25 @@ def test_a_hostile_chat_template_is_one_message(
 
 def test_a_time_limit_restores_the_timer_that_was_set_before():
     before = signal.getitimer(signal.ITIMER_REAL)[0]  # of pytest-timeout, if it is in use
-    with time_limit(60):
-        with pytest.raises(TimeLimitError), time_limit(0.05):
-            time.sleep(5)
-        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+
+    def outer() -> float:
+        with pytest.raises(TimeLimitError):
+            run_within(0.05, lambda: time.sleep(5))
+        return signal.getitimer(signal.ITIMER_REAL)[0]
+
+    assert 50 < run_within(60, outer) <= 60
     after = signal.getitimer(signal.ITIMER_REAL)[0]
     assert before - 10 < after <= before
+
+
+def test_an_error_of_c_code_after_the_time_limit_is_its_own() -> None:
+    """Python calls the handler of a signal only after the call of C code that it interrupts."""
+    handler = signal.getsignal(signal.SIGALRM)
+
+    numbers: list[Any] = [1.0] * 10_000_000 + ["a"]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run_within(0.005, lambda: sum(numbers))
+    assert signal.getsignal(signal.SIGALRM) is handler
 
 
 def test_control_characters_of_messages_are_escaped(

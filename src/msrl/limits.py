@@ -8,10 +8,13 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 from msrl.errors import MsrlError
+
+T = TypeVar("T")
 
 MIN_OPEN_FILES = 256
 _DIGITS = re.compile("[0-9]{1,18}")
@@ -24,26 +27,27 @@ class TimeLimitError(Exception):
     """A computation took longer than its limit."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Generator[None, None, None]:
-    """Raise TimeLimitError in the block after `seconds`.
+def run_within(seconds: float, function: Callable[[], T]) -> T:
+    """Call a function, and raise TimeLimitError in it after `seconds`.
 
     It uses SIGALRM, so it has no effect outside of the main thread. A timer that was set before is
-    restored.
+    restored. A function that fails in a long call of C code raises its own error.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        return function()
+    is_running = True
 
     def expire(number: int, frame: FrameType | None) -> None:
-        raise TimeLimitError(f"takes longer than {seconds:g} s")
+        if is_running:  # Python calls this function after the call of C code that it interrupts
+            raise TimeLimitError(f"takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, expire)
     start = time.monotonic()
     remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        return function()
     finally:
+        is_running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if remaining_s:

@@ -10,10 +10,9 @@ encoded as text.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +23,7 @@ from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
-from msrl.limits import printable, time_limit
+from msrl.limits import printable, run_within
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
 # A noncharacter of Unicode. It divides each control token of a row after its first character.
@@ -112,14 +111,16 @@ def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_
     from transformers.utils.chat_template_utils import render_jinja_template
 
     hf = _hf(tokenizer.folder)
-    with _guarded(tokenizer.folder):
-        texts, bounds = render_jinja_template(
+    texts, bounds = _guarded(
+        tokenizer.folder,
+        lambda: render_jinja_template(
             conversations=[turns.messages],
             chat_template=_template(tokenizer),
             return_assistant_tokens_mask=True,
             add_generation_prompt=False,
             **{**hf.special_tokens_map, "tools": None, **turns.options},
-        )
+        ),
+    )
     joined: list[_Bounds] = []
     for start, end in bounds[0]:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
@@ -265,13 +266,15 @@ def _render(tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generati
     Raises:
         MsrlError: the chat template raises an error, takes too long or writes too much.
     """
-    with _guarded(tokenizer.folder):
-        text: str = _hf(tokenizer.folder).apply_chat_template(
+    text: str = _guarded(
+        tokenizer.folder,
+        lambda: _hf(tokenizer.folder).apply_chat_template(
             turns.messages[:num_turns],
             **turns.options,
             tokenize=False,
             add_generation_prompt=generation,
-        )
+        ),
+    )
     if len(text) > _MAX_CHARACTERS:
         raise MsrlError(
             f"template native: the chat template of {tokenizer.folder} writes {len(text):,} "
@@ -281,15 +284,13 @@ def _render(tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generati
     return text
 
 
-@contextlib.contextmanager
-def _guarded(folder: str) -> Generator[None, None, None]:
-    """Limit the time of a chat template, and report its errors as MsrlError.
+def _guarded(folder: str, render: Callable[[], Any]) -> Any:
+    """Return what a chat template renders. Limit its time, and report its errors as MsrlError.
 
     A template is code of the model's author: it may fail in any way.
     """
     try:
-        with time_limit(_TIME_LIMIT_S):
-            yield
+        return run_within(_TIME_LIMIT_S, render)
     except MsrlError:
         raise
     except Exception as error:
