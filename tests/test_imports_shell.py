@@ -216,6 +216,12 @@ def test_numbers_without_a_value_end_no_import_with_a_traceback(line: str, digit
         assert len(str(error)) < 1000
 
 
+@pytest.mark.parametrize("line", ["echo $(date +\0)", "source a\0b", "echo a\0b"])
+def test_a_script_with_null_characters_is_refused(line: str) -> None:
+    with pytest.raises(MsrlError, match=mentions("run.sh", "null characters")):
+        parse_script(f"{line}\n", "run.sh")
+
+
 LAUNCH = """\
 export HCCL_IF_BASE_PORT=24703
 YAML=${1:-"grpo"}

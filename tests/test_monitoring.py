@@ -164,7 +164,7 @@ def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
 
 def token_values(config: Config, notes: list[str], num_bytes: int = 0) -> tuple[TokenValues, Ranks]:
     ranks = Ranks()
-    log: Any = SimpleNamespace(wait=lambda: None, num_bytes=num_bytes, folder="rollouts")
+    log: Any = SimpleNamespace(is_over=lambda limit: num_bytes > limit, folder="rollouts")
     return TokenValues(config, ranks, log, notes.append), ranks  # type: ignore[arg-type]
 
 

@@ -137,8 +137,10 @@ def parse(text: str, name: str) -> tuple[Node, ...]:
     """Return the commands of a script.
 
     Raises:
-        MsrlError: a bracket, quote or block is not closed.
+        MsrlError: a bracket, quote or block is not closed, or the text has a null character.
     """
+    if "\0" in text:  # which bash drops, and which no path and no format of a date may contain
+        raise MsrlError(f"{name}: contains null characters. Name a shell script.")
     parser = _Parser(_prepared(text), name)
     nodes = parser.body(())
     if parser.token is not None:
