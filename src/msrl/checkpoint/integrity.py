@@ -31,7 +31,7 @@ from msrl.checkpoint.mcore.locate import latest_iteration
 from msrl.checkpoint.threads import in_parallel
 from msrl.checkpoint.torch_files.reader import check_records
 from msrl.checksums import file_crc32
-from msrl.errors import ManyErrors, MsrlError
+from msrl.errors import MALFORMED, ManyErrors, MsrlError
 from msrl.files import is_file_name
 
 Depth = Literal["sizes", "archives", "checksums"]
@@ -192,7 +192,7 @@ def _indexed_files(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise MsrlError(f"{index}: not an index of weight files ({error!r})") from error
     return [name for name in names if is_file_name(name) and (index.parent / name).is_file()]
 

@@ -55,9 +55,9 @@ def measure(
     count, mean = len(difference), float(difference.mean())
     if math.isnan(mean):
         difference, mean = np.nan_to_num(difference, nan=np.inf), math.inf
-    place = math.ceil(0.99 * (count - 1))  # numpy's percentile with method="higher", but faster
-    difference.partition(place)
-    return Gap(mean, float(difference[place]), float(difference[place:].max()), count)
+    index = math.ceil(0.99 * (count - 1))  # numpy's percentile with method="higher", but faster
+    difference.partition(index)
+    return Gap(mean, float(difference[index]), float(difference[index:].max()), count)
 
 
 def healthy_range(*dtypes: str) -> HealthyRange:

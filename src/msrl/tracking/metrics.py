@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-from msrl.errors import MsrlError
+from msrl.errors import MALFORMED, MsrlError
 from msrl.files import atomic_write, write_text
 from msrl.types import JsonObject, StepReport
 
@@ -105,7 +105,7 @@ def to_line(report: StepReport, *, time: datetime | None = None) -> str:
 
 
 def from_line(line: str) -> StepReport:
-    """Return the report of a line. Raise ValueError and the like for other lines."""
+    """Return the report of a line. Raises an exception of MALFORMED for other lines."""
     row = json.loads(line)
     return StepReport(
         step=int(row["step"]),
@@ -139,7 +139,7 @@ def _reports(path: Path) -> Iterator[StepReport]:
             return
         try:
             yield from_line(line.decode())
-        except (ValueError, OverflowError, TypeError, KeyError, AttributeError) as error:
+        except MALFORMED as error:
             raise MsrlError(
                 f"{path}:{number}: not the report of a step ({error}). Fix or delete the line."
             ) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.checkpoint.hf.writer import Record
-from msrl.errors import MsrlError
+from msrl.errors import MALFORMED, MsrlError
 from msrl.files import write_text
 from msrl.models.families import num_parameters
 from msrl.models.shape import Shape
@@ -55,14 +55,7 @@ def hf_manifest_files(folder: Path) -> dict[str, Record] | None:
             str(name): {"bytes": int(record["bytes"]), "crc32": str(record["crc32"])}
             for name, record in contents["files"].items()
         }
-    except (
-        ValueError,
-        OverflowError,
-        RecursionError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except MALFORMED as error:
         raise MsrlError(
             f"{path}: not a manifest of a Hugging Face folder ({error!r}). "
             "Remove it or convert the checkpoint again."

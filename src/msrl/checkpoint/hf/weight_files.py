@@ -21,7 +21,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_NAMES
 from msrl.checkpoint.torch_files.reader import TensorSpec, read_torch_file, tensor_spec
-from msrl.errors import ManyErrors, MsrlError
+from msrl.errors import MALFORMED, ManyErrors, MsrlError
 from msrl.files import is_file_name
 
 SINGLE = "model.safetensors"
@@ -157,7 +157,7 @@ def _indexed(folder: Path, index: str) -> dict[str, set[str] | None]:
     try:
         weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise MsrlError(f"{folder / index}: not an index of weight files ({error!r})") from error
     files = dict[str, set[str]]()
     for tensor, file in names.items():

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from msrl.checkpoint.mcore.argument_table import contradictions
 from msrl.errors import ManyErrors, MsrlError
+from msrl.limits import whole_number
 from msrl.models.hf_config import MAX_EXPERTS
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import Shape
 
 MAX_RANKS = 1 << 20
-_DIGITS = re.compile("[0-9]{1,9}")
 
 
 def num_local_experts(path: Path, args: argparse.Namespace) -> int:
@@ -84,16 +83,16 @@ def _numbers(arguments: Mapping[str, object], name: str) -> tuple[int, ...]:
         return ()
     numbers = value.split(",") if isinstance(value, str) else value
     if isinstance(numbers, list | tuple | set | frozenset):
-        found = [_layer_number(number) for number in numbers]
-        if None not in found:
-            return tuple(number for number in found if number is not None)
+        layers = [_layer_number(number) for number in numbers]
+        if None not in layers:
+            return tuple(layer for layer in layers if layer is not None)
     raise MsrlError(f"checkpoint arguments: {name}={value!r}: must be layer numbers")
 
 
 def _layer_number(value: object) -> int | None:
     """Return a whole number or the number of a text; None for other values."""
     if isinstance(value, str):
-        return int(value) if _DIGITS.fullmatch(value.strip()) else None
+        return whole_number(value.strip())
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msrl.errors import MsrlError
+from msrl.errors import MALFORMED, MsrlError
 from msrl.files import why_not_writable, write_text
 from msrl.tracking.curves import Point, plot_curves
 
@@ -148,14 +148,7 @@ class ResultFolder:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
             before: dict[str, Any] = content["settings"]
             results = [_result(entry) for entry in content["checkpoints"]]
-        except (
-            ValueError,
-            OverflowError,
-            RecursionError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except MALFORMED as error:
             raise MsrlError(
                 f"{path}: not a result of `msrl eval` ({error!r}). Choose another folder, or "
                 "remove the file."

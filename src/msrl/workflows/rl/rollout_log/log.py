@@ -137,33 +137,22 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         if self._format == "jsonl":
             self._lines.begin(partial(self._write_lines, step, groups, samples, dropped_groups))
             return
-        sequences = rl_sequences(samples) if sequences is None else sequences
-        self._unsent.append(
-            partial(
-                self._message, step, groups, sequences, dropped_groups, values or {}, times or {}
+        own = rl_sequences(samples) if sequences is None else sequences
+
+        def message() -> RolloutMessage:
+            return rollout_message(
+                step,
+                groups,
+                own,
+                dropped_groups,
+                values=_values_of_tokens(own, values or {}),
+                times=times or {},
+                texts=[self._text(group.rollout.prompt) for group in (*groups, *dropped_groups)],
             )
-        )
+
+        self._unsent.append(message)
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
-
-    def _message(
-        self,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        sequences: Sequences,
-        dropped_groups: Sequence[ScoredGroup],
-        values: ValuesBySample,
-        times: Mapping[str, float],
-    ) -> RolloutMessage:
-        return rollout_message(
-            step,
-            groups,
-            sequences,
-            dropped_groups,
-            values=_values_of_tokens(sequences, values),
-            times=times,
-            texts=[self._text(group.rollout.prompt) for group in (*groups, *dropped_groups)],
-        )
 
     def _send(self) -> None:
         """Send all steps that the process has not received.
