@@ -152,10 +152,9 @@ def grouped_product(
     product = platforms.get(x.device.type).grouped_product(x, matrices, counts)
     if product is not None:
         return product
-    output, start = x.new_empty((len(x), matrices[0].shape[1])), 0
-    for matrix, count in zip(matrices, counts, strict=True):
-        torch.mm(x[start : start + count], matrix, out=output[start : start + count])
-        start += count
+    output = x.new_empty((len(x), matrices[0].shape[1]))
+    for rows, matrix, out in zip(x.split(counts), matrices, output.split(counts), strict=True):
+        torch.mm(rows, matrix, out=out)
     return output
 
 
