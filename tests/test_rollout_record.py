@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.samples import training_samples
+from msrl.data.tokenizer import TextTokenizer
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
 from msrl.types import (
     Completion,
@@ -28,21 +31,14 @@ from msrl.types import (
 from msrl.workflows.rl.rollout_log.log import RolloutLog
 
 
-class Text:
-    """Tokenizer that writes token ids as text."""
-
-    backend: Any
-
-    def __init__(self) -> None:
-        self.backend = self
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens
-        return " ".join(map(str, token_ids))
+def make_tokenizer() -> TextTokenizer:
+    """Return a tokenizer that writes token ids as text."""
+    backend = Tokenizer(WordLevel({str(number): number for number in range(1000)}))
+    return TextTokenizer(backend, None, None, None, "numbers")
 
 
 def make_log(run_dir: Path, *, is_on: bool = True) -> RolloutLog:
-    return RolloutLog(run_dir, Text(), is_on=is_on, format="parquet")  # pyright: ignore[reportArgumentType]
+    return RolloutLog(run_dir, make_tokenizer(), is_on=is_on, format="parquet")
 
 
 def make_record(**changes: Any) -> RolloutRecord:

@@ -16,16 +16,18 @@ from msrl.tracking.rollouts import read_records
 from msrl.workflows.rl.rollout_log.message import RolloutMessage, rollout_message
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, record_path
 from support import mentions
-from test_rollout_record import make_group, make_log, make_sample
+from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
 
 
 def make_message(step: int) -> RolloutMessage:
     group = make_group(step, [1.0, 0.5])
     samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
     values = {"entropies": {1: np.full(4, 0.25, np.float32)}}
-    return rollout_message(
-        step, [group], rl_sequences(samples), (), values=values, times={}, texts=["1 2"]
-    )
+    return rollout_message(step, [group], rl_sequences(samples), (), values=values, times={})
+
+
+def make_writer(folder: Path) -> RolloutWriter:
+    return RolloutWriter(folder, make_tokenizer().backend)
 
 
 def pid_of(writer: RolloutWriter) -> int:
@@ -42,7 +44,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path) -> None:
-    writer, folder = RolloutWriter(tmp_path / "rollouts"), tmp_path / "rollouts"
+    writer, folder = make_writer(tmp_path / "rollouts"), tmp_path / "rollouts"
     for step in (1, 2, 3):
         writer.begin([make_message(step)])
     writer.wait()
@@ -55,11 +57,11 @@ def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path)
     pid = pid_of(writer)
     writer.close()
     assert not is_running(pid)
-    assert RolloutWriter(folder).num_bytes == writer.num_bytes
+    assert make_writer(folder).num_bytes == writer.num_bytes
 
 
 def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.begin([make_message(1)])
     os.kill(pid_of(writer), signal.SIGKILL)
     writer.begin([make_message(2), make_message(3)])
@@ -71,7 +73,7 @@ def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
-    writer = RolloutWriter(tmp_path / "rollouts")
+    writer = make_writer(tmp_path / "rollouts")
     writer.begin([make_message(6), make_message(7)])
     with pytest.raises(MsrlError, match=mentions("step_000006.parquet", "--resume auto")):
         writer.wait()
@@ -81,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
     message = replace(message, prompts=[message.prompts[0]._replace(num_completions=3)])
-    writer = RolloutWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.begin([message])
     with pytest.raises(RuntimeError, match=r"columns\.py"):
         writer.wait()
@@ -94,7 +96,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
 ) -> None:
     (tmp_path / "inspect.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
-    writer = RolloutWriter(tmp_path / "rollouts")
+    writer = make_writer(tmp_path / "rollouts")
     writer.begin([make_message(1)])
     writer.wait()
     writer.close()
@@ -103,7 +105,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
 
 def test_the_process_ends_with_the_driver(tmp_path: Path) -> None:
     """A driver that is killed closes its pipes without another message."""
-    writer = RolloutWriter(tmp_path)
+    writer = make_writer(tmp_path)
     writer.begin([make_message(1)])
     assert writer._process is not None
     process = writer._process.process

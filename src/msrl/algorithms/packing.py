@@ -24,22 +24,28 @@ from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Routes,
 
 
 class JoinedRows(tuple[NDArray[Any], ...]):
-    """Arrays that are consecutive parts of one array, `joined`."""
+    """Arrays that are consecutive parts of one array, `joined`, with these lengths."""
 
     joined: NDArray[Any]
+    lengths: Sequence[int]
 
     @classmethod
     def split(cls, joined: NDArray[Any], lengths: Sequence[int]) -> JoinedRows:
         """Split an array into rows of these lengths."""
         ends = np.cumsum([0, *lengths]).tolist()
         rows = cls(joined[start:end] for start, end in pairwise(ends))
-        rows.joined = joined
+        rows.joined, rows.lengths = joined, lengths
         return rows
 
 
 def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return the concatenation of rows. There must be at least one."""
     return rows.joined if isinstance(rows, JoinedRows) else np.concatenate(rows)
+
+
+def lengths_of(rows: Sequence[NDArray[Any]]) -> Sequence[int]:
+    """Return the length of every row."""
+    return rows.lengths if isinstance(rows, JoinedRows) else [len(row) for row in rows]
 
 
 class Sequences(NamedTuple):

@@ -114,6 +114,32 @@ def read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
+def send_arrays(stream: IO[bytes], message: object) -> None:
+    """Write one message, with the memory of its arrays as it is instead of copies of it.
+
+    The pickled message comes first, then the memory of each array (PEP 574). The prefix is their
+    number and their lengths, in 8 bytes each.
+    """
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=arrays.append)
+    parts = [data, *(array.raw() for array in arrays)]
+    stream.write(struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)))
+    for part in parts:
+        stream.write(part)
+    stream.flush()
+
+
+def read_arrays(source: IO[bytes]) -> Any:
+    """Return the next message of `send_arrays`, with read-only arrays; None at the end."""
+    prefix = source.read(LENGTH.size)
+    if len(prefix) < LENGTH.size:
+        return None
+    (count,) = LENGTH.unpack(prefix)
+    lengths = struct.unpack(f"<{count}Q", source.read(count * LENGTH.size))
+    data, *arrays = [source.read(length) for length in lengths]
+    return pickle.loads(data, buffers=arrays)
+
+
 def _load(function: Function) -> _VerifierCall:
     """Return the function with its options.
 

@@ -82,6 +82,12 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self.process.stdin, message)
 
+    def send_arrays(self, message: object) -> None:
+        """Send a message for `worker.read_arrays`."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            protocol.send_arrays(self.process.stdin, message)
+
     def receive(self) -> list[tuple[int, float, str]] | None:
         """Return the new frames (kind, number, detail), or None at the end of the output."""
         data = os.read(self.fileno(), 1 << 16)

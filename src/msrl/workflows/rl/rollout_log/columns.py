@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from msrl.tracking.rollouts import Column, TokenArrays
 from msrl.types import Bools, Completion, Episode, VersionRun
 from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _NO_EPISODE = Episode((), (), ())
 
@@ -23,12 +26,13 @@ _NO_EPISODE = Episode((), (), ())
 class _Row:
     """One sequence of a completion.
 
-    `completion` is the number of the completion in the step, and `sample` that in its group. `span`
-    are its sampled tokens among those of the completion.
+    `text` is the decoded prompt. `completion` is the number of the completion in the step, and
+    `sample` that in its group. `span` are its sampled tokens among those of the completion.
     """
 
     group: int
     prompt: PromptValues
+    text: str
     sample: int
     completion: int
     sequence: int
@@ -36,10 +40,14 @@ class _Row:
     span: slice
 
 
-def record_columns(message: RolloutMessage) -> dict[str, Column]:
-    """Return the columns of `RolloutRecord`."""
+def record_columns(message: RolloutMessage, tokenizer: Tokenizer) -> dict[str, Column]:
+    """Return the columns of `RolloutRecord`. The tokenizer decodes the prompts."""
     step, own, count = message.step, message.completions, len(message.arrays["token_ids"])
-    rows = list(_rows(message))
+    texts = [
+        tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        for token_ids in message.prompt_ids.split()
+    ]
+    rows = list(_rows(message, texts))
     numbers = [row.completion for row in rows]
     episodes = [own.episodes[number] or _NO_EPISODE for number in numbers]
     values = {
@@ -60,7 +68,7 @@ def record_columns(message: RolloutMessage) -> dict[str, Column]:
         "scores": [own.scores[number] for number in numbers],
         "finish_reason": [own.finish_reasons[number] for number in numbers],
         "messages": [
-            _messages(row.prompt.text, own.texts[row.completion], own.episodes[row.completion])
+            _messages(row.text, own.texts[row.completion], own.episodes[row.completion])
             for row in rows
         ],
         "answer": [row.prompt.answer for row in rows],
@@ -72,10 +80,10 @@ def record_columns(message: RolloutMessage) -> dict[str, Column]:
     }
 
 
-def _rows(message: RolloutMessage) -> Iterator[_Row]:
+def _rows(message: RolloutMessage, texts: Sequence[str]) -> Iterator[_Row]:
     lengths = iter(message.arrays["token_ids"].lengths.tolist())
     completion = 0
-    for group, prompt in enumerate(message.prompts):
+    for group, (prompt, text) in enumerate(zip(message.prompts, texts, strict=True)):
         for sample in range(prompt.num_completions):
             episode, start = message.completions.episodes[completion], 0
             for number, flags in enumerate(_sampled(episode)):
@@ -83,7 +91,7 @@ def _rows(message: RolloutMessage) -> Iterator[_Row]:
                 is_sampled = np.arange(length) >= prompt.num_tokens if flags is None else flags
                 span = slice(start, start + int(np.count_nonzero(is_sampled)))
                 start = span.stop
-                yield _Row(group, prompt, sample, completion, number, is_sampled, span)
+                yield _Row(group, prompt, text, sample, completion, number, is_sampled, span)
             completion += 1
 
 

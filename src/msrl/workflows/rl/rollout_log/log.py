@@ -61,7 +61,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     ) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
-        self._records, self._lines = RolloutWriter(self.folder), BackgroundWriter()
+        self._records = RolloutWriter(self.folder, tokenizer.backend)
+        self._lines = BackgroundWriter()
         self._unsent: list[Callable[[], RolloutMessage]] = []  # one per step
         self._sent_at = 0.0
 
@@ -147,7 +148,6 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
                 dropped_groups,
                 values=_values_of_tokens(own, values or {}),
                 times=times or {},
-                texts=[self._text(group.rollout.prompt) for group in (*groups, *dropped_groups)],
             )
 
         self._unsent.append(message)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences, join, rl_sequences
+from msrl.algorithms.packing import Sequences, join, lengths_of, rl_sequences
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import TokenArrays
@@ -29,7 +29,6 @@ class PromptValues(NamedTuple):  # pickled three times as fast as a dataclass wi
     """Values of the prompt of a group, and the number of its completions."""
 
     index: int
-    text: str
     num_tokens: int
     answer: str
     tag: str
@@ -56,6 +55,7 @@ class RolloutMessage:
     Attributes:
         step: Step, counted from 1.
         prompts: Values of each group. Dropped groups come last.
+        prompt_ids: Tokens of the prompt of each group.
         completions: Values of their completions.
         arrays: Arrays [T] of every sequence of the completions by column.
         values: Arrays [T] of some sequences by column, with the numbers of the sequences.
@@ -64,6 +64,7 @@ class RolloutMessage:
 
     step: int
     prompts: Sequence[PromptValues]
+    prompt_ids: TokenArrays
     completions: CompletionValues
     arrays: Mapping[str, TokenArrays]
     values: Mapping[str, tuple[Sequence[int], TokenArrays]]
@@ -78,7 +79,6 @@ def rollout_message(
     *,
     values: ValuesBySample,
     times: Mapping[str, float],
-    texts: Sequence[str],
 ) -> RolloutMessage:
     """Return the message of a step.
 
@@ -89,7 +89,6 @@ def rollout_message(
         dropped_groups: Groups without sequences, which come last.
         values: Further arrays [T] by column and number of the sequence.
         times: Seconds since 1970 at which each stage of the step ended.
-        texts: Decoded prompts of all groups.
     """
     every = [*groups, *dropped_groups]
     completions = list(chain.from_iterable(group.rollout.completions for group in every))
@@ -97,7 +96,8 @@ def rollout_message(
     parts = [sequences, *([_without_loss(dropped_groups)] if dropped_groups else [])]
     return RolloutMessage(
         step=step,
-        prompts=[_prompt_values(group, text) for group, text in zip(every, texts, strict=True)],
+        prompts=[_prompt_values(group) for group in every],
+        prompt_ids=TokenArrays.of([group.rollout.prompt.token_ids for group in every], np.int32),
         completions=CompletionValues(
             finish_reasons=[completion.finish_reason for completion in completions],
             policy_versions=[completion.policy_version for completion in completions],
@@ -116,10 +116,10 @@ def rollout_message(
     )
 
 
-def _prompt_values(group: ScoredGroup, text: str) -> PromptValues:
+def _prompt_values(group: ScoredGroup) -> PromptValues:
     prompt, count = group.rollout.prompt, len(group.rollout.completions)
     tag = prompt.extra.get(TAG, "")
-    return PromptValues(prompt.index, text, len(prompt.token_ids), prompt.answer, tag, count)
+    return PromptValues(prompt.index, len(prompt.token_ids), prompt.answer, tag, count)
 
 
 def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
@@ -131,7 +131,7 @@ def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
 
 def _arrays(parts: Sequence[Sequences]) -> dict[str, TokenArrays]:
     """Return the arrays of all sequences by the name of their column."""
-    lengths = np.array([len(ids) for part in parts for ids in part.token_ids], np.int64)
+    lengths = np.array([n for part in parts for n in lengths_of(part.token_ids)], np.int64)
     columns = {
         "token_ids": [join(part.token_ids).astype(np.int32) for part in parts],
         "loss_mask": [join(part.loss_masks) for part in parts],

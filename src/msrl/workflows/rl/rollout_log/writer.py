@@ -4,10 +4,11 @@ Building the columns and compressing them takes ten times as long as sending the
 would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
-`msrl.rewards.worker_process`. Its first message is the folder of the files, and every further one
-is a list of steps. It answers each list with a frame: WRITTEN with the size of all its files,
-NOT_WRITTEN with an error of the operating system, or FAILED with a traceback. An error begins with
-the name of the file. The process ends with its input.
+`msrl.rewards.worker_process`. Its first message is the folder of the files with the tokenizer that
+decodes the prompts, and every further one is a list of steps (`send_arrays`). It answers each list
+with a frame: WRITTEN with the size of all its files, NOT_WRITTEN with an error of the operating
+system, or FAILED with a traceback. An error begins with the name of the file. The process ends with
+its input.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msrl.errors import MsrlError
-from msrl.rewards.worker import HEADER, leave_signals_to_parent, read
+from msrl.rewards.worker import HEADER, leave_signals_to_parent, read, read_arrays
 from msrl.rewards.worker_process import WorkerProcess
 from msrl.tracking.rollouts import write_columns
 from msrl.workflows.rl.rollout_log.columns import record_columns
 from msrl.workflows.rl.rollout_log.message import RolloutMessage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 WRITTEN, NOT_WRITTEN, FAILED = 0, 1, 2
 _END_S = 10.0  # for the process to end after its input
@@ -48,11 +53,13 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
 class RolloutWriter:
     """Writing process of the files in a folder. It starts with the first step.
 
+    `tokenizer` decodes the prompts.
+
     At most one list of steps is pending. `num_bytes` is the size of all records in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self._folder, self._tokenizer = folder.absolute(), tokenizer
         self.num_bytes = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         self._process: WorkerProcess | None = None
         self._pending: Sequence[RolloutMessage] = ()
@@ -97,9 +104,9 @@ class RolloutWriter:
     def _send(self, messages: Sequence[RolloutMessage]) -> None:
         """Send steps, after the start of the process if it does not run."""
         if self._process is None:
-            self._process = WorkerProcess(__name__, self._folder, sys.path)
+            self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
             self._process.enlarge_pipe(_PIPE_BYTES)
-        self._process.send(messages)
+        self._process.send_arrays(messages)
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -126,19 +133,19 @@ def main() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     leave_signals_to_parent()
-    folder: Path = read(source)
-    while (messages := read(source)) is not None:
-        sink.write(_answer(folder, messages))
+    folder, tokenizer = read(source)
+    while (messages := read_arrays(source)) is not None:
+        sink.write(_answer(folder, tokenizer, messages))
 
 
-def _answer(folder: Path, messages: Sequence[RolloutMessage]) -> bytes:
+def _answer(folder: Path, tokenizer: Tokenizer, messages: Sequence[RolloutMessage]) -> bytes:
     """Write the records of steps; return the frame that reports them."""
     size, path = 0, record_path(folder, messages[0].step)
     try:
         folder.mkdir(exist_ok=True)
         for message in messages:
             path = record_path(folder, message.step)
-            write_columns(path, record_columns(message))
+            write_columns(path, record_columns(message, tokenizer))
             size += path.stat().st_size
     except OSError as error:
         return _frame(NOT_WRITTEN, size, f"{path.name}\n{error.strerror or error}")
