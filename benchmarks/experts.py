@@ -1,9 +1,9 @@
 """Time of the experts of a mixture layer on one rank, forward and backward.
 
-1,024 routed tokens of 32 experts, 256 channels, 128 channels per expert, in float32. With the
-argument `grouped`, the experts run in grouped products as in training. With `sequential`,
-Megatron's SequentialMLP calls one module per expert. The last line of the output is JSON with the
-median seconds.
+1,024 routed tokens of 32 experts, 256 channels, 128 channels per expert, in float32. `grouped`
+experts run in grouped products as in training. With `sequential` ones, Megatron's SequentialMLP
+calls one module per expert. Both run alternately, so that they meet the same load of the machine.
+The last line of the output is JSON with the median seconds of the mode in the argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-TOKENS, EXPERTS, CHANNELS, ROUNDS = 1024, 32, 256, 50
+TOKENS, EXPERTS, CHANNELS, ROUNDS = 1024, 32, 256, 200
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -44,29 +44,30 @@ MODEL = {
 
 
 def main() -> None:
-    mode = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({"s": seconds(Path(folder), is_grouped=mode == "grouped")}))
+        print(json.dumps({"s": statistics.median(seconds(Path(folder))[sys.argv[1]])}))
 
 
-def seconds(folder: Path, *, is_grouped: bool) -> float:
-    """Return the median seconds of a forward and a backward pass."""
+def seconds(folder: Path) -> dict[str, list[float]]:
+    """Return the seconds of forward and backward passes by mode."""
     import torch
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     experts = _experts(folder)
-    forward = type(experts).forward if is_grouped else SequentialMLP.forward
+    modes = {"grouped": type(experts).forward, "sequential": SequentialMLP.forward}
     counts = torch.randint(EXPERTS, (TOKENS,)).bincount(minlength=EXPERTS)
     inputs = torch.randn(TOKENS, CHANNELS, requires_grad=True)
     weights = torch.rand(TOKENS, requires_grad=True)
-    grad, times = torch.randn_like(inputs), list[float]()
+    grad = torch.randn_like(inputs)
+    times: dict[str, list[float]] = {mode: [] for mode in modes}
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        forward(experts, inputs, counts, weights)[0].backward(grad)
-        times.append(time.perf_counter() - start)
-        for tensor in (inputs, weights, *experts.parameters()):
-            tensor.grad = None
-    return statistics.median(times)
+        for mode, forward in modes.items():
+            start = time.perf_counter()
+            forward(experts, inputs, counts, weights)[0].backward(grad)
+            times[mode].append(time.perf_counter() - start)
+            for tensor in (inputs, weights, *experts.parameters()):
+                tensor.grad = None
+    return times
 
 
 def _experts(folder: Path) -> Any:
