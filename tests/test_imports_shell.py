@@ -195,6 +195,36 @@ def test_a_word_with_thousands_of_braces_is_refused_in_no_time(braces: str) -> N
     assert words(f"{PROGRAM} {{a,b}}x{{1..2}} '{quoted}'") == expected
 
 
+def test_braces_for_more_than_a_thousand_words_are_refused_instead_of_cut() -> None:
+    assert len(words(f"{PROGRAM} {{1..1000}}")) == 1000
+    for braces in ("{1..1001}", "{a,b}{1..501}", "{1..900000000000000000}", "{{1..999},a,b,c}"):
+        with pytest.raises(MsrlError, match=mentions("run.sh:2", "1,000 words")):
+            words(f"\n{PROGRAM} {braces}")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for i in {1..3600}; do A=a; B=$B,; done",
+        "for ((i = 0; i < 3600; i++)); do A=a; B=$B,; done",
+        "i=0\nwhile [ $i -lt 3600 ]; do A=a; B=$B,; i=$((i + 1)); done",
+    ],
+)
+def test_variables_that_a_loop_of_more_than_a_thousand_repeats_changes_are_not_known(
+    loop: str,
+) -> None:
+    command = parse_script(f"B=\n{loop}\n{PROGRAM} $A $B $i", "run.sh").commands[-1]
+    same, *changed = [word.problem for word in command][2:]
+    assert not same and len(changed) == 2 and all(changed)
+    assert words(f"{loop.replace('3600', '900')}\n{PROGRAM} $A") == ["a"]
+
+
+def test_a_script_with_too_many_commands_is_refused_instead_of_cut() -> None:
+    loop = "for i in {1..300}; do for j in {1..300}; do :; done; done"
+    with pytest.raises(MsrlError, match=mentions("run.sh", "20,000 commands")):
+        words(f"{loop}\n{PROGRAM} a")
+
+
 def test_a_variable_with_a_default_is_not_reported_as_empty(tmp_path: Path) -> None:
     text = f"A_X=${{A_X:-a}}\nB_X=$B_X\n{CONVERT} --load-dir $A_X$B_X"
     translation = imported("mindspeed-llm", text, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 MAX_ITEMS = 1000
 _MAX_BRACES = 100  # of a word; their number times the length of the word is the time
@@ -12,11 +13,18 @@ _INTEGER = r"(-?[0-9]{1,18})"  # as far as bash reads them
 _RANGE = re.compile(rf"{_INTEGER}\.\.{_INTEGER}(?:\.\.{_INTEGER})?")
 
 
-def expand_braces(text: str) -> str:
+class TooManyWordsError(ValueError):
+    """The braces of a word stand for more than MAX_ITEMS words."""
+
+
+def expand_braces(text: str, *, is_cut: bool = False) -> str:
     """Return a command with its braces written out, outside of quotes.
+
+    With `is_cut`, words beyond the first MAX_ITEMS + 1 of a word with braces are left out.
 
     Raises:
         RecursionError: A word has more than 100 braces.
+        TooManyWordsError: Words are missing, and `is_cut` is False.
 
     >>> expand_braces("run {a,b}{1..2} x{01..03..2} '{c,d}'")
     "run a1 a2 b1 b2 x01 x03 '{c,d}'"
@@ -27,25 +35,32 @@ def expand_braces(text: str) -> str:
         is_quoted = any(before.count(quote) % 2 for quote in "'\"")
         if not is_quoted and match[0].count("{") > _MAX_BRACES:
             raise RecursionError
-        words = [match[0]] if is_quoted else _words(match[0])
-        return " ".join(words[:MAX_ITEMS])
+        words = [match[0]] if is_quoted else _first(_words(match[0]))
+        if len(words) > MAX_ITEMS and not is_cut:
+            raise TooManyWordsError(match[0])
+        return " ".join(words)
 
     return _WORD.sub(write_out, text)
 
 
-def _words(word: str) -> list[str]:
-    """Return the words that result from the braces of one word."""
+def _first(words: Iterator[str]) -> list[str]:
+    """Return the first words, one more than the limit if there are more."""
+    return list(islice(words, MAX_ITEMS + 1))
+
+
+def _words(word: str) -> Iterator[str]:
+    """Yield the words that result from the braces of one word."""
     start = word.find("{")
     while start >= 0:
         end = _closing(word, start)
         items = [] if end < 0 else _items(word[start + 1 : end])
         if items:
-            tails = _words(word[end + 1 :])
-            heads = [head for item in items[:MAX_ITEMS] for head in _words(item)]
-            number = max(1, MAX_ITEMS // len(tails))
-            return [word[:start] + head + tail for head in heads[:number] for tail in tails]
+            tails = _first(_words(word[end + 1 :]))
+            heads = (head for item in items for head in _words(item))
+            yield from (word[:start] + head + tail for head in heads for tail in tails)
+            return
         start = word.find("{", start + 1)
-    return [word]
+    yield word
 
 
 def _closing(word: str, start: int) -> int:
@@ -61,7 +76,7 @@ def _items(body: str) -> list[str]:
     """Return the items between braces; empty if they are no list and no range."""
     match = _RANGE.fullmatch(body)
     if match is not None:
-        return list(_numbers(match))
+        return _first(_numbers(match))
     items, depth = [""], 0
     for char in body:
         depth += {"{": 1, "}": -1}.get(char, 0)
@@ -77,5 +92,5 @@ def _numbers(match: re.Match[str]) -> Iterator[str]:
     is_padded = any(re.match(r"-?0\d", text) for text in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if is_padded else 0
     direction = 1 if last >= first else -1
-    for number in range(first, last + direction, step * direction)[:MAX_ITEMS]:
+    for number in range(first, last + direction, step * direction):
         yield f"{number:0{width}d}"

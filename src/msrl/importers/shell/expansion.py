@@ -11,8 +11,9 @@ import os
 import re
 from collections.abc import Sequence
 
+from msrl.errors import MsrlError
 from msrl.importers.shell.arithmetic import arithmetic, calculate
-from msrl.importers.shell.braces import expand_braces
+from msrl.importers.shell.braces import MAX_ITEMS, TooManyWordsError, expand_braces
 from msrl.importers.shell.outputs import output
 from msrl.importers.shell.values import (
     EMPTY,
@@ -35,9 +36,22 @@ _LIST = re.compile(r'"(?:\$@|\$\{@(?::[^{}"]*)?\}|\$\{\w+\[@\](?::[^{}"]*)?\})"'
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", "0": "\0"}
 
 
-def expand(text: str, line: int, scope: Scope) -> list[Word]:
-    """Return the words of a command whose first line has the number `line`."""
-    return _Expander(expand_braces(text), line, scope).words()
+def expand(text: str, line: int, scope: Scope, *, is_cut: bool = False) -> list[Word]:
+    """Return the words of a command whose first line has the number `line`.
+
+    With `is_cut`, only the first words of a long list in braces are returned: MAX_ITEMS + 1.
+
+    Raises:
+        MsrlError: Braces stand for too many words, and `is_cut` is False.
+    """
+    try:
+        braceless = expand_braces(text, is_cut=is_cut)
+    except TooManyWordsError as error:
+        word = str(error) if len(str(error)) <= 60 else f"{str(error)[:60]}..."
+        raise MsrlError(
+            f"{scope.path}:{line}: {word} stands for more than {MAX_ITEMS:,} words. Write fewer."
+        ) from None
+    return _Expander(braceless, line, scope).words()
 
 
 def expand_value(text: str, line: int, scope: Scope) -> Variable:

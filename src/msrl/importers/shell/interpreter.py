@@ -110,7 +110,10 @@ class _Interpreter:
     def run_node(self, node: syntax.Node) -> bool | None:
         self.num_steps += 1
         if self.num_steps > MAX_STEPS:
-            raise _StopError("exit")
+            raise MsrlError(
+                f"{self.scope.path}: the script runs more than {MAX_STEPS:,} commands. Remove its "
+                "long loops."
+            )
         handlers: dict[type, Callable[..., bool | None]] = {
             syntax.Simple: self._simple, syntax.Arithmetic: self._arithmetic,
             syntax.Pipeline: self._pipeline, syntax.AndOr: self._and_or,
@@ -210,11 +213,15 @@ class _Interpreter:
     def _for(self, node: syntax.For) -> bool | None:
         if node.arithmetic is not None:
             return self._counted(node, node.arithmetic.split(";"))
-        for word in expand(node.words, node.line, self.scope)[:MAX_REPEATS]:
+        words = expand(node.words, node.line, self.scope, is_cut=True)
+        for word in words[:MAX_REPEATS]:
             self.scope.variables[node.name] = Variable(word.text, (word,), word.problem)
             if self._repeat(node.body):
-                break
-        return True
+                return True
+        if len(words) <= MAX_REPEATS:
+            return True
+        self.scope.variables[node.name] = unknown(node.name, node.line)
+        return self._unfinished(node)
 
     def _counted(self, node: syntax.For, expressions: Sequence[str]) -> bool | None:
         """Run `for ((first; condition; change))`."""
@@ -226,9 +233,10 @@ class _Interpreter:
                 self._forget(first, node.line)
                 return self._either(node.line, partial(self._repeat, node.body))
             if value == 0 or self._repeat(node.body):
-                break
+                return True
             self._calculated(change, node.line)
-        return True
+        self._forget(first, node.line)
+        return self._unfinished(node)
 
     def _calculated(self, text: str, line: int) -> int | None:
         return calculate(expand_text(text, line, self.scope), self.scope)
@@ -239,11 +247,15 @@ class _Interpreter:
             if status is None:
                 return self._either(node.line, partial(self._repeat, node.body))
             if status is node.is_until or self._repeat(node.body):
-                break
+                return True
             first = node.condition[0] if node.condition else None
             if isinstance(first, syntax.Simple) and first.text in ("true", "false", ":"):
-                break  # ends by a condition that is known only at run time
-        return True
+                return True  # ends by a condition that is known only at run time
+        return self._unfinished(node)
+
+    def _unfinished(self, node: syntax.For | syntax.While) -> bool | None:
+        """Give the variables that a loop changes no known value after the limit of repeats."""
+        return self._either(node.line, partial(self._repeat, node.body))
 
     def _repeat(self, body: Sequence[syntax.Node]) -> bool:
         """Run the body of a loop and return True if it ends the loop."""
