@@ -202,12 +202,15 @@ def test_a_step_without_samples_has_an_empty_table(tmp_path: Path, format: str):
 def test_an_environment_without_a_reward_source_decides_the_verdict(tmp_path: Path):
     config = view_runs.make_config("grpo", reward={"sources": []}, environment={"name": "sokoban"})
     run = view_runs.make_run(tmp_path / "grpo", num_steps=1, config=config)
-    rows = [view_runs.jsonl_row("a", 0, scores={}, success=value) for value in (True, False, None)]
+    outcomes = [("", True), ("", False), ("", None), ("chat", None)]
+    rows = [
+        view_runs.jsonl_row("a", 0, scores={}, success=value, tag=tag) for tag, value in outcomes
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "rollouts" / "step_000001.jsonl").write_text(text)
     write_folder([run], tmp_path / "view")
     table = read_chunk(tmp_path / "view", "0/rollout-000001-table")
-    assert table["verdict"] == [1, 0, -1]
+    assert table["verdict"] == [1, 0, 0, -1]  # a limit ended the third, none of "chat" reports
 
 
 def test_a_step_with_files_of_both_formats_is_that_of_the_newer_file(tmp_path: Path):

@@ -217,7 +217,11 @@ def _write_table(
 ) -> dict[str, Any]:
     """Write the summary and the details of the samples of a step; return the entry of the step."""
     by_sample = _by_sample(samples)
-    judged = [verdicts.verdict(sequences[0]) for sequences in by_sample]
+    reported = {sample.tag for sample in samples if sample.success is not None}
+    judged = [
+        verdicts.verdict(sequences[0], is_reported=sequences[0].tag in reported)
+        for sequences in by_sample
+    ]
     rows = [_details(sequences, verdicts) for sequences in by_sample]
     starts = add_in_parts(chunks, name, rows, lambda index: sum(map(_size, by_sample[index])))
     chunks.add(f"{name}-table", _summary(by_sample, judged))

@@ -28,13 +28,17 @@ class Verdicts:
     def __init__(self, config: Config | None) -> None:
         self._judge: Judge | None = None if config is None else judge(config)
 
-    def verdict(self, sample: ViewSample) -> bool | None:
-        """Return True for a right answer; None if neither a source nor an environment decides."""
+    def verdict(self, sample: ViewSample, *, is_reported: bool = False) -> bool | None:
+        """Return True for a right answer; None if neither a source nor an environment decides.
+
+        `is_reported` says that the environment reports the success of episodes. One without a
+        report, which a limit or fault ended, is not successful then.
+        """
         if sample.verdict is not None:
             return sample.verdict
         label = self._label(sample)
         if self._judge is None or label is None or label not in sample.scores:
-            return sample.success
+            return False if sample.success is None and is_reported else sample.success
         return sample.scores[label] >= self._judge.right_from
 
     def _label(self, sample: ViewSample) -> str | None:
