@@ -14,6 +14,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler
 
+import numpy as np
 import pytest
 
 from http_servers import served_by
@@ -24,6 +25,7 @@ from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
+from msrl.types import Completion, Prompt, RolloutGroup
 from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
@@ -323,6 +325,24 @@ def test_a_server_scores_in_batches_beside_the_verifiers():
         "extra": [{"grade": "a"}, {"grade": "a"}],
     }
     assert by_size[1]["responses"] == ["22"]
+
+
+def test_a_query_has_the_token_that_ended_the_response():
+    texts = {1: "Q: ", 2: "4", 3: "<|im_end|>"}
+    prompt = Prompt(0, np.array([1]))
+    completions = tuple(
+        Completion(np.array(ids), np.zeros(len(ids), np.float32), reason, 0, "4")
+        for ids, reason in (([2, 3], "stop"), ([2], "length"))
+    )
+
+    def decode(ids):
+        return "".join(texts[number] for number in ids.tolist())
+
+    with served(lengths) as (url, payloads):
+        with Scorer([Source(url=url)], 1, prompt_text=decode) as scorer:
+            scorer.score([RolloutGroup(prompt, completions)])
+    assert payloads[0]["queries"] == ["Q: 4<|im_end|>", "Q: 4"]
+    assert payloads[0]["responses"] == ["4", "4"]
 
 
 def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):

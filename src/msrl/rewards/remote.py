@@ -2,7 +2,8 @@
 
 The format is LightRFT's with two additional lists. A request has these lists of equal length:
 
-- `queries`: prompt and response as one text.
+- `queries`: prompt and response as one text, with the token that ended the response, as the decoded
+  sequences of LightRFT and OpenRLHF have it.
 - `prompts` and `responses`: the two texts separately.
 - `references`: the ground truths.
 - `extra`: the extra columns of the rows.
@@ -179,7 +180,7 @@ class Remote:
             skipped = CallResult(None, "skipped", "not sent: earlier requests failed")
             return [skipped] * len(items), 0
         request = {
-            "queries": [item.prompt + item.response for item in items],
+            "queries": [item.prompt + item.response + item.end for item in items],
             "prompts": [item.prompt for item in items],
             "responses": [item.response for item in items],
             "references": [item.answer for item in items],
