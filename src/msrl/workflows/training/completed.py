@@ -39,11 +39,17 @@ def final_results(plan: RunPlan, saved: SavedTraining, run_dir: Path) -> dict[st
     checkpoint, note = final_checkpoint(saved, keep_best=plan.config.checkpoint.keep_best)
     hf_dir, base = plan.model.hf_dir, adapted_base(plan)
     folder = export_hf(checkpoint, run_dir / "hf", base=base, hf_dir=hf_dir)
-    name = "Hugging Face reward model" if plan.is_reward_model else "Hugging Face model"
-    results[name] = f"{folder}{note}"
+    results[_model_name(plan)] = f"{folder}{note}"
     shape = None if plan.critic is None else plan.critic.require_shape()
     if plan.critic is not None and shape is not None and has_classifier(shape.architecture):
         source = separate_critic(plan, checkpoint)
         critic = export_critic(source, run_dir / "hf_critic", shape, plan.critic.hf_dir)
         results["Hugging Face critic"] = f"{critic}{note}"
     return results
+
+
+def _model_name(plan: RunPlan) -> str:
+    """Return the name of the exported model in the results."""
+    if plan.trains_steps:
+        return "Hugging Face process reward model"
+    return "Hugging Face reward model" if plan.is_reward_model else "Hugging Face model"
