@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
-from msrl.types import Completion, Prompt, RolloutGroup
+from msrl.types import Completion, Episode, Prompt, RolloutGroup
 from reward_groups import group, totals
 from support import assert_mentions, mentions, shared_data
 
@@ -79,14 +79,20 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
         ("4 STOP", "4 ", "stop"),  # a stop string
         ("4<|endoftext|>", "4", "stop"),
         ("4 + 4", "4 + 4", "length"),
+        ("<|im_start|>4 + 4", "4 + 4", "length"),  # a special token within the response
+        ("<|im_start|>4<|im_end|>", "4", "stop"),
         ("2<|im_end|>\ntool\n4<|im_end|>", "2\n4", "stop"),  # several turns
     ],
 )
-def test_a_model_scores_the_token_that_ended_the_response(folder, response, text, finish_reason):
-    """`train-rm` trains the score at this token."""
+def test_a_model_scores_special_tokens_and_the_one_that_ended_the_response(
+    folder, response, text, finish_reason
+):
+    """`train-rm` trains the score at the last token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = np.array(tokenizer(response)["input_ids"])
-    completion = Completion(ids, np.zeros(len(ids), np.float32), finish_reason, 0, text)
+    episode = Episode((), (), ()) if "tool" in response else None
+    logprobs = np.zeros(len(ids), np.float32)
+    completion = Completion(ids, logprobs, finish_reason, 0, text, episode=episode)
     rollout = RolloutGroup(Prompt(0, np.array(tokenizer("Q: ")["input_ids"])), (completion,))
     with Scorer([Source(model=str(folder))], 1, prompt_text=tokenizer.decode) as scorer:
         (scores,) = totals(scorer.score([rollout]))

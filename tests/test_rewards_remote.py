@@ -338,9 +338,11 @@ def test_a_query_has_the_token_that_ended_the_response():
     def decode(ids):
         return "".join(texts[number] for number in ids.tolist())
 
-    with served(lengths) as (url, payloads):
-        with Scorer([Source(url=url)], 1, prompt_text=decode) as scorer:
-            scorer.score([RolloutGroup(prompt, completions)])
+    with (
+        served(lengths) as (url, payloads),
+        Scorer([Source(url=url)], 1, prompt_text=decode) as scorer,
+    ):
+        scorer.score([RolloutGroup(prompt, completions)])
     assert payloads[0]["queries"] == ["Q: 4<|im_end|>", "Q: 4"]
     assert payloads[0]["responses"] == ["4", "4"]
 

@@ -2,8 +2,8 @@
 
 The format is LightRFT's with two additional lists. A request has these lists of equal length:
 
-- `queries`: prompt and response as one text, with the token that ended the response, as the decoded
-  sequences of LightRFT and OpenRLHF have it.
+- `queries`: prompt and response as one text with special tokens, also the one that ended the
+  response, as the decoded sequences of LightRFT and OpenRLHF have them.
 - `prompts` and `responses`: the two texts separately.
 - `references`: the ground truths.
 - `extra`: the extra columns of the rows.
@@ -34,15 +34,21 @@ HEADER_TEXT = re.compile(r"[\t -~\xa0-\xff]*")
 class Item:
     """Completion to score.
 
-    `prompt` is the text that the policy received, with special tokens. `end` is what ended the
-    response and is no part of its text, such as `<|im_end|>`; it is empty for a truncated response.
+    `prompt` is the text that the policy received, with special tokens. `response` is the text that
+    verifiers score. `tokens` is the text of its tokens, with special ones such as the `<|im_end|>`
+    that ended it; empty without tokens.
     """
 
     prompt: str
     response: str
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
-    end: str = ""
+    tokens: str = ""
+
+    @property
+    def completed(self) -> str:
+        """Response as a model reads it, with special tokens."""
+        return self.tokens or self.response
 
     def use_prompt_column(self, column: str) -> Item:
         """Return the item with an extra column of its row as the prompt.
@@ -180,7 +186,7 @@ class Remote:
             skipped = CallResult(None, "skipped", "not sent: earlier requests failed")
             return [skipped] * len(items), 0
         request = {
-            "queries": [item.prompt + item.response + item.end for item in items],
+            "queries": [item.prompt + item.completed for item in items],
             "prompts": [item.prompt for item in items],
             "responses": [item.response for item in items],
             "references": [item.answer for item in items],

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from msrl.errors import MsrlError
 from msrl.models.hf_config import ReadConfig, read_hf_config
 from msrl.rewards.failures import (
@@ -249,19 +251,29 @@ class Scorer:
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             columns = row_columns(prompt, completion)
-            end = self._end(completion)
-            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, end))
+            tokens = self._text_of_tokens(prompt.token_ids, prompt_texts[g], completion)
+            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, tokens))
         return items
 
-    def _end(self, completion: Completion) -> str:
-        """Return what ended a response: text of its tokens that its text lacks."""
-        if completion.finish_reason != "stop" or not len(completion.token_ids):
+    def _text_of_tokens(self, prompt_ids: Ints, prompt_text: str, completion: Completion) -> str:
+        """Return the text of a response with special tokens; empty without tokens.
+
+        That of an episode of several turns joins their answers, with what ended the last one.
+        """
+        token_ids = completion.token_ids
+        if not len(token_ids):
             return ""
-        complete = self._prompt_text(completion.token_ids)
-        if complete.startswith(completion.text):
-            return complete.removeprefix(completion.text)
-        last = self._prompt_text(completion.token_ids[-1:])  # the text is that of several turns
-        return "" if completion.text.endswith(last) else last
+        if completion.episode is None:
+            # Tokenizers may decode the first token of a text without its space.
+            text = self._prompt_text(np.concatenate((prompt_ids, token_ids)))
+            if text.startswith(prompt_text):
+                return text.removeprefix(prompt_text)
+        text = self._prompt_text(token_ids)
+        if completion.episode is None or text.startswith(completion.text):
+            return text
+        last = self._prompt_text(token_ids[-1:])
+        is_read = completion.finish_reason != "stop" or completion.text.endswith(last)
+        return completion.text if is_read else completion.text + last
 
     def _score_group(
         self, g: int, group: RolloutGroup, sources: Sequence[int], results: _CallResults

@@ -107,7 +107,7 @@ class RankModel:
         return results
 
     def _token_ids(self, item: Item) -> Ints:
-        ids = text_ids(self._tokenizer, self._template, item.prompt, item.response, item.end)
+        ids = text_ids(self._tokenizer, self._template, item.prompt, item.response, item.completed)
         return np.asarray(ids, np.int64)
 
     def take_retried(self) -> int:

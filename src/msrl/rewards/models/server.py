@@ -94,7 +94,7 @@ class RewardModel:
             MsrlError: The model cannot be loaded.
         """
         texts = [item.use_prompt_column(self._prompt_column) for item in items]
-        parts = [(item.prompt, item.response, item.end) for item in texts]
+        parts = [(item.prompt, item.response, item.completed) for item in texts]
         # Batches of similar lengths need less padding.
         order = sorted(range(len(parts)), key=lambda n: sum(map(len, parts[n])))
         results: dict[int, CallResult] = {}

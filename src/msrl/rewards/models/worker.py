@@ -57,17 +57,20 @@ def _read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
-def text_ids(tokenizer: Any, template: str, prompt: str, response: str, end: str) -> list[int]:
+def text_ids(
+    tokenizer: Any, template: str, prompt: str, response: str, completed: str
+) -> list[int]:
     """Return the token ids of a text, whose last token has the score.
 
-    It is prompt + response + end, or prompt and response as messages of the chat template.
+    It is prompt + completed, or prompt and response as messages of the chat template. `completed`
+    is the response with special tokens, also the one that ended it.
     """
     if template == "chat":
         user = {"role": "user", "content": prompt}
         assistant = {"role": "assistant", "content": response}
         text = tokenizer.apply_chat_template([user, assistant], tokenize=False)
     else:
-        text = prompt + response + end
+        text = prompt + completed
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -104,7 +107,7 @@ class Classifier:
         self._max_tokens = settings.max_tokens or model_limit
 
     def answers(self, texts: Sequence[tuple[str, str, str]]) -> list[Answer]:
-        """Return one answer per (prompt, response, end), in order."""
+        """Return one answer per (prompt, response, completed), in order."""
         template = self._settings.template
         sequences = [text_ids(self._tokenizer, template, *parts) for parts in texts]
         limit = self._max_tokens
