@@ -30,8 +30,8 @@ class ManyErrors(MsrlError):  # noqa: N818 - the name is established
         return type(self), (self.messages,)
 
 
-# What reading the values of a foreign JSON file raises if they are malformed. Infinity, which JSON
-# writes as 1e999, is no integer (OverflowError).
+# Exceptions that malformed values of a foreign JSON file raise while they are read. Infinity, which
+# JSON writes as 1e999, is no integer (OverflowError).
 MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 

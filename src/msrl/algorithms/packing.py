@@ -43,7 +43,7 @@ def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return rows.joined if isinstance(rows, JoinedRows) else np.concatenate(rows)
 
 
-def lengths_of(rows: Sequence[NDArray[Any]]) -> Sequence[int]:
+def row_lengths(rows: Sequence[NDArray[Any]]) -> Sequence[int]:
     """Return the length of every row."""
     return rows.lengths if isinstance(rows, JoinedRows) else [len(row) for row in rows]
 

@@ -35,20 +35,20 @@ class Item:
     """Completion to score.
 
     `prompt` is the text that the policy received, with special tokens. `response` is the text that
-    verifiers score. `tokens` is the text of its tokens, with special ones such as the `<|im_end|>`
-    that ended it; empty without tokens.
+    verifiers score. `decoded` is the text of all its tokens, also of special ones such as the
+    `<|im_end|>` that ended it; it is empty for a response without tokens.
     """
 
     prompt: str
     response: str
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
-    tokens: str = ""
+    decoded: str = ""
 
     @property
-    def completed(self) -> str:
-        """Response as a model reads it, with special tokens."""
-        return self.tokens or self.response
+    def full_response(self) -> str:
+        """Response as a reward model reads it, with special tokens."""
+        return self.decoded or self.response
 
     def use_prompt_column(self, column: str) -> Item:
         """Return the item with an extra column of its row as the prompt.
@@ -186,7 +186,7 @@ class Remote:
             skipped = CallResult(None, "skipped", "not sent: earlier requests failed")
             return [skipped] * len(items), 0
         request = {
-            "queries": [item.prompt + item.completed for item in items],
+            "queries": [item.prompt + item.full_response for item in items],
             "prompts": [item.prompt for item in items],
             "responses": [item.response for item in items],
             "references": [item.answer for item in items],

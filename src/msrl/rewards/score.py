@@ -251,20 +251,21 @@ class Scorer:
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             columns = row_columns(prompt, completion)
-            tokens = self._text_of_tokens(prompt.token_ids, prompt_texts[g], completion)
-            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, tokens))
+            decoded = self._decoded(prompt.token_ids, prompt_texts[g], completion)
+            items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, decoded))
         return items
 
-    def _text_of_tokens(self, prompt_ids: Ints, prompt_text: str, completion: Completion) -> str:
-        """Return the text of a response with special tokens; empty without tokens.
+    def _decoded(self, prompt_ids: Ints, prompt_text: str, completion: Completion) -> str:
+        """Return the text of all tokens of a response, also of special ones.
 
-        That of an episode of several turns joins their answers, with what ended the last one.
+        For an episode of several turns, it is the text of their answers and the token that ended
+        the last one.
         """
         token_ids = completion.token_ids
         if not len(token_ids):
             return ""
         if completion.episode is None:
-            # Tokenizers may decode the first token of a text without its space.
+            # Decoded alone, the response may lose the space before its first word.
             text = self._prompt_text(np.concatenate((prompt_ids, token_ids)))
             if text.startswith(prompt_text):
                 return text.removeprefix(prompt_text)
@@ -272,8 +273,8 @@ class Scorer:
         if completion.episode is None or text.startswith(completion.text):
             return text
         last = self._prompt_text(token_ids[-1:])
-        is_read = completion.finish_reason != "stop" or completion.text.endswith(last)
-        return completion.text if is_read else completion.text + last
+        lacks_end = completion.finish_reason == "stop" and not completion.text.endswith(last)
+        return completion.text + last if lacks_end else completion.text
 
     def _score_group(
         self, g: int, group: RolloutGroup, sources: Sequence[int], results: _CallResults

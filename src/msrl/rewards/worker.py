@@ -115,10 +115,10 @@ def read(source: IO[bytes]) -> Any:
 
 
 def send_arrays(stream: IO[bytes], message: object) -> None:
-    """Write one message, with the memory of its arrays as it is instead of copies of it.
+    """Write one message to a worker's input without copying the memory of its arrays.
 
-    The pickled message comes first, then the memory of each array (PEP 574). The prefix is their
-    number and their lengths, in 8 bytes each.
+    The message is pickled with protocol 5 (PEP 574). It consists of the number of parts, the length
+    of each part in bytes (8 bytes per number), the pickled data and the memory of each array.
     """
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=arrays.append)
@@ -130,7 +130,10 @@ def send_arrays(stream: IO[bytes], message: object) -> None:
 
 
 def read_arrays(source: IO[bytes]) -> Any:
-    """Return the next message of `send_arrays`, with read-only arrays; None at the end."""
+    """Return the next message of `send_arrays`, or None at the end of the input.
+
+    Its arrays are read-only.
+    """
     prefix = source.read(LENGTH.size)
     if len(prefix) < LENGTH.size:
         return None

@@ -83,7 +83,7 @@ class WorkerProcess:
             protocol.send(self.process.stdin, message)
 
     def send_arrays(self, message: object) -> None:
-        """Send a message for `worker.read_arrays`."""
+        """Send a message without copying its arrays. The process reads it with `read_arrays`."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             protocol.send_arrays(self.process.stdin, message)

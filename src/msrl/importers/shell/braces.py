@@ -14,17 +14,17 @@ _RANGE = re.compile(rf"{_INTEGER}\.\.{_INTEGER}(?:\.\.{_INTEGER})?")
 
 
 class TooManyWordsError(ValueError):
-    """The braces of a word stand for more than MAX_ITEMS words."""
+    """A word with braces expands to more than MAX_ITEMS words."""
 
 
-def expand_braces(text: str, *, is_cut: bool = False) -> str:
+def expand_braces(text: str, *, may_cut: bool = False) -> str:
     """Return a command with its braces written out, outside of quotes.
 
-    With `is_cut`, words beyond the first MAX_ITEMS + 1 of a word with braces are left out.
+    With `may_cut`, a word with braces expands to its first MAX_ITEMS + 1 words at most.
 
     Raises:
         RecursionError: A word has more than 100 braces.
-        TooManyWordsError: Words are missing, and `is_cut` is False.
+        TooManyWordsError: A word expands to more words, and `may_cut` is False.
 
     >>> expand_braces("run {a,b}{1..2} x{01..03..2} '{c,d}'")
     "run a1 a2 b1 b2 x01 x03 '{c,d}'"
@@ -36,7 +36,7 @@ def expand_braces(text: str, *, is_cut: bool = False) -> str:
         if not is_quoted and match[0].count("{") > _MAX_BRACES:
             raise RecursionError
         words = [match[0]] if is_quoted else _first(_words(match[0]))
-        if len(words) > MAX_ITEMS and not is_cut:
+        if len(words) > MAX_ITEMS and not may_cut:
             raise TooManyWordsError(match[0])
         return " ".join(words)
 

@@ -36,20 +36,20 @@ _LIST = re.compile(r'"(?:\$@|\$\{@(?::[^{}"]*)?\}|\$\{\w+\[@\](?::[^{}"]*)?\})"'
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b", "a": "\a", "b": "\b", "0": "\0"}
 
 
-def expand(text: str, line: int, scope: Scope, *, is_cut: bool = False) -> list[Word]:
+def expand(text: str, line: int, scope: Scope, *, may_cut: bool = False) -> list[Word]:
     """Return the words of a command whose first line has the number `line`.
 
-    With `is_cut`, only the first words of a long list in braces are returned: MAX_ITEMS + 1.
+    With `may_cut`, a word with braces expands to its first MAX_ITEMS + 1 words at most.
 
     Raises:
-        MsrlError: Braces stand for too many words, and `is_cut` is False.
+        MsrlError: A word with braces expands to too many words, and `may_cut` is False.
     """
     try:
-        braceless = expand_braces(text, is_cut=is_cut)
+        braceless = expand_braces(text, may_cut=may_cut)
     except TooManyWordsError as error:
         word = str(error) if len(str(error)) <= 60 else f"{str(error)[:60]}..."
         raise MsrlError(
-            f"{scope.path}:{line}: {word} stands for more than {MAX_ITEMS:,} words. Write fewer."
+            f"{scope.path}:{line}: {word} expands to more than {MAX_ITEMS:,} words. Write fewer."
         ) from None
     return _Expander(braceless, line, scope).words()
 

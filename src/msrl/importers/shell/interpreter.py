@@ -213,7 +213,7 @@ class _Interpreter:
     def _for(self, node: syntax.For) -> bool | None:
         if node.arithmetic is not None:
             return self._counted(node, node.arithmetic.split(";"))
-        words = expand(node.words, node.line, self.scope, is_cut=True)
+        words = expand(node.words, node.line, self.scope, may_cut=True)
         for word in words[:MAX_REPEATS]:
             self.scope.variables[node.name] = Variable(word.text, (word,), word.problem)
             if self._repeat(node.body):
@@ -254,7 +254,7 @@ class _Interpreter:
         return self._unfinished(node)
 
     def _unfinished(self, node: syntax.For | syntax.While) -> bool | None:
-        """Give the variables that a loop changes no known value after the limit of repeats."""
+        """End a loop at the limit of repeats. The variables that it changes have no known value."""
         return self._either(node.line, partial(self._repeat, node.body))
 
     def _repeat(self, body: Sequence[syntax.Node]) -> bool:

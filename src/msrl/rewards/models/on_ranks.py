@@ -107,7 +107,9 @@ class RankModel:
         return results
 
     def _token_ids(self, item: Item) -> Ints:
-        ids = text_ids(self._tokenizer, self._template, item.prompt, item.response, item.completed)
+        ids = text_ids(
+            self._tokenizer, self._template, item.prompt, item.response, item.full_response
+        )
         return np.asarray(ids, np.int64)
 
     def take_retried(self) -> int:

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from msrl.errors import MsrlError, hub_hint
 from msrl.models.hf_config import ReadConfig, read_hf_config
-from msrl.rewards.models.worker import LENGTH, Settings
+from msrl.rewards.models.worker import Settings
 from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
-from msrl.rewards.worker import send
+from msrl.rewards.worker import LENGTH, send
 from msrl.user_files import python_command
 
 START_LIMIT_S = 900.0
@@ -94,7 +94,7 @@ class RewardModel:
             MsrlError: The model cannot be loaded.
         """
         texts = [item.use_prompt_column(self._prompt_column) for item in items]
-        parts = [(item.prompt, item.response, item.completed) for item in texts]
+        parts = [(item.prompt, item.response, item.full_response) for item in texts]
         # Batches of similar lengths need less padding.
         order = sorted(range(len(parts)), key=lambda n: sum(map(len, parts[n])))
         results: dict[int, CallResult] = {}

@@ -1,22 +1,21 @@
 """Worker process of `server.py`, started as `python -m msrl.rewards.models.worker`.
 
 Messages are pickled and prefixed by their length (8 bytes). Input on standard input: Settings, then
-lists of (prompt, response, end). Output on standard output: "ready" or an error, then for each list
-a list of (score, None) or (None, error). The model runs in float32.
+lists of (prompt, response, full_response), see `text_ids`. Output on standard output: "ready" or an
+error, then for each list a list of (score, None) or (None, error). The model runs in float32.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import pickle
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
-from msrl.rewards.worker import LENGTH, leave_signals_to_parent, send
+from msrl.rewards.worker import leave_signals_to_parent, read, send
 
 Answer = tuple[float | None, str | None]
 
@@ -38,39 +37,31 @@ def main() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     leave_signals_to_parent()
-    settings: Settings = _read(source)
+    settings: Settings = read(source)
     try:
         model = Classifier(settings)
     except BaseException:  # the parent reports any error
         send(sink, traceback.format_exc(limit=-2)[-2000:])
         return
     send(sink, "ready")
-    while (texts := _read(source)) is not None:
+    while (texts := read(source)) is not None:
         send(sink, model.answers(texts))
 
 
-def _read(source: IO[bytes]) -> Any:
-    """Return the next message, or None at the end of the input."""
-    prefix = source.read(LENGTH.size)
-    if len(prefix) < LENGTH.size:
-        return None
-    return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
-
-
 def text_ids(
-    tokenizer: Any, template: str, prompt: str, response: str, completed: str
+    tokenizer: Any, template: str, prompt: str, response: str, full_response: str
 ) -> list[int]:
     """Return the token ids of a text, whose last token has the score.
 
-    It is prompt + completed, or prompt and response as messages of the chat template. `completed`
-    is the response with special tokens, also the one that ended it.
+    It is prompt + full_response, or prompt and response as messages of the chat template.
+    `full_response` also has the special tokens of the response.
     """
     if template == "chat":
         user = {"role": "user", "content": prompt}
         assistant = {"role": "assistant", "content": response}
         text = tokenizer.apply_chat_template([user, assistant], tokenize=False)
     else:
-        text = prompt + completed
+        text = prompt + full_response
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -107,7 +98,7 @@ class Classifier:
         self._max_tokens = settings.max_tokens or model_limit
 
     def answers(self, texts: Sequence[tuple[str, str, str]]) -> list[Answer]:
-        """Return one answer per (prompt, response, completed), in order."""
+        """Return one answer per (prompt, response, full_response), in order."""
         template = self._settings.template
         sequences = [text_ids(self._tokenizer, template, *parts) for parts in texts]
         limit = self._max_tokens

@@ -217,9 +217,9 @@ def _write_table(
 ) -> dict[str, Any]:
     """Write the summary and the details of the samples of a step; return the entry of the step."""
     by_sample = _by_sample(samples)
-    reported = {sample.tag for sample in samples if sample.success is not None}
+    reporting_tags = {sample.tag for sample in samples if sample.success is not None}
     judged = [
-        verdicts.verdict(sequences[0], is_reported=sequences[0].tag in reported)
+        verdicts.verdict(sequences[0], is_reported=sequences[0].tag in reporting_tags)
         for sequences in by_sample
     ]
     rows = [_details(sequences, verdicts) for sequences in by_sample]

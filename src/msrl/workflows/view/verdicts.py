@@ -31,8 +31,8 @@ class Verdicts:
     def verdict(self, sample: ViewSample, *, is_reported: bool = False) -> bool | None:
         """Return True for a right answer; None if neither a source nor an environment decides.
 
-        `is_reported` says that the environment reports the success of episodes. One without a
-        report, which a limit or fault ended, is not successful then.
+        With `is_reported`, the environment reports success, so an episode without a report, which
+        a limit or fault ended, is not successful.
         """
         if sample.verdict is not None:
             return sample.verdict

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences, join, lengths_of, rl_sequences
+from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import TokenArrays
@@ -131,7 +131,7 @@ def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
 
 def _arrays(parts: Sequence[Sequences]) -> dict[str, TokenArrays]:
     """Return the arrays of all sequences by the name of their column."""
-    lengths = np.array([n for part in parts for n in lengths_of(part.token_ids)], np.int64)
+    lengths = np.array([n for part in parts for n in row_lengths(part.token_ids)], np.int64)
     columns = {
         "token_ids": [join(part.token_ids).astype(np.int32) for part in parts],
         "loss_mask": [join(part.loss_masks) for part in parts],

@@ -53,9 +53,8 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
 class RolloutWriter:
     """Writing process of the files in a folder. It starts with the first step.
 
-    `tokenizer` decodes the prompts.
-
-    At most one list of steps is pending. `num_bytes` is the size of all records in the folder.
+    The tokenizer decodes the prompts. At most one list of steps is pending. `num_bytes` is the size
+    of all records in the folder.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
