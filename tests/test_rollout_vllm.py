@@ -120,6 +120,12 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine, model, temperat
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_ranks_of_tokens_are_not_counted(engine):
+    from vllm.v1.sample import sampler
+
+    assert sampler.batched_count_greater_than.__module__ == "msrl.rollout.vllm_sampler"
+
+
 def test_scores_equal_the_logprobs_of_transformers(engine, model):
     sequences = [p.token_ids for p in prompts(2, 17, 140)]
     for ids, scored in zip(sequences, engine.score(sequences), strict=True):

@@ -67,8 +67,8 @@ FIELDS = {
         "worker_extension_cls",
     },
     "vllm/sampling_params.py": {
-        "SamplingParams": "detokenize ignore_eos logprobs max_tokens min_p output_kind "
-        "prompt_logprobs seed stop stop_token_ids temperature top_k top_p",
+        "SamplingParams": "detokenize flat_logprobs ignore_eos logprobs max_tokens min_p "
+        "output_kind prompt_logprobs seed stop stop_token_ids temperature top_k top_p",
     },
 }
 

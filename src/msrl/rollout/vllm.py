@@ -94,6 +94,7 @@ class VllmEngine:
         }
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
         self._routed = RoutedRequests(self.call_workers)
+        self.call_workers("skip_ranks")
         if settings.records_routes:
             self._begin_recording()
 
@@ -317,6 +318,7 @@ class VllmEngine:
             seed=seed,
             ignore_eos=sampling.ignore_eos,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=bool(texts),
             **routes,
         )
@@ -325,7 +327,7 @@ class VllmEngine:
         token_ids = np.asarray(output.token_ids, dtype=np.int64)
         return Completion(
             token_ids,
-            _logprobs(token_ids, output.logprobs),
+            _sampled_logprobs(token_ids, output.logprobs),
             _finish_reason(output.finish_reason),
             policy_version,
             self.text(token_ids),
@@ -335,11 +337,17 @@ class VllmEngine:
 def _new_tokens(request: str, output: Any) -> NewTokens:
     token_ids = np.asarray(output.token_ids, dtype=np.int64)
     reason = None if output.finish_reason is None else _finish_reason(output.finish_reason)
-    return NewTokens(request, token_ids, _logprobs(token_ids, output.logprobs), reason)
+    return NewTokens(request, token_ids, _sampled_logprobs(token_ids, output.logprobs), reason)
 
 
 def _as_input(token_ids: Ints) -> dict[str, list[int]]:
     return {"prompt_token_ids": token_ids.tolist()}
+
+
+def _sampled_logprobs(token_ids: Ints, flat: Any) -> Floats:
+    """Return the log-probability of each sampled token from vLLM's `FlatLogprobs`."""
+    assert len(flat.logprobs) == len(token_ids), "vLLM returned other tokens than the sampled ones"
+    return np.asarray(flat.logprobs, dtype=np.float32)
 
 
 def _logprobs(token_ids: Ints, entries: Sequence[Any]) -> Floats:
