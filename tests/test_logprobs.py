@@ -97,6 +97,40 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk_size(
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("elements_at_once", [16, 40, 10_000])
+@pytest.mark.parametrize("scale", [1.0, 60.0])  # with 60, most exponentials are 0 in float32
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)])
+def test_gradients_from_the_exponentials_of_the_forward_pass_agree_with_torch(
+    group, elements_at_once, scale, weights
+):
+    torch.manual_seed(0)
+    vocab = columns(group, elements_at_once)
+    start, labels = scale * torch.randn(ROWS, PADDED), torch.randint(0, VOCAB, (ROWS,))
+    factors = torch.randn(ROWS)
+
+    exact = start.double().requires_grad_()
+    expected = plain(exact, exact.detach(), labels)[:2]
+    sum(w * (x * factors).sum() for w, x in zip(weights, expected, strict=True)).backward()
+
+    leaf = start.clone().requires_grad_()
+    actual = vocab_parallel_logprobs(leaf * 1.0, labels, vocab)[:2]
+    for value, exact_value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value.double(), exact_value, rtol=1e-5, atol=1e-5)
+    sum(w * (x * factors).sum() for w, x in zip(weights, actual, strict=True) if w).backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    assert not leaf.grad[:, VOCAB:].any()
+
+
+def test_logits_without_a_gradient_are_kept(group):
+    logits = torch.randn(ROWS, PADDED)
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    before = logits.clone()
+    vocab_parallel_logprobs(logits, labels, columns(group, 40))
+    with torch.no_grad():
+        vocab_parallel_logprobs(logits.requires_grad_(), labels, columns(group, 40))
+    assert torch.equal(logits, before)
+
+
 def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(group):
     vocab = columns(group, 100, with_entropy=False)
     other, logits = other_model(vocab)

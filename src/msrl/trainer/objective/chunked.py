@@ -40,7 +40,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             range(0, max(len(hidden), 1), num_rows), _chunks(num_rows, hidden, labels), strict=True
         ):
             logits = compute_logits(h, weight, softcap)
-            measured = measure(logits, ids, columns)
+            measured = measure(logits, ids, columns)[:3]
             selected = [item.select(slice(start, start + len(h))) for item in comparisons]
             divergences = slopes = None
             if selected:

@@ -1,16 +1,17 @@
 """Log-probabilities, entropies and divergences of vocabulary-parallel logits.
 
 Logits are the largest tensors of a step, so no second tensor of their size is allocated: rows are
-processed R at a time, probabilities are recomputed in the backward pass, and the gradient
-overwrites the logits. Results are float32 for every dtype of the logits. Letters: M positions, V
-vocabulary columns of this rank, c channels, R rows that are processed at once, K comparisons.
+processed R at a time, and the gradient overwrites the logits. Their exponentials overwrite them in
+the forward pass if they are float32; otherwise the backward pass recomputes the probabilities.
+Results are float32 for every dtype of the logits. Letters: M positions, V vocabulary columns of
+this rank, c channels, R rows that are processed at once, K comparisons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,20 +92,24 @@ class VocabColumns:
         is_here = (local >= 0) & (local < self.num_valid)
         return local.clamp(0, max(self.num_valid - 1, 0))[:, None], is_here
 
-    def sums(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self, logits: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return max x, sum exp(x - max) and sum exp(x - max) (x - max) on this rank, [M] each.
 
-        Here x = logits / temperature.
+        Here x = logits / temperature. With `overwrite`, exp(x - max) replaces the logits, which
+        must be float32.
         """
         top, total, weighted = logits.new_full((3, len(logits)), 0.0, dtype=torch.float32)
         top.fill_(_LEAST)
         for rows in self.row_slices(len(logits)):
             top[rows] = logits[rows, : self.num_valid].amax(-1).float() / self.temperature
             shifted = self.shifted(logits[rows], top[rows])
-            grown = shifted.exp() if self.with_entropy else shifted.exp_()
+            if overwrite:
+                grown = torch.exp(shifted, out=logits[rows, : self.num_valid])
+            else:
+                grown = shifted.exp() if self.with_entropy else shifted.exp_()
             total[rows] = grown.sum(-1)
             if self.with_entropy:
-                weighted[rows] = grown.mul_(shifted).sum(-1)
+                weighted[rows] = shifted.mul_(grown).sum(-1)
         return top, total, weighted
 
     def normalizer(self, logits: Tensor) -> Tensor:
@@ -132,26 +137,40 @@ class VocabColumns:
         return x
 
 
-def measure(
-    logits: Tensor, labels: Tensor, columns: VocabColumns
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return log-probability of each label, entropy and log normalizer, [M], equal on all ranks.
+class Measured(NamedTuple):
+    """Results for each position, [M] each.
 
-    The entropy is None unless `columns` requests it.
+    Attributes:
+        logprobs: Log-probability of the label, equal on all ranks.
+        entropy: Entropy, equal on all ranks; None unless the columns request it.
+        normalizer: Log of the sum of exp(logits / temperature) over the full vocabulary.
+        share: Probability of the token with the largest logit of this rank: its exponentials
+            exp((logits - max) / temperature) times `share` are probabilities.
     """
-    top, total, weighted = columns.sums(logits)
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    normalizer: Tensor
+    share: Tensor
+
+
+def measure(
+    logits: Tensor, labels: Tensor, columns: VocabColumns, *, overwrite: bool = False
+) -> Measured:
+    """Return the results for each position. With `overwrite`, exponentials replace the logits."""
+    local, is_here = columns.locate(labels)
+    at_label = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
+    top, total, weighted = columns.sums(logits, overwrite=overwrite)
     highest = columns.all_reduce(top.clone(), dist.ReduceOp.MAX)
     # Rescale from the maximum of this rank to the maximum of all ranks.
     below = top - highest
     scale = below.exp()
-    local, is_here = columns.locate(labels)
-    at_label = logits.gather(-1, local).squeeze(-1).float() / columns.temperature
     picked = (at_label - highest).masked_fill_(~is_here, 0.0)
     sums = torch.stack((total * scale, picked, (weighted + total * below) * scale))
     total, picked, weighted = columns.all_reduce(sums, dist.ReduceOp.SUM)
     log_total = total.log()
     entropy = log_total - weighted / total if columns.with_entropy else None
-    return picked - log_total, entropy, highest + log_total
+    return Measured(picked - log_total, entropy, highest + log_total, scale / total)
 
 
 def gradient_in_place(
@@ -195,6 +214,35 @@ def gradient_in_place(
     logits[:, columns.num_valid :] = 0.0
 
 
+def _gradient_from_exponentials(
+    exponentials: Tensor,  # [M, V], overwritten
+    labels: Tensor,  # [M]
+    share: Tensor,  # [M], from `measure`
+    entropy: Tensor | None,  # [M], from `measure`
+    columns: VocabColumns,
+    for_logprobs: Tensor | None,  # [M]
+    for_entropy: Tensor | None,  # [M]
+) -> None:
+    """Overwrite the exponentials of `measure` with the gradient of the logits."""
+    local, is_here = columns.locate(labels)
+    valid = exponentials[:, : columns.num_valid]
+    slope = torch.zeros_like(share) if for_logprobs is None else for_logprobs / columns.temperature
+    if for_entropy is None:
+        valid.mul_((-slope * share)[:, None])
+    else:
+        assert entropy is not None
+        weight = for_entropy / columns.temperature
+        factor = -slope - weight * entropy
+        for rows in columns.row_slices(len(valid)):
+            probabilities = valid[rows].mul_(share[rows, None])
+            # p log p is 0 where p is 0
+            surprise = torch.xlogy(probabilities, probabilities).mul_(weight[rows, None])
+            probabilities.mul_(factor[rows, None]).sub_(surprise)
+    if columns.num_valid:
+        valid.scatter_add_(-1, local, slope.masked_fill(~is_here, 0.0)[:, None])
+    exponentials[:, columns.num_valid :] = 0.0
+
+
 def _divergence_gradient(
     rows: slice,
     logprobs: Tensor,  # [R, V]
@@ -222,7 +270,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         columns: VocabColumns,
         comparisons: Sequence[DistributionComparison],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logprobs, entropy, normalizer = measure(logits, labels, columns)
+        logprobs, entropy, normalizer, _ = measure(logits, labels, columns)
         divergences = slopes = None
         if comparisons:
             divergences, slopes = columns.divergences(logits, normalizer, comparisons)
@@ -250,6 +298,26 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logits, None, None, None
 
 
+class _LogprobsOfFloats(torch.autograd.Function):
+    """Log-probabilities and entropies of float32 logits, which their exponentials overwrite."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, columns: VocabColumns
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy, _, share = measure(logits, labels, columns, overwrite=True)
+        ctx.save_for_backward(logits, labels, share, entropy)
+        ctx.columns = columns
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        exponentials, labels, share, entropy = ctx.saved_tensors
+        _gradient_from_exponentials(exponentials, labels, share, entropy, ctx.columns, *grads)
+        return exponentials, None, None
+
+
 def make_columns(
     width: int,
     *,
@@ -275,7 +343,7 @@ def make_columns(
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,  # [M, V]; the backward pass writes its gradient over it
+    logits: Tensor,  # [M, V]; overwritten if they need a gradient
     labels: Tensor,  # [M], token ids of the full vocabulary
     columns: VocabColumns,
     comparisons: Sequence[DistributionComparison] = (),
@@ -291,4 +359,8 @@ def vocab_parallel_logprobs(
         Log-probability of each label; entropy of each row if `columns` wants it; exact divergence
         of each comparison if there are any.
     """
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if needs_gradient and logits.dtype == torch.float32 and not comparisons:
+        logprobs, entropy = _LogprobsOfFloats.apply(logits, labels, columns)
+        return logprobs, entropy, None
     return _VocabParallelLogprobs.apply(logits, labels, columns, comparisons)  # pyright: ignore[reportReturnType]
