@@ -21,13 +21,15 @@ from msrl.algorithms.packing import Sequences
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
+from msrl.trainer.objective.batches import BatchLimits
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
+from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from support import mentions
 from tiny_qwen2 import make_tokenizer
@@ -84,11 +86,11 @@ class Ranks:
         self, observation: Observation, *arguments: Any
     ) -> tuple[dict[str, float], Observed]:
         self.observed.append(len(self.losses))
-        return self.update(*arguments), Observed((), (), (), 0.5)
+        return self.update(*arguments), Observed(observation, (), (), 0.5)
 
     def observe(self, observation: Observation) -> Observed:
         self.observed.append(len(self.losses))
-        return Observed((), (), (), 0.0)
+        return Observed(observation, (), (), 0.0)
 
 
 @pytest.fixture
@@ -196,7 +198,7 @@ def test_a_step_observes_the_policy_once_before_its_first_update(
     updater = make_updater(ranks, *sets)
     second = 1.0 if num_updates == 0 else 0.0
     prepared = updater.prepare([group(0, 1.0, second), group(1, 1.0, second)], Clock())
-    _, observed = updater.update(prepared, 0, clock, Observation((), 1.0))
+    _, observed = updater.update(prepared, 0, clock, Observation((), (), BatchLimits(1), 1.0))
     assert ranks.observed == [0] and len(ranks.losses) == num_updates
     assert observed is not None and observed.seconds == (0.5 if num_updates else 0.0)
     assert clock.seconds["token_values"] >= observed.seconds

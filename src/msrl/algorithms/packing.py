@@ -37,6 +37,15 @@ class JoinedRows(tuple[NDArray[Any], ...]):
         rows.joined, rows.lengths = joined, lengths
         return rows
 
+    def first(self, count: int) -> JoinedRows:
+        """Return the first rows."""
+        lengths = self.lengths[:count]
+        return JoinedRows.split(self.joined[: sum(lengths)], lengths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle one array instead of many."""
+        return JoinedRows.split, (self.joined, self.lengths)
+
 
 def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return the concatenation of rows. There must be at least one."""

@@ -51,7 +51,7 @@ def measure(
     if not len(left):
         return Gap(0.0, 0.0, 0.0, 0)
     with np.errstate(invalid="ignore"):
-        difference = np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))
+        difference = np.abs(np.subtract(left, right, dtype=np.float64))
     count, mean = len(difference), float(difference.mean())
     if math.isnan(mean):
         difference, mean = np.nan_to_num(difference, nan=np.inf), math.inf

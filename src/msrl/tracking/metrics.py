@@ -20,6 +20,7 @@ from msrl.files import atomic_write, write_text
 from msrl.types import JsonObject, StepReport
 
 FILE_NAME = "metrics.jsonl"
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 
 class MetricsWriter:
@@ -101,7 +102,7 @@ def to_line(report: StepReport, *, time: datetime | None = None) -> str:
     }
     if report.notes:
         row["notes"] = list(report.notes)
-    return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+    return _ENCODER.encode(row) + "\n"
 
 
 def from_line(line: str) -> StepReport:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from msrl.algorithms.aggregate import Mode, sequence_weights
-from msrl.algorithms.packing import Sequences, bins, micro_batch
-from msrl.types import MicroBatch
+from msrl.algorithms.packing import JoinedRows, Sequences, bins, micro_batch, per_token
+from msrl.types import Floats, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,11 @@ class BatchLimits:
 
 
 def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
-    """Return the sequences at `indices`, in that order."""
+    """Return the sequences at `indices`, in that order. The first ones remain joined."""
 
     def pick(rows: Sequence[Any]) -> tuple[Any, ...]:
+        if isinstance(rows, JoinedRows) and indices == range(len(indices)):
+            return rows.first(len(indices))
         return tuple(rows[i] for i in indices)
 
     fields = {name: pick(values) for name, values in sequences.fields.items()}
@@ -73,6 +75,19 @@ def micro_batches(
         micro_batch(*select(sequences, group), pad_to_multiple=limits.pad_to_multiple)
         for group in groups
     ]
+
+
+def by_sequence(
+    batches: Sequence[MicroBatch],
+    groups: Sequence[Sequence[int]],
+    values: Sequence[Floats],  # [N] of each micro-batch
+) -> dict[int, Floats]:
+    """Return values [T] of every token by the number of the sequence."""
+    pieces = dict[int, Floats]()
+    for batch, group, own in zip(batches, groups, values, strict=True):
+        # The last values may be of padding, which belongs to no sequence.
+        pieces.update(zip(group, per_token(own, batch.cu_seqlens), strict=False))
+    return pieces
 
 
 def loss_token_counts(sequences: Sequences) -> list[int]:

@@ -17,7 +17,8 @@ from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.rollout_log.message import ValuesBySample
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
-from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
+from msrl.workflows.training.observation import Observation, Observed
+from msrl.workflows.training.trainer_group import TrainerGroup
 
 _GROUPS_PER_LOGGED = 16  # `log.tokens: sampled` logs one of so many groups
 _BYTES = 18  # of a token in the record without the values of `log.tokens`, uncompressed
@@ -87,15 +88,15 @@ class TokenValues:
             observation = self.trainers.observation(sequences, limits, temperature)
         return ValueRequest(numbers, observation, missing, computed)
 
-    def _numbers(self, num_samples: int) -> list[int]:
+    def _numbers(self, num_samples: int) -> range:
         """Return the numbers of the samples to log: all, or those of the first groups."""
         if self.config.log.tokens == "none":
-            return []
+            return range(0)
         if self.config.log.tokens == "all":
-            return list(range(num_samples))
+            return range(num_samples)
         size = self.config.rollout.samples_per_prompt
         num_groups = max(1, num_samples // size // _GROUPS_PER_LOGGED)
-        return list(range(num_groups * size))
+        return range(num_groups * size)
 
     def _limit_is_reached(self) -> bool:
         if self._is_over:
@@ -127,14 +128,18 @@ def size_note(config: Config, num_steps: int) -> str | None:
     )
 
 
-def _sequences(prepared: PreparedStep, numbers: Sequence[int], dp_size: int) -> Sequences:
+def _sequences(prepared: PreparedStep, numbers: range, dp_size: int) -> Sequences:
     """Return the samples as sequences with all sampled tokens, without advantages.
 
     The first one is repeated until their number is divisible by the number of data-parallel ranks.
     """
-    every = [*numbers, *[numbers[0]] * (-len(numbers) % dp_size)]
+    missing = -len(numbers) % dp_size
+    every = [*numbers, *[numbers[0]] * missing] if missing else numbers
+    sequences = select(prepared.sequences._replace(fields={}), every)
+    if all(prepared.samples[number].is_trained for number in every):
+        return sequences
     masks = tuple(_sampled(prepared, number) for number in every)
-    return select(prepared.sequences._replace(fields={}), every)._replace(loss_masks=masks)
+    return sequences._replace(loss_masks=masks)
 
 
 def _sampled(prepared: PreparedStep, number: int) -> Bools:  # [T]

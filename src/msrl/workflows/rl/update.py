@@ -64,8 +64,9 @@ from msrl.workflows.rl.teacher_servers import (
     TeacherServers,
     teacher_advantages,
 )
+from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.settings import policy_schedule
-from msrl.workflows.training.trainer_group import Observation, Observed, TrainerGroup
+from msrl.workflows.training.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from msrl.algorithms.packing import Sequences
 from msrl.platforms import get
 from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron, skip_wandb
+from msrl.trainer.objective.batches import BatchLimits, by_sequence, micro_batches
 from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
 
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
     from msrl.rollout.weights.sender import Factor, WeightSender
     from msrl.trainer.objective.losses import Loss, ValuesLoss
     from msrl.trainer.objective.steps import StepLoss
+
+JoinedValues = tuple[Floats, Floats]
+"""Log-probabilities and entropies of all tokens of all sequences, concatenated."""
 
 WeightContent = Literal["merged", "separate", "adapters"]
 """Weights with their adapters, weights and adapters, or adapters alone."""
@@ -139,22 +146,39 @@ class TrainWorker:
 
     def observed_update(
         self,
-        micro_batches: tuple[Sequence[MicroBatch], Sequence[MicroBatch]],
+        batches: tuple[Sequences, Sequence[MicroBatch]],
+        limits: BatchLimits,
         temperature: float,
         loss: Loss | StepLoss,
         num_tokens: float,
         lr: float,
-    ) -> tuple[tuple[list[Floats], list[Floats]] | None, float, dict[str, float]]:
-        """Observe the first micro-batches, then update the policy on the second ones.
+    ) -> tuple[JoinedValues | None, float, dict[str, float]]:
+        """Observe the sequences, then update the policy on the micro-batches.
 
         Returns:
-            The results of `logprobs_and_entropies`, their seconds, and those of `update`.
+            The results of `observe`, their seconds, and the results of `update`.
         """
-        observed, trained = micro_batches
+        sequences, micro_batches = batches
         start = time.perf_counter()
-        values = self.logprobs_and_entropies(observed, temperature)
+        values = self.observe(sequences, limits, temperature)
         seconds = time.perf_counter() - start
-        return values, seconds, self.update(trained, loss, num_tokens, lr)
+        return values, seconds, self.update(micro_batches, loss, num_tokens, lr)
+
+    def observe(
+        self, sequences: Sequences, limits: BatchLimits, temperature: float
+    ) -> JoinedValues | None:
+        """Return the policy's log-probabilities and entropies of all tokens, joined."""
+        groups = limits.group([len(ids) for ids in sequences.token_ids])
+        batches = micro_batches(sequences, groups, limits)
+        values = self.logprobs_and_entropies(batches, temperature)
+        if values is None:
+            return None
+        logprobs, entropies = (by_sequence(batches, groups, own) for own in values)
+        numbers = range(len(logprobs))
+        return (
+            np.concatenate([logprobs[number] for number in numbers]),
+            np.concatenate([entropies[number] for number in numbers]),
+        )
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, num_tokens: float

@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences, balanced, per_token
+from msrl.algorithms.packing import Sequences, balanced
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
-from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
+from msrl.trainer.objective.batches import (
+    BatchLimits,
+    by_sequence,
+    micro_batches,
+    num_loss_tokens,
+)
 from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes, TokenStatistic
+from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
 
@@ -27,36 +33,6 @@ if TYPE_CHECKING:
     from msrl.trainer.objective.steps import StepLoss
 
 Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Micro-batches for which an update computes values before it changes the policy."""
-
-    batches: Sequence[_RankBatches]  # by data-parallel rank
-    temperature: float
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Log-probabilities and entropies of an observation, and the seconds that they took."""
-
-    positions: Sequence[WorkerPosition]
-    batches: Sequence[_RankBatches]  # by data-parallel rank
-    results: Sequence[tuple[Sequence[Floats], Sequence[Floats]] | None]  # by rank
-    seconds: float
-
-    def values(self) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
-        """Return the log-probabilities and the entropies of every sequence, [T] each."""
-        logprobs, entropies = (
-            _by_sequence(
-                self.positions,
-                self.batches,
-                [None if pair is None else pair[kind] for pair in self.results],
-            )
-            for kind in (0, 1)
-        )
-        return logprobs, entropies
 
 
 class TrainerGroup:
@@ -120,7 +96,7 @@ class TrainerGroup:
         self, sequences: Sequences, limits: BatchLimits, temperature: float
     ) -> Observation:
         """Return an observation of these sequences."""
-        return Observation(self._split(sequences, limits), temperature)
+        return Observation.of(sequences, self.dp_size, self._padded(limits), temperature)
 
     def observed_update(
         self,
@@ -137,22 +113,22 @@ class TrainerGroup:
         """
         batches = self._split(sequences, limits)
         pairs = [
-            (first.micro_batches, own.micro_batches)
-            for first, own in zip(observation.batches, batches, strict=True)
+            (observed, own.micro_batches)
+            for observed, own in zip(observation.sequences, batches, strict=True)
         ]
         divisor = num_loss_tokens(sequences)
-        results = self._workers.wait(
-            self._begin_shared("observed_update", pairs, observation.temperature, loss, divisor, lr)
-        )
+        arguments = observation.limits, observation.temperature, loss, divisor, lr
+        results = self._workers.wait(self._begin_shared("observed_update", pairs, *arguments))
         values, seconds, metrics = zip(*results, strict=True)
-        return metrics[0], Observed(self._positions, observation.batches, values, seconds[0])
+        return metrics[0], Observed(observation, self._positions, values, seconds[0])
 
     def observe(self, observation: Observation) -> Observed:
         """Observe the policy without an update."""
         start = time.perf_counter()
-        values = self._call("logprobs_and_entropies", observation.batches, observation.temperature)
-        seconds = time.perf_counter() - start
-        return Observed(self._positions, observation.batches, values, seconds)
+        arguments = observation.limits, observation.temperature
+        calls = self._begin_shared("observe", observation.sequences, *arguments)
+        values = self._workers.wait(calls)
+        return Observed(observation, self._positions, values, time.perf_counter() - start)
 
     def evaluate(
         self,
@@ -305,7 +281,7 @@ class TrainerGroup:
         self, sequences: Sequences, limits: BatchLimits, rows: Rows | None = None
     ) -> list[_RankBatches]:
         """Return the micro-batches of each data-parallel rank."""
-        limits = replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
+        limits = self._padded(limits)
         lengths = [len(ids) for ids in sequences.token_ids]
         rows = [[index] for index in range(len(lengths))] if rows is None else rows
         row_lengths = [sum(lengths[index] for index in row) for row in rows]
@@ -313,6 +289,10 @@ class TrainerGroup:
             _rank_batches(sequences, [rows[number] for number in share], limits)
             for share in balanced(row_lengths, self.dp_size)
         ]
+
+    def _padded(self, limits: BatchLimits) -> BatchLimits:
+        """Return the limits with the padding that the parallel layout needs."""
+        return replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
 
     def _call(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> list[Any]:
         """Call a method of all ranks with their micro-batches and further arguments."""
@@ -370,15 +350,12 @@ def _by_sequence(
     positions: Sequence[WorkerPosition], batches: Sequence[_RankBatches], results: Sequence[Any]
 ) -> tuple[Floats, ...]:
     """Return the values of every token, [T] each, from those of all ranks' micro-batches."""
-    by_sequence = dict[int, Floats]()
+    values = dict[int, Floats]()
     for position, rows in zip(positions, results, strict=True):
         if position.is_reporter:
             own = batches[position.dp_rank]
-            for batch, group, values in zip(own.micro_batches, own.groups, rows, strict=True):
-                # The last values may be of padding, which belongs to no sequence.
-                pieces = per_token(values, batch.cu_seqlens)
-                by_sequence.update(zip(group, pieces, strict=False))
-    return tuple(by_sequence[index] for index in range(len(by_sequence)))
+            values.update(by_sequence(own.micro_batches, own.groups, rows))
+    return tuple(values[index] for index in range(len(values)))
 
 
 @dataclass(frozen=True, slots=True)
