@@ -200,7 +200,11 @@ class VllmEngine:
         for index, ids in enumerate(token_ids):
             check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
         params = vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
         )
         outputs = (
             self._llm.generate([_as_input(ids) for ids in token_ids], params, use_tqdm=False)
@@ -208,7 +212,7 @@ class VllmEngine:
             else []
         )
         return tuple(
-            _logprobs(ids[1:], output.prompt_logprobs[1:])
+            _logprobs(ids[1:], output.prompt_logprobs)
             for ids, output in zip(token_ids, outputs, strict=True)
         )
 
@@ -327,7 +331,7 @@ class VllmEngine:
         token_ids = np.asarray(output.token_ids, dtype=np.int64)
         return Completion(
             token_ids,
-            _sampled_logprobs(token_ids, output.logprobs),
+            _logprobs(token_ids, output.logprobs),
             _finish_reason(output.finish_reason),
             policy_version,
             self.text(token_ids),
@@ -337,25 +341,17 @@ class VllmEngine:
 def _new_tokens(request: str, output: Any) -> NewTokens:
     token_ids = np.asarray(output.token_ids, dtype=np.int64)
     reason = None if output.finish_reason is None else _finish_reason(output.finish_reason)
-    return NewTokens(request, token_ids, _sampled_logprobs(token_ids, output.logprobs), reason)
+    return NewTokens(request, token_ids, _logprobs(token_ids, output.logprobs), reason)
 
 
 def _as_input(token_ids: Ints) -> dict[str, list[int]]:
     return {"prompt_token_ids": token_ids.tolist()}
 
 
-def _sampled_logprobs(token_ids: Ints, flat: Any) -> Floats:
-    """Return the log-probability of each sampled token from vLLM's `FlatLogprobs`."""
-    assert len(flat.logprobs) == len(token_ids), "vLLM returned other tokens than the sampled ones"
+def _logprobs(token_ids: Ints, flat: Any) -> Floats:
+    """Return the log-probability of each token from vLLM's `FlatLogprobs` of these tokens."""
+    assert flat.token_ids == token_ids.tolist(), "vLLM returned log-probabilities of other tokens"
     return np.asarray(flat.logprobs, dtype=np.float32)
-
-
-def _logprobs(token_ids: Ints, entries: Sequence[Any]) -> Floats:
-    """Return the log-probability of each token from vLLM's per-position tables."""
-    return np.asarray(
-        [entry[token].logprob for token, entry in zip(token_ids.tolist(), entries, strict=True)],
-        dtype=np.float32,
-    )
 
 
 def _finish_reason(reason: str) -> Literal["stop", "length"]:

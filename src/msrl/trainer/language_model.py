@@ -223,7 +223,7 @@ class LanguageModelReplica(ModelReplica):
     ) -> Logprobs:
         """Return the log-probabilities of the labels.
 
-        A backward pass overwrites logits with their gradient.
+        Logits that need a gradient are overwritten.
         """
         count = len(batch.labels)
         if isinstance(output, HiddenStates):

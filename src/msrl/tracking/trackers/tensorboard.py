@@ -52,25 +52,18 @@ class TensorBoardTracker:
     def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
         event_pb2 = _generated("event_pb2")
         self._writer = writer
-        self._new_event = event_pb2.Event
-        self._event, self._names = self._new_event(), list[str]()
+        self._event = event_pb2.Event
         if resumed_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(
-                self._new_event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+                self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
             )
 
     def log(self, report: StepReport) -> None:
-        values = scalars(report)
-        names = list(values)
-        if names != self._names:  # otherwise only the numbers of the last event change
-            self._event, self._names = self._new_event(), names
-            for name in names:
-                self._event.summary.value.add(tag=name)
-        self._event.wall_time, self._event.step = time.time(), report.step
-        for entry, value in zip(self._event.summary.value, values.values(), strict=True):
-            entry.simple_value = float(value)
-        self._writer.add_event(self._event)
+        event = self._event(wall_time=time.time(), step=report.step)
+        for name, value in scalars(report).items():
+            event.summary.value.add(tag=name, simple_value=float(value))
+        self._writer.add_event(event)
 
     def close(self) -> None:
         self._writer.close()

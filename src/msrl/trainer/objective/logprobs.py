@@ -144,14 +144,14 @@ class Measured(NamedTuple):
         logprobs: Log-probability of the label, equal on all ranks.
         entropy: Entropy, equal on all ranks; None unless the columns request it.
         normalizer: Log of the sum of exp(logits / temperature) over the full vocabulary.
-        share: Probability of the token with the largest logit of this rank: its exponentials
-            exp((logits - max) / temperature) times `share` are probabilities.
+        top_probability: Probability of the token with the largest logit on this rank. Times
+            exp((logits - max) / temperature), it gives the probabilities of all its tokens.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     normalizer: Tensor
-    share: Tensor
+    top_probability: Tensor
 
 
 def measure(
@@ -217,7 +217,7 @@ def gradient_in_place(
 def _gradient_from_exponentials(
     exponentials: Tensor,  # [M, V], overwritten
     labels: Tensor,  # [M]
-    share: Tensor,  # [M], from `measure`
+    top_probability: Tensor,  # [M], from `measure`
     entropy: Tensor | None,  # [M], from `measure`
     columns: VocabColumns,
     for_logprobs: Tensor | None,  # [M]
@@ -226,15 +226,19 @@ def _gradient_from_exponentials(
     """Overwrite the exponentials of `measure` with the gradient of the logits."""
     local, is_here = columns.locate(labels)
     valid = exponentials[:, : columns.num_valid]
-    slope = torch.zeros_like(share) if for_logprobs is None else for_logprobs / columns.temperature
+    slope = (
+        torch.zeros_like(top_probability)
+        if for_logprobs is None
+        else for_logprobs / columns.temperature
+    )
     if for_entropy is None:
-        valid.mul_((-slope * share)[:, None])
+        valid.mul_((-slope * top_probability)[:, None])
     else:
         assert entropy is not None
         weight = for_entropy / columns.temperature
         factor = -slope - weight * entropy
         for rows in columns.row_slices(len(valid)):
-            probabilities = valid[rows].mul_(share[rows, None])
+            probabilities = valid[rows].mul_(top_probability[rows, None])
             # p log p is 0 where p is 0
             surprise = torch.xlogy(probabilities, probabilities).mul_(weight[rows, None])
             probabilities.mul_(factor[rows, None]).sub_(surprise)
@@ -305,16 +309,18 @@ class _LogprobsOfFloats(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, columns: VocabColumns
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropy, _, share = measure(logits, labels, columns, overwrite=True)
-        ctx.save_for_backward(logits, labels, share, entropy)
+        logprobs, entropy, _, top_probability = measure(logits, labels, columns, overwrite=True)
+        ctx.save_for_backward(logits, labels, top_probability, entropy)
         ctx.columns = columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        exponentials, labels, share, entropy = ctx.saved_tensors
-        _gradient_from_exponentials(exponentials, labels, share, entropy, ctx.columns, *grads)
+        exponentials, labels, top_probability, entropy = ctx.saved_tensors
+        _gradient_from_exponentials(
+            exponentials, labels, top_probability, entropy, ctx.columns, *grads
+        )
         return exponentials, None, None
 
 

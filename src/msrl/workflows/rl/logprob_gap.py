@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.algorithms.packing import JoinedRows, Sequences
+from msrl.algorithms.packing import Sequences
 from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.types import Floats, ScoredGroup
 from msrl.workflows.rl.rollout_log.message import ValuesBySample
@@ -55,16 +55,14 @@ def _gap(
     numbers = list(trainer_logprobs)
     mask = _of(sequences.loss_masks, numbers)
     if not _are_of_version(groups, max(numbers) + 1, version):
-        mask = mask & (_of(list(behavior_versions(groups)), numbers) == version)
+        mask &= _of(list(behavior_versions(groups)), numbers) == version
     sampled = _of(sequences.fields["sampler_logprobs"], numbers)
     gap = measure(sampled[mask], np.concatenate([*trainer_logprobs.values()])[mask])
     return gap if gap.num_tokens else None
 
 
 def _of(rows: Sequence[NDArray[Any]], numbers: Sequence[int]) -> NDArray[Any]:
-    """Return the concatenation of some rows, whose numbers increase."""
-    if isinstance(rows, JoinedRows) and numbers[-1] == len(numbers) - 1:
-        return rows.joined[: sum(rows.lengths[: len(numbers)])]
+    """Return the concatenation of some rows."""
     return np.concatenate([rows[number] for number in numbers])
 
 
