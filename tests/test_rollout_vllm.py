@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,22 @@ def test_ranks_of_tokens_are_not_counted(engine):
     from vllm.v1.sample import sampler
 
     assert sampler.batched_count_greater_than.__module__ == "msrl.rollout.vllm_sampler"
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}])
+def test_tokens_are_as_frequent_as_their_probabilities_say(engine, filters):
+    count = 3000
+    sampling = SamplingParams(max_tokens=1, num_samples=count, temperature=0.7, seed=5, **filters)
+    completions = engine.generate(prompts(20), sampling, 0)[0].completions
+    said = {int(c.token_ids[0]): float(np.exp(c.logprobs[0])) for c in completions}
+    drawn = Counter(int(c.token_ids[0]) for c in completions)
+    common = [token for token in drawn if count * said[token] >= 5]
+    shares = np.array([said[token] for token in common])
+    assert shares.sum() == pytest.approx(1, abs=1e-5 if filters else 0.3)
+    expected = count * shares
+    square = ((np.array([drawn[token] for token in common]) - expected) ** 2 / expected).sum()
+    freedom = len(common) - 1
+    assert abs(square - freedom) <= 5 * np.sqrt(2 * freedom)  # of the chi-square distribution
 
 
 def test_scores_equal_the_logprobs_of_transformers(engine, model):

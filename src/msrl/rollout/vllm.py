@@ -94,7 +94,7 @@ class VllmEngine:
         }
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
         self._routed = RoutedRequests(self.call_workers)
-        self.call_workers("skip_ranks")
+        self.call_workers("change_sampler")
         if settings.records_routes:
             self._begin_recording()
 

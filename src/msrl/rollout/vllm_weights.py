@@ -16,7 +16,7 @@ from msrl.models.families import load_shape
 from msrl.rollout.engine import checked_weights, expected_weights
 from msrl.rollout.vllm_recording import ForwardRecorder
 from msrl.rollout.vllm_routes import RouteRecorder
-from msrl.rollout.vllm_sampler import SamplerSettings
+from msrl.rollout.vllm_sampler import SamplerChanges
 from msrl.rollout.weights.assembly import Assembler
 from msrl.rollout.weights.buckets import Shard
 from msrl.rollout.weights.channel import ChannelAddress, WeightChannel, receive
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _VERSION = 0  # of a channel between an engine and its own workers
 
 
-class WeightReceiver(ForwardRecorder, RouteRecorder, SamplerSettings):
+class WeightReceiver(ForwardRecorder, RouteRecorder, SamplerChanges):
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
 
     model_runner: Any
