@@ -271,8 +271,10 @@ def train_in_layout(parallel: str, *, num_ranks: int | None = None) -> Measureme
     return lambda bench: train(bench, "train-sft", "sft", *sets)
 
 
-def grpo_ours(bench: Bench) -> Sample:
-    return train(bench, "train-grpo", "grpo")
+def grpo_ours(*, is_compiled: bool) -> Measurement:
+    """Train with engines that compile the model, or with engines as they are on CPU by default."""
+    eager = f"rollout.engine.eager={str(not is_compiled).lower()}"
+    return lambda bench: train(bench, "train-grpo", "grpo", eager)
 
 
 def preference_ours(command: str, name: str) -> Measurement:
@@ -401,10 +403,10 @@ CASES = (
     ),
     Case(
         "grpo",
-        "GRPO step, 4 prompts x 8 samples x 64 tokens",
+        "GRPO step, 4 prompts x 8 samples x 64 tokens, compiled rollouts",
         "s/step",
-        grpo_ours,
-        {"trl_grpo": peer_step("trl_grpo.py")},
+        grpo_ours(is_compiled=True),
+        {"trl_grpo": peer_step("trl_grpo.py"), "eager": grpo_ours(is_compiled=False)},
         {"trl_grpo": 0.55},
         prepare_grpo,
     ),

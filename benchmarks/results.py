@@ -26,6 +26,7 @@ LABELS = {
     "trl": "TRL",
     "trl_sft": "TRL",
     "trl_grpo": "TRL",
+    "eager": "without compilation",
     "trl_dpo": "TRL",
     "trl_reward": "TRL",
     "tp2": "TP 2",

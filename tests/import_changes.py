@@ -153,6 +153,7 @@ ROLL_CASES: dict[str, Case] = {
     "strategy_config.recompute_granularity": ({}, "full"),
     "strategy_config.recompute_method": ({}, "block"),
     "strategy_config.moe_layer_recompute": ({}, True),
+    "strategy_config.enforce_eager": ({}, True),
     "strategy_config.recompute_modules": (
         {"actor_train.strategy_args.strategy_config.recompute_granularity": "selective"}, ["mlp"],
     ),

@@ -17,8 +17,9 @@ from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout import engine_source
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineSettings, is_eager
 from msrl.rollout.engine_limits import check_limits
+from msrl.rollout.vllm import checked_arguments, engine_variables
 from support import assert_mentions
 from tiny_qwen2 import make_model
 
@@ -96,6 +97,39 @@ def test_sizes_that_the_engine_refuses_are_refused_before_it_starts(
     settings = write_config(tmp_path)
     assert refusal(settings) == refusal(settings, max_num_batched_tokens=512) == ""
     assert_mentions(refusal(settings, **engine), *fragments)
+
+
+def test_an_engine_compiles_on_a_cpu_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = write_config(tmp_path)
+    for eager, is_compiled in ((None, False), (True, False), (False, True)):
+        chosen = replace(settings, engine=EngineConfig(eager=eager))
+        monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+        assert checked_arguments(chosen, CPU)["enforce_eager"] is not is_compiled
+        variables = engine_variables(CPU, chosen)
+        assert variables["TORCHDYNAMO_DISABLE"] == str(int(not is_compiled))
+    assert not is_eager(EngineConfig(), get("cuda")) and not is_eager(EngineConfig(), get("npu"))
+
+
+def test_a_compilation_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = write_config(tmp_path)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert refusal(settings) == refusal(settings, eager=True) == ""
+    key = "rollout.engine.eager=false"
+    assert_mentions(refusal(settings, eager=False), key, "TORCHDYNAMO_DISABLE=1")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert_mentions(refusal(settings, eager=False), key, "no-such-compiler", "not installed")
+    assert refusal(settings) == ""
+    changing = replace(settings, random_weights=True)
+    assert_mentions(refusal(changing, "npu", eager=False), key, "npu", "old weights")
+    assert refusal(changing, "npu") == refusal(settings, "npu", eager=False) == ""
+    assert refusal(changing, "cuda", eager=False) == ""
+    routed = replace(settings, records_routes=True)
+    assert_mentions(refusal(routed, eager=False), key, "hook", "train.router.replay=engine")
 
 
 def test_key_value_heads_must_fit_the_devices_of_an_engine(tmp_path: Path) -> None:

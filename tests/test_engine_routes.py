@@ -1,6 +1,6 @@
 """Routes of the engine: from vLLM's routers through requests, episodes and packing to the trainer.
 
-The engine is a fake. `test_engine_routes_vllm.py` has a real one.
+The engine is a fake. `test_rollout_families.py` has a real one.
 """
 
 from __future__ import annotations
@@ -432,6 +432,7 @@ def test_only_rollouts_that_are_trained_on_have_routes(folder: Path):
     [
         (["model.path=dense"], ("train.router.replay=engine", "experts")),
         (["cluster.platform=cuda"], ("train.router.replay=engine", "cuda")),
+        (["rollout.engine.eager=false"], ("rollout.engine.eager=false", "compiled", "hook")),
         (
             ["rollout.engine.options.pipeline_parallel_size=2"],
             ("rollout.engine.options.pipeline_parallel_size=2", "train.router.replay"),

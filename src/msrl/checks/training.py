@@ -24,7 +24,7 @@ from msrl.plan import derived
 from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get
-from msrl.rollout.engine_limits import HIDDEN_ROUTES
+from msrl.rollout.engine_limits import COMPILED_ROUTES, HIDDEN_ROUTES
 
 # Engine arguments with which the first worker of an engine does not compute all tokens in order.
 _ROUTE_HIDING_OPTIONS = (
@@ -219,6 +219,8 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
     platform = config.cluster.platform
     if platform != "auto" and not get(platform).shows_routes:
         yield resolved.mistake(key, f"on {platform}: {HIDDEN_ROUTES}.")
+    elif config.rollout.engine.eager is False:
+        yield resolved.mistake("rollout.engine.eager", COMPILED_ROUTES)
     for name in _ROUTE_HIDING_OPTIONS:
         if name in config.rollout.engine.options:
             yield resolved.mistake(

@@ -120,7 +120,8 @@ class Platform(ABC):
     upcast_attention: bool = False  # torch's attention is faster in float32 than in 16 bits
     reduction_dtype: str = "float64"  # the widest type that the back end can sum over ranks
     shares_main_memory: bool = False  # the device's memory is the main memory
-    shows_routes: bool = False  # its engines run vLLM's first model runner without graphs
+    shows_routes: bool = False  # its engines run vLLM's first model runner
+    is_eager: bool = False  # by default its engines neither capture graphs nor compile
     forks_ranks: bool = False  # a process that has imported Megatron may be forked into ranks
     # Packages with the versions that were tested together, as in the README's table.
     stack: ClassVar[Mapping[str, str]] = COMMON_STACK
@@ -208,11 +209,14 @@ class Platform(ABC):
         """
         return {"GLOO_SOCKET_IFNAME": interface}
 
-    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
+    def engine_environment(
+        self, num_local_devices: int = 1, *, is_eager: bool = True
+    ) -> Mapping[str, str]:
         """Return the environment variables that vLLM needs before it is imported.
 
         Args:
             num_local_devices: number of devices of the machine that generate at the same time.
+            is_eager: vLLM neither captures graphs nor compiles.
         """
         return {}
 

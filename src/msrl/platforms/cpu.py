@@ -66,6 +66,7 @@ class CpuPlatform(Platform):
     overlap_communication = False
     shares_main_memory = True
     shows_routes = True
+    is_eager = True
     forks_ranks = sys.platform == "linux"
     elements_at_once = 1 << 18  # fits into the second-level cache of a core
     # In bfloat16 the backward pass consists of many products that are too small for oneDNN, and
@@ -117,11 +118,17 @@ class CpuPlatform(Platform):
         environment = self._process_environment(num_local_ranks)
         return environment if spans_machines else {**environment, "GLOO_SOCKET_IFNAME": "lo"}
 
-    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
+    def engine_environment(
+        self, num_local_devices: int = 1, *, is_eager: bool = True
+    ) -> Mapping[str, str]:
+        # vLLM 0.32 cannot load the compiled function that it saves on a CPU, and compiles again.
+        # Without that file it uses PyTorch's own cache, which takes 5 instead of 12 s.
+        compiled = {} if is_eager else {"TORCHDYNAMO_DISABLE": "0", "VLLM_USE_AOT_COMPILE": "0"}
         # Training ranks and other engines share the cores, so threads must not be bound to cores.
         return {
             **self._process_environment(num_local_devices),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **compiled,
         }
 
     def _process_environment(self, num_processes: int) -> Mapping[str, str]:
@@ -145,7 +152,7 @@ class CpuPlatform(Platform):
     def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
         # With chunked prefill, vLLM rewinds the generator of a seeded request, which the generators
         # of the CPU do not support.
-        return {"enforce_eager": True, "enable_chunked_prefill": False}
+        return {"enable_chunked_prefill": False}
 
 
 class _CpuStream:

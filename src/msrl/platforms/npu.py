@@ -253,7 +253,9 @@ class NpuPlatform(Platform):
             "HCCL_EXEC_TIMEOUT": str(max(1, int(_EXEC_SHARE * timeout_s))),
         }
 
-    def engine_environment(self, num_local_devices: int = 1) -> Mapping[str, str]:
+    def engine_environment(
+        self, num_local_devices: int = 1, *, is_eager: bool = True
+    ) -> Mapping[str, str]:
         # Weights can only be loaded again in the plain layout (vllm-ascend issues 4960 and 10014).
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 

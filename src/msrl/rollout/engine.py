@@ -306,6 +306,11 @@ def sleep_level(engine: EngineConfig, platform: Platform) -> int:
     return int(has_sleep_mode) if engine.sleep is None else engine.sleep
 
 
+def is_eager(engine: EngineConfig, platform: Platform) -> bool:
+    """Return True if an engine neither captures graphs nor compiles, by default on CPU."""
+    return platform.is_eager if engine.eager is None else engine.eager
+
+
 def check_platform(engine: EngineConfig, platform: Platform) -> None:
     """Check that a platform supports the engine's settings.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +14,17 @@ from msrl.models.hf_config import HfConfig, read_hf_config
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
-from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform
+from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform, is_eager
 
 HIDDEN_ROUTES = (
     "msrl reads the experts that vLLM chose through a hook in the model runner that vLLM uses on "
     "cpu, and has not been tried on other platforms. Set it to trainer"
 )
+COMPILED_ROUTES = (
+    "compiled layers do not call the hook through which msrl reads the experts that vLLM chose, as "
+    "train.router.replay=engine requires. Remove it."
+)
+_NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 _NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
 
 
@@ -45,6 +52,8 @@ def check_limits(
     _check_batch(settings, length, platform)
     if settings.records_routes and not platform.shows_routes:
         raise MsrlError(f"train.router.replay=engine: on {platform.name}: {HIDDEN_ROUTES}.")
+    if not is_eager(settings.engine, platform):
+        _check_compilation(settings, platform)
     if platform.missing() is None:  # else the engine runs elsewhere, with another vLLM
         _check_architecture(settings, config)
 
@@ -139,6 +148,34 @@ def _check_batch(settings: EngineSettings, length: int, platform: Platform) -> N
         raise MsrlError(
             f"{key}: must be at least rollout.engine.max_num_seqs={engine.max_num_seqs}. Raise it "
             "or lower that key."
+        )
+
+
+def _check_compilation(settings: EngineSettings, platform: Platform) -> None:
+    """Check that an engine may capture graphs or compile, and can compile if that is requested."""
+    key = "rollout.engine.eager=false"
+    if settings.records_routes:
+        raise MsrlError(f"{key}: {COMPILED_ROUTES}")
+    if settings.engine.eager is None:
+        return
+    if platform.engine_arguments(weights_change=settings.random_weights).get("enforce_eager"):
+        raise MsrlError(
+            f"{key}: on {platform.name}, engines whose weights change capture no graphs, which "
+            "could replay old weights. Remove the key."
+        )
+    if not platform.is_eager or platform.missing() is not None:
+        return
+    # As PyTorch chooses it (torch/_inductor/config.py).
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise MsrlError(
+            f"{key}: vLLM compiles the model with {compiler}, which is not installed. Install a "
+            "C++ compiler (CXX names another one), or remove the key."
+        )
+    if os.environ.get(_NO_COMPILATION) == "1":
+        raise MsrlError(
+            f"{key}: {_NO_COMPILATION}=1 disables compilation. Unset the variable or remove the "
+            "key."
         )
 
 

@@ -33,6 +33,7 @@ from msrl.rollout.engine import (
     NewTokens,
     Piece,
     check_prompt,
+    is_eager,
     kv_cache_bytes,
     sample_seeds,
     sleep_level,
@@ -371,7 +372,10 @@ def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, 
         "TORCH_CPP_LOG_LEVEL": "WARNING" if settings.verbose else "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return {**common, **platform.engine_environment(settings.engine.tp)}
+    own = platform.engine_environment(
+        settings.engine.tp, is_eager=is_eager(settings.engine, platform)
+    )
+    return {**common, **own}
 
 
 def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
@@ -408,7 +412,7 @@ def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> di
         "tensor_parallel_size": settings.engine.tp,
         "max_model_len": max_model_len,
         "max_num_seqs": settings.engine.max_num_seqs,
-        "enforce_eager": settings.engine.eager,
+        "enforce_eager": is_eager(settings.engine, platform),
         "enable_prefix_caching": settings.engine.prefix_cache,
         "gpu_memory_utilization": settings.engine.memory_fraction,
         "load_format": "dummy" if settings.random_weights else "auto",

@@ -92,9 +92,10 @@ class EngineConfig(Section):
         description="Maximum length of prompt and response in tokens. "
         "Default: rollout.max_prompt_tokens + rollout.max_response_tokens.",
     )
-    eager: Bool = Field(
-        default=False,
-        description="Disable graph capture and compilation. On CPU they are always disabled.",
+    eager: Bool | None = Field(
+        default=None,
+        description="Disable graph capture and compilation. Default: false, and true on CPU, "
+        "where compiling takes half a minute or longer at the first start.",
     )
     prefix_cache: Bool = Field(
         default=True, description="Share the KV cache of common prompt prefixes."

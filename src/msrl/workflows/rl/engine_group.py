@@ -225,6 +225,8 @@ def engine_environments(
     platform: Platform,
     env: Mapping[str, str],
     ports: Ports | None = None,
+    *,
+    is_eager: bool = True,
 ) -> list[dict[str, str]]:
     """Return the environment variables of each engine. Must be called before any actor is started.
 
@@ -233,7 +235,7 @@ def engine_environments(
     """
     variable, role = platform.visible_devices_variable, placed.placement.role("rollout")
     num_engines, tp = role.num_workers, role.devices_per_worker
-    variables = platform.engine_environment(num_engines * tp)
+    variables = platform.engine_environment(num_engines * tp, is_eager=is_eager)
     common = {**variables, **_port_variables(ports), **env}
     if tp == 1 or not variable:
         return [common] * num_engines

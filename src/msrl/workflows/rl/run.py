@@ -23,6 +23,7 @@ from msrl.errors import MsrlError, ProcessFailedError
 from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.score import Scorer, Source
+from msrl.rollout.engine import is_eager
 from msrl.tracking.plots import CURVES, plot_distributions
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -343,9 +344,10 @@ def _workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iter
         )
         env = {**collectives, **cluster.env}
         ports = None if cluster.ports is None else Ports.parse(cluster.ports)
-        engine_env = engine_environments(placed, platform, env, ports)
-        trainers = _model_groups(job, scorer, session, placed)
         engine_settings = numbered_engine_settings(job.plan)
+        eager = is_eager(engine_settings[0].engine, platform)
+        engine_env = engine_environments(placed, platform, env, ports, is_eager=eager)
+        trainers = _model_groups(job, scorer, session, placed)
         engines = EngineGroup(
             RayWorkers(
                 session,
