@@ -213,15 +213,15 @@ def block_diagonal_attention(
     """
     traits = _Traits(scale, window, softcap, sinks)
     outputs: list[Tensor] = []
-    start, dtype = 0, query.dtype
-    query, key, value = map(_upcast, (query, key, value))
-    for length, count in equal_runs(lengths):
-        stop = start + length * count
-        q, k, v = (_sequences(x[start:stop], count, length) for x in (query, key, value))
+    runs, dtype = equal_runs(lengths), query.dtype
+    sizes = [length * count for length, count in runs]
+    # The gradient of a split is one concatenation. That of a slice has the size of all tokens.
+    parts = zip(*(_upcast(x).split(sizes) for x in (query, key, value)), strict=True)
+    for (length, count), heads in zip(runs, parts, strict=True):
+        q, k, v = (_sequences(x, count, length) for x in heads)
         effective_window = window if window and window < length else None
         output = _attend(q, k, v, traits._replace(window=effective_window))
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-        start = stop
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)
 
 
