@@ -83,7 +83,8 @@ def calls_of_logging() -> tuple[tuple[type, str, str], ...]:
     from msrl.workflows.training.run_log import RunLog
 
     return (
-        (RolloutLog, "write", "rollouts"),
+        (RolloutLog, "collect", "rollouts before the update"),
+        (RolloutLog, "write", "rollouts after the update"),
         (RolloutLog, "wait", "rollouts of the step before"),
         (TokenValues, "request", "request of token values"),
         (ValueRequest, "values", "token values"),

@@ -12,9 +12,10 @@ import pytest
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.errors import MsrlError
+from msrl.rewards.worker import pickled
 from msrl.tracking.rollouts import read_records
-from msrl.workflows.rl.rollout_log.message import RolloutMessage, rollout_message
-from msrl.workflows.rl.rollout_log.writer import RolloutWriter, record_path
+from msrl.workflows.rl.rollout_log.message import RolloutMessage, rollout_message, update_message
+from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, record_path
 from support import mentions
 from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
 
@@ -22,8 +23,16 @@ from test_rollout_record import make_group, make_log, make_sample, make_tokenize
 def make_message(step: int) -> RolloutMessage:
     group = make_group(step, [1.0, 0.5])
     samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
-    values = {"entropies": {1: np.full(4, 0.25, np.float32)}}
-    return rollout_message(step, [group], rl_sequences(samples), (), values=values, times={})
+    return rollout_message(step, [group], rl_sequences(samples), ())
+
+
+def parts(message: RolloutMessage) -> StepParts:
+    update = update_message({"entropies": {1: np.full(4, 0.25, np.float32)}}, {})
+    return StepParts(message.step, pickled(message), pickled(update))
+
+
+def make_parts(step: int) -> StepParts:
+    return parts(make_message(step))
 
 
 def make_writer(folder: Path) -> RolloutWriter:
@@ -46,7 +55,7 @@ def is_running(pid: int) -> bool:
 def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path) -> None:
     writer, folder = make_writer(tmp_path / "rollouts"), tmp_path / "rollouts"
     for step in (1, 2, 3):
-        writer.begin([make_message(step)])
+        writer.begin([make_parts(step)])
     writer.wait()
     files = [record_path(folder, step) for step in (1, 2, 3)]
     assert sorted(folder.iterdir()) == files
@@ -62,9 +71,9 @@ def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path)
 
 def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
-    writer.begin([make_message(1)])
+    writer.begin([make_parts(1)])
     os.kill(pid_of(writer), signal.SIGKILL)
-    writer.begin([make_message(2), make_message(3)])
+    writer.begin([make_parts(2), make_parts(3)])
     os.kill(pid_of(writer), signal.SIGKILL)
     writer.wait()
     writer.close()
@@ -74,7 +83,7 @@ def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     writer = make_writer(tmp_path / "rollouts")
-    writer.begin([make_message(6), make_message(7)])
+    writer.begin([make_parts(6), make_parts(7)])
     with pytest.raises(MsrlError, match=mentions("step_000006.parquet", "--resume auto")):
         writer.wait()
     writer.close()
@@ -82,9 +91,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
-    message = replace(message, prompts=[message.prompts[0]._replace(num_completions=3)])
+    message = replace(message, prompts=[(*message.prompts[0][:-1], 3)])
     writer = make_writer(tmp_path)
-    writer.begin([message])
+    writer.begin([parts(message)])
     with pytest.raises(RuntimeError, match=r"columns\.py"):
         writer.wait()
     writer.close()
@@ -97,7 +106,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
     (tmp_path / "inspect.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     writer = make_writer(tmp_path / "rollouts")
-    writer.begin([make_message(1)])
+    writer.begin([make_parts(1)])
     writer.wait()
     writer.close()
     assert record_path(tmp_path / "rollouts", 1).exists()
@@ -106,7 +115,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
 def test_the_process_ends_with_the_driver(tmp_path: Path) -> None:
     """A driver that is killed closes its pipes without another message."""
     writer = make_writer(tmp_path)
-    writer.begin([make_message(1)])
+    writer.begin([make_parts(1)])
     assert writer._process is not None
     process = writer._process.process
     assert process.stdin is not None
@@ -120,21 +129,21 @@ def test_the_failure_of_the_training_comes_before_that_of_the_log(tmp_path: Path
     (tmp_path / "rollouts").write_text("a file")
     group = make_group(4, [1.0])
     with pytest.raises(ValueError, match="training"), make_log(tmp_path) as log:
-        log.write(1, [group], [make_sample(group, 0, 0.5)])
+        log.write(log.collect(1, [group], [make_sample(group, 0, 0.5)]))
         raise ValueError("the training failed")
     with pytest.raises(MsrlError, match="rollouts"), make_log(tmp_path) as log:
-        log.write(1, [group], [make_sample(group, 0, 0.5)])
+        log.write(log.collect(1, [group], [make_sample(group, 0, 0.5)]))
 
 
 def test_steps_are_sent_together_and_all_of_them_are_written(tmp_path: Path) -> None:
     group = make_group(4, [1.0])
     with make_log(tmp_path) as log:
         for step in (1, 2, 3):
-            log.write(step, [group], [make_sample(group, 0, 0.5)])
+            log.write(log.collect(step, [group], [make_sample(group, 0, 0.5)]))
         assert not record_path(tmp_path / "rollouts", 3).exists()
         log.wait()
         assert record_path(tmp_path / "rollouts", 3).exists()
-        log.write(4, [group], [make_sample(group, 0, 0.5)])
+        log.write(log.collect(4, [group], [make_sample(group, 0, 0.5)]))
         assert log.is_over(1) and not log.is_over(1e9)
     assert len(list((tmp_path / "rollouts").iterdir())) == 4
 
@@ -143,6 +152,6 @@ def test_steps_before_a_failure_of_the_training_are_written(tmp_path: Path) -> N
     group = make_group(4, [1.0])
     with pytest.raises(ValueError, match="training"), make_log(tmp_path) as log:
         for step in (1, 2):
-            log.write(step, [group], [make_sample(group, 0, 0.5)])
+            log.write(log.collect(step, [group], [make_sample(group, 0, 0.5)]))
         raise ValueError("the training failed")
     assert record_path(tmp_path / "rollouts", 2).exists()

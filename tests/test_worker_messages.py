@@ -6,13 +6,13 @@ import io
 
 import numpy as np
 
-from msrl.rewards.worker import read_arrays, send_arrays
+from msrl.rewards.worker import pickled, read_arrays
 
 
 def sent(*messages: object) -> io.BytesIO:
     stream = io.BytesIO()
     for message in messages:
-        send_arrays(stream, message)
+        stream.writelines(pickled(message))
     stream.seek(0)
     return stream
 

@@ -22,7 +22,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,8 +114,8 @@ def read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
-def send_arrays(stream: IO[bytes], message: object) -> None:
-    """Write one message to a worker's input without copying the memory of its arrays.
+def pickled(message: object) -> Sequence[bytes | memoryview]:
+    """Return the parts of a message for `read_arrays`, without copying the memory of its arrays.
 
     The message is pickled with protocol 5 (PEP 574). It consists of the number of parts, the length
     of each part in bytes (8 bytes per number), the pickled data and the memory of each array.
@@ -123,14 +123,11 @@ def send_arrays(stream: IO[bytes], message: object) -> None:
     arrays: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=arrays.append)
     parts = [data, *(array.raw() for array in arrays)]
-    stream.write(struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)))
-    for part in parts:
-        stream.write(part)
-    stream.flush()
+    return [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)), *parts]
 
 
 def read_arrays(source: IO[bytes]) -> Any:
-    """Return the next message of `send_arrays`, or None at the end of the input.
+    """Return the next message of `pickled`, or None at the end of the input.
 
     Its arrays are read-only.
     """

@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msrl.rewards import worker as protocol
 from msrl.rewards.worker import HEADER
@@ -82,11 +82,12 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self.process.stdin, message)
 
-    def send_arrays(self, message: object) -> None:
-        """Send a message without copying its arrays. The process reads it with `read_arrays`."""
+    def send_parts(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Send messages of `pickled`. The process reads them with `read_arrays`."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            protocol.send_arrays(self.process.stdin, message)
+            self.process.stdin.writelines(parts)
+            self.process.stdin.flush()
 
     def receive(self) -> list[tuple[int, float, str]] | None:
         """Return the new frames (kind, number, detail), or None at the end of the output."""

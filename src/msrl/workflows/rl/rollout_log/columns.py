@@ -14,7 +14,7 @@ import numpy as np
 
 from msrl.tracking.rollouts import Column, TokenArrays
 from msrl.types import Bools, Completion, Episode, VersionRun
-from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage
+from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage, UpdateMessage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,7 +40,9 @@ class _Row:
     span: slice
 
 
-def record_columns(message: RolloutMessage, tokenizer: Tokenizer) -> dict[str, Column]:
+def record_columns(
+    message: RolloutMessage, update: UpdateMessage, tokenizer: Tokenizer
+) -> dict[str, Column]:
     """Return the columns of `RolloutRecord`. The tokenizer decodes the prompts."""
     step, own, count = message.step, message.completions, len(message.arrays["token_ids"])
     texts = [
@@ -52,7 +54,7 @@ def record_columns(message: RolloutMessage, tokenizer: Tokenizer) -> dict[str, C
     episodes = [own.episodes[number] or _NO_EPISODE for number in numbers]
     values = {
         name: dict(zip(sequences, arrays.split(), strict=True))
-        for name, (sequences, arrays) in message.values.items()
+        for name, (sequences, arrays) in {**update.values, **message.values}.items()
     }
     return {
         "step": [step] * count,
@@ -73,7 +75,7 @@ def record_columns(message: RolloutMessage, tokenizer: Tokenizer) -> dict[str, C
         ],
         "answer": [row.prompt.answer for row in rows],
         "tag": [row.prompt.tag for row in rows],
-        "times": [message.times] * count,
+        "times": [update.times] * count,
         "turns": [_turns(episode) for episode in episodes],
         "success": [episode.success for episode in episodes],
         "fault": [episode.fault[0] for episode in episodes],
@@ -83,7 +85,8 @@ def record_columns(message: RolloutMessage, tokenizer: Tokenizer) -> dict[str, C
 def _rows(message: RolloutMessage, texts: Sequence[str]) -> Iterator[_Row]:
     lengths = iter(message.arrays["token_ids"].lengths.tolist())
     completion = 0
-    for group, (prompt, text) in enumerate(zip(message.prompts, texts, strict=True)):
+    prompts = map(PromptValues._make, message.prompts)
+    for group, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         for sample in range(prompt.num_completions):
             episode, start = message.completions.episodes[completion], 0
             for number, flags in enumerate(_sampled(episode)):

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from msrl.algorithms.samples import sequence_counts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
+from msrl.rewards.worker import pickled
 from msrl.types import (
     Completion,
     Prompt,
@@ -30,15 +31,26 @@ from msrl.types import (
 )
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import (
-    RolloutMessage,
-    ValuesBySample,
-    rollout_message,
-)
-from msrl.workflows.rl.rollout_log.writer import RolloutWriter, not_written_error
+from msrl.workflows.rl.rollout_log.message import ValuesBySample, rollout_message, update_message
+from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
 _SEND_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedRollouts:
+    """Rollouts of a step that are ready to be written.
+
+    Attributes:
+        step: Step, counted from 1.
+        lines: Function that writes them as JSONL, for this format.
+        message: Pickled `RolloutMessage`, for the format `parquet`.
+    """
+
+    step: int
+    lines: Callable[[], None] | None = None
+    message: Sequence[bytes | memoryview] | None = None
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
@@ -63,7 +75,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self._format = format
         self._records = RolloutWriter(self.folder, tokenizer.backend)
         self._lines = BackgroundWriter()
-        self._unsent: list[Callable[[], RolloutMessage]] = []  # one per step
+        self._unsent: list[StepParts] = []
         self._sent_at = 0.0
 
     @property
@@ -107,7 +119,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             self._records.close()
             self._lines.close()
 
-    def write(
+    def collect(
         self,
         step: int,
         groups: Sequence[ScoredGroup],
@@ -115,10 +127,10 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         dropped_groups: Sequence[ScoredGroup] = (),
         *,
         sequences: Sequences | None = None,
-        times: Mapping[str, float] | None = None,
-        values: ValuesBySample | None = None,
-    ) -> None:
-        """Begin to write the rollouts of a step, after those of the steps before.
+    ) -> CollectedRollouts:
+        """Return the rollouts of a step in the form in which `write` writes them.
+
+        Called before the update, it finds them in the caches of the processor.
 
         Args:
             step: Step, counted from 1.
@@ -127,41 +139,48 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             dropped_groups: Groups without samples, whose rows come last.
             sequences: Sequences of `samples`, also with the log-probabilities of trainer and
                 reference as fields, for the format `parquet`.
+        """
+        if not self._is_on:
+            return CollectedRollouts(step)
+        if self._format == "jsonl":
+            lines = partial(self._write_lines, step, groups, samples, dropped_groups)
+            return CollectedRollouts(step, lines=lines)
+        own = rl_sequences(samples) if sequences is None else sequences
+        return CollectedRollouts(
+            step, message=pickled(rollout_message(step, groups, own, dropped_groups))
+        )
+
+    def write(
+        self,
+        rollouts: CollectedRollouts,
+        *,
+        times: Mapping[str, float] | None = None,
+        values: ValuesBySample | None = None,
+    ) -> None:
+        """Begin to write the rollouts of a step, after those of the steps before.
+
+        Args:
+            rollouts: Rollouts of the step.
             times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
             values: Further arrays [T] by column and number of the sample, for `parquet`.
 
         Raises:
             MsrlError: The rollouts of earlier steps could not be written.
         """
-        if not self._is_on:
+        if rollouts.lines is not None:
+            self._lines.begin(rollouts.lines)
+        if rollouts.message is None:
             return
-        if self._format == "jsonl":
-            self._lines.begin(partial(self._write_lines, step, groups, samples, dropped_groups))
-            return
-        own = rl_sequences(samples) if sequences is None else sequences
-
-        def message() -> RolloutMessage:
-            return rollout_message(
-                step,
-                groups,
-                own,
-                dropped_groups,
-                values=_values_of_tokens(own, values or {}),
-                times=times or {},
-            )
-
-        self._unsent.append(message)
+        update = pickled(update_message(values or {}, times or {}))
+        self._unsent.append(StepParts(rollouts.step, rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
 
     def _send(self) -> None:
-        """Send all steps that the process has not received.
-
-        Their messages are built here, one after the other, while the caches hold the same code.
-        """
+        """Send all steps that the process has not received."""
         unsent, self._unsent = self._unsent, []
         if unsent:
-            self._records.begin([build() for build in unsent])
+            self._records.begin(unsent)
         self._sent_at = time.monotonic()
 
     def _write_lines(
@@ -278,20 +297,3 @@ def _mean_advantage(samples: Sequence[TrainingSample]) -> float:
     ]
     advantages = np.concatenate(pieces)
     return float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
-
-
-# Columns of the rollout record by the field of the sequences that holds them.
-_COLUMNS = {
-    "old_logprobs": "trainer_logprobs",
-    "reference_logprobs": "reference_logprobs",
-    "entropies": "entropies",
-}
-
-
-def _values_of_tokens(sequences: Sequences, values: ValuesBySample) -> ValuesBySample:
-    """Return the arrays [T] of the record by column and number of the sample."""
-    fields = sequences.fields
-    computed = {
-        column: dict(enumerate(fields[name])) for name, column in _COLUMNS.items() if name in fields
-    }
-    return {**values, **computed}

@@ -5,10 +5,10 @@ would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
 `msrl.rewards.worker_process`. Its first message is the folder of the files with the tokenizer that
-decodes the prompts, and every further one is a list of steps (`send_arrays`). It answers each list
-with a frame: WRITTEN with the size of all its files, NOT_WRITTEN with an error of the operating
-system, or FAILED with a traceback. An error begins with the name of the file. The process ends with
-its input.
+decodes the prompts. Then it gets the number of the next steps and two messages for each of them.
+When it has written them, it answers with a frame: WRITTEN with the size of all its files,
+NOT_WRITTEN with an error of the operating system, or FAILED with a traceback. An error begins with
+the name of the file. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.errors import MsrlError
-from msrl.rewards.worker import HEADER, leave_signals_to_parent, read, read_arrays
+from msrl.rewards.worker import HEADER, leave_signals_to_parent, pickled, read, read_arrays
 from msrl.rewards.worker_process import WorkerProcess
 from msrl.tracking.rollouts import write_columns
 from msrl.workflows.rl.rollout_log.columns import record_columns
-from msrl.workflows.rl.rollout_log.message import RolloutMessage
+from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,6 +52,15 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The messages of a step, pickled: `RolloutMessage` and `UpdateMessage`."""
+
+    step: int
+    rollouts: Sequence[bytes | memoryview]
+    update: Sequence[bytes | memoryview]
+
+
 class RolloutWriter:
     """Writing process of the files in a folder. It starts with the first step.
 
@@ -61,17 +72,17 @@ class RolloutWriter:
         self._folder, self._tokenizer = folder.absolute(), tokenizer
         self.num_bytes = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         self._process: WorkerProcess | None = None
-        self._pending: Sequence[RolloutMessage] = ()
+        self._pending: Sequence[StepParts] = ()
 
-    def begin(self, messages: Sequence[RolloutMessage]) -> None:
+    def begin(self, steps: Sequence[StepParts]) -> None:
         """Begin to write steps, after those before are written.
 
         Raises:
             MsrlError: The steps before could not be written.
         """
         self.wait()
-        self._send(messages)
-        self._pending = messages
+        self._send(steps)
+        self._pending = steps
 
     def wait(self) -> None:
         """Wait until all steps are written. If the process dies, another one repeats the files.
@@ -79,16 +90,16 @@ class RolloutWriter:
         Raises:
             MsrlError: The last steps could not be written.
         """
-        messages, self._pending = self._pending, ()
-        if not messages:
+        steps, self._pending = self._pending, ()
+        if not steps:
             return
         frame = self._receive()
         if frame is None:
             self.close()
-            self._send(messages)
+            self._send(steps)
             frame = self._receive()
         if frame is None:
-            path = record_path(self._folder, messages[0].step)
+            path = record_path(self._folder, steps[0].step)
             raise RuntimeError(f"{path}: the process that writes the rollouts died twice")
         kind, size, detail = frame
         self.num_bytes += int(size)
@@ -100,12 +111,13 @@ class RolloutWriter:
             raise not_written_error(path, cause)
         raise RuntimeError(f"{path}: the rollouts could not be written:\n{cause}")
 
-    def _send(self, messages: Sequence[RolloutMessage]) -> None:
+    def _send(self, steps: Sequence[StepParts]) -> None:
         """Send steps, after the start of the process if it does not run."""
         if self._process is None:
             self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
             self._process.enlarge_pipe(_PIPE_BYTES)
-        self._process.send_arrays(messages)
+        parts = chain(pickled(len(steps)), *(chain(step.rollouts, step.update) for step in steps))
+        self._process.send_parts(parts)
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -133,18 +145,21 @@ def main() -> None:
     os.dup2(2, 1)
     leave_signals_to_parent()
     folder, tokenizer = read(source)
-    while (messages := read_arrays(source)) is not None:
-        sink.write(_answer(folder, tokenizer, messages))
+    while (count := read_arrays(source)) is not None:
+        steps = [(read_arrays(source), read_arrays(source)) for _ in range(count)]
+        sink.write(_answer(folder, tokenizer, steps))
 
 
-def _answer(folder: Path, tokenizer: Tokenizer, messages: Sequence[RolloutMessage]) -> bytes:
+def _answer(
+    folder: Path, tokenizer: Tokenizer, steps: Sequence[tuple[RolloutMessage, UpdateMessage]]
+) -> bytes:
     """Write the records of steps; return the frame that reports them."""
-    size, path = 0, record_path(folder, messages[0].step)
+    size, path = 0, record_path(folder, steps[0][0].step)
     try:
         folder.mkdir(exist_ok=True)
-        for message in messages:
-            path = record_path(folder, message.step)
-            write_columns(path, record_columns(message, tokenizer))
+        for rollouts, update in steps:
+            path = record_path(folder, rollouts.step)
+            write_columns(path, record_columns(rollouts, update, tokenizer))
             size += path.stat().st_size
     except OSError as error:
         return _frame(NOT_WRITTEN, size, f"{path.name}\n{error.strerror or error}")
