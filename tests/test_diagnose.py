@@ -20,6 +20,7 @@ from msrl.diagnose.checks import CHECKS
 from msrl.diagnose.gap import HEALTHY, healthy_range, measure
 from msrl.diagnose.verdict import judge
 from msrl.errors import MsrlError
+from msrl.tracking.rollouts import TokenArrays
 from msrl.types import (
     Completion,
     Prompt,
@@ -206,7 +207,8 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     assert monitor.metrics(3, plain, [group], {}, trained) == {"rollout/logprob_gap": 0.002}
     later = GapMonitor("bfloat16", Path("runs/grpo"), print, has_one_update=False)
     assert later.metrics(3, plain, [group], {}, trained) == {}
-    logged = {"trainer_logprobs": {0: prepared.sequences.fields["old_logprobs"][0]}}
+    rows = prepared.sequences.fields["old_logprobs"]
+    logged = {"trainer_logprobs": TokenArrays.of(rows, np.float32)}
     assert "rollout/logprob_gap_max" in later.metrics(3, plain, [group], logged, trained)
 
 

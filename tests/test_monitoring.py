@@ -24,6 +24,7 @@ from msrl.platforms import get
 from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker, exposition
+from msrl.tracking.rollouts import TokenArrays
 from msrl.types import StepReport, TrainingSample
 from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
@@ -149,7 +150,8 @@ class Ranks:
 
 def observed(observation: Any) -> Any:
     """Return the values of `Ranks` for log-probabilities, and their negatives for entropies."""
-    return SimpleNamespace(values=lambda: (observation, tuple(-array for array in observation)))
+    arrays = TokenArrays.of(observation, np.float32)
+    return SimpleNamespace(values=lambda: (arrays, TokenArrays(-arrays.values, arrays.lengths)))
 
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
@@ -178,8 +180,7 @@ def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
     for name, arrays in columns.items():
         sign = 1 if name == "trainer_logprobs" else -1
-        assert [*arrays] == list(range(count))
-        assert all(array[0] == sign * number for number, array in arrays.items())
+        assert [array[0] for array in arrays.split()] == [sign * n for n in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def test_values_return_in_the_order_of_the_sequences(dp_size: int, limits: Batch
     ]
     logprobs, entropies = Observed(observation, positions, results, 0.0).values()
     assert len(logprobs) == len(entropies) == 6
-    for ids, row, entropy in zip(sequences.token_ids, logprobs, entropies, strict=True):
+    rows = zip(sequences.token_ids, logprobs.split(), entropies.split(), strict=True)
+    for ids, row, entropy in rows:
         assert row.tolist() == [0, *ids[1:]]  # nothing predicts the first token
         np.testing.assert_array_equal(entropy, -row)
 

@@ -13,8 +13,8 @@ import pytest
 from msrl.algorithms.packing import rl_sequences
 from msrl.errors import MsrlError
 from msrl.rewards.worker import pickled
-from msrl.tracking.rollouts import read_records
-from msrl.workflows.rl.rollout_log.message import RolloutMessage, rollout_message, update_message
+from msrl.tracking.rollouts import TokenArrays, read_records
+from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage, rollout_message
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, record_path
 from support import mentions
 from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
@@ -27,7 +27,8 @@ def make_message(step: int) -> RolloutMessage:
 
 
 def parts(message: RolloutMessage) -> StepParts:
-    update = update_message({"entropies": {1: np.full(4, 0.25, np.float32)}}, {})
+    entropies = TokenArrays.of([np.full(4, 0.25, np.float32)], np.float32)
+    update = UpdateMessage({"entropies": entropies}, {})
     return StepParts(message.step, pickled(message), pickled(update))
 
 
@@ -61,8 +62,8 @@ def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path)
     assert sorted(folder.iterdir()) == files
     assert writer.num_bytes == sum(path.stat().st_size for path in files)
     first, second = read_records(files[1])
-    assert (first.step, first.prompt_index, first.entropies) == (2, 2, None)
-    assert second.entropies is not None and second.entropies.tolist() == [0.25] * 4
+    assert (second.step, second.prompt_index, second.entropies) == (2, 2, None)
+    assert first.entropies is not None and first.entropies.tolist() == [0.25] * 4
     pid = pid_of(writer)
     writer.close()
     assert not is_running(pid)

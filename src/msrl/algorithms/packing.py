@@ -52,6 +52,13 @@ def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return rows.joined if isinstance(rows, JoinedRows) else np.concatenate(rows)
 
 
+def join_first(rows: Sequence[NDArray[Any]], count: int) -> NDArray[Any]:
+    """Return the concatenation of the first rows. There must be at least one."""
+    if isinstance(rows, JoinedRows):
+        return rows.joined[: sum(rows.lengths[:count])]
+    return np.concatenate(rows[:count])
+
+
 def row_lengths(rows: Sequence[NDArray[Any]]) -> Sequence[int]:
     """Return the length of every row."""
     return rows.lengths if isinstance(rows, JoinedRows) else [len(row) for row in rows]

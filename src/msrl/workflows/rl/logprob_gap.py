@@ -10,15 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from msrl.algorithms.packing import Sequences
+from msrl.algorithms.packing import join, join_first
 from msrl.diagnose.gap import Gap, healthy_range, measure
-from msrl.types import Floats, ScoredGroup
-from msrl.workflows.rl.rollout_log.message import ValuesBySample
+from msrl.types import ScoredGroup
+from msrl.workflows.rl.rollout_log.message import ValuesOfFirst
 from msrl.workflows.rl.update import PreparedStep, behavior_versions
 
 METRIC = "rollout/logprob_gap"
@@ -27,7 +23,7 @@ _MEAN_IN_UPDATE = "sampler_logprob_difference"
 
 
 def measured_gap(
-    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: ValuesBySample, version: int
+    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: ValuesOfFirst, version: int
 ) -> Gap | None:
     """Return the gap of the tokens for which the step has the trainer's log-probabilities.
 
@@ -37,33 +33,21 @@ def measured_gap(
     Args:
         prepared: Prepared step.
         groups: Its groups.
-        values: Arrays of `log.tokens`.
+        values: Values of `log.tokens`.
         version: Policy version of the trainer.
     """
-    sequences = prepared.sequences
-    own = dict(enumerate(sequences.fields.get("old_logprobs", ())))
-    rows = own or values.get("trainer_logprobs", {})
-    return _gap(sequences, groups, rows, version) if rows else None
-
-
-def _gap(
-    sequences: Sequences,
-    groups: Sequence[ScoredGroup],
-    trainer_logprobs: Mapping[int, Floats],  # [T] by number of the sequence
-    version: int,
-) -> Gap | None:
-    numbers = list(trainer_logprobs)
-    mask = _of(sequences.loss_masks, numbers)
-    if not _are_of_version(groups, max(numbers) + 1, version):
-        mask &= _of(list(behavior_versions(groups)), numbers) == version
-    sampled = _of(sequences.fields["sampler_logprobs"], numbers)
-    gap = measure(sampled[mask], np.concatenate([*trainer_logprobs.values()])[mask])
+    fields = prepared.sequences.fields
+    if rows := fields.get("old_logprobs"):
+        trained, count = join(rows), len(rows)
+    elif column := values.get("trainer_logprobs"):
+        trained, count = column.values, len(column)
+    else:
+        return None
+    mask = join_first(prepared.sequences.loss_masks, count)
+    if not _are_of_version(groups, count, version):
+        mask = mask & (join_first(list(behavior_versions(groups)), count) == version)
+    gap = measure(join_first(fields["sampler_logprobs"], count)[mask], trained[mask])
     return gap if gap.num_tokens else None
-
-
-def _of(rows: Sequence[NDArray[Any]], numbers: Sequence[int]) -> NDArray[Any]:
-    """Return the concatenation of some rows."""
-    return np.concatenate([rows[number] for number in numbers])
 
 
 def _are_of_version(groups: Sequence[ScoredGroup], num_sequences: int, version: int) -> bool:
@@ -101,7 +85,7 @@ class GapMonitor:
         step: int,
         prepared: PreparedStep,
         groups: Sequence[ScoredGroup],
-        values: ValuesBySample,
+        values: ValuesOfFirst,
         trained: Mapping[str, float],
     ) -> dict[str, float]:
         """Return the metrics of a step, and warn if they were healthy in the step before.
@@ -110,7 +94,7 @@ class GapMonitor:
             step: Step, counted from 0, which is the trainer's version.
             prepared: Prepared step.
             groups: Its groups.
-            values: Arrays of `log.tokens`.
+            values: Values of `log.tokens`.
             trained: Metrics of the updates.
         """
         gap = measured_gap(prepared, groups, values, step)

@@ -5,16 +5,19 @@ T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
+from msrl.tracking.rollouts import TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
-from msrl.types import Bools, Floats
+from msrl.types import Bools
 from msrl.workflows.rl.rollout_log.log import RolloutLog
-from msrl.workflows.rl.rollout_log.message import ValuesBySample
+from msrl.workflows.rl.rollout_log.message import ValuesOfFirst
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.observation import Observation, Observed
@@ -30,24 +33,24 @@ class ValueRequest:
     """Values of the logged samples that a step has not computed.
 
     Attributes:
-        numbers: Numbers of the logged samples.
+        count: Number of the logged samples, which are the first ones.
         observation: Observation of these samples in the first update, if values are missing.
         missing: Columns of these values.
-        computed: Columns that are computed already: an array [T] per sample.
+        computed: Columns that are computed already.
     """
 
-    numbers: Sequence[int] = ()
+    count: int = 0
     observation: Observation | None = None
     missing: frozenset[str] = frozenset()
-    computed: Mapping[str, Sequence[Floats]] = field(default_factory=dict[str, Sequence[Floats]])
+    computed: ValuesOfFirst = field(default_factory=dict[str, TokenArrays])
 
-    def values(self, observed: Observed | None) -> ValuesBySample:
+    def values(self, observed: Observed | None) -> ValuesOfFirst:
         """Return all values, with those that the update has observed."""
         columns = dict(self.computed)
         if observed is not None:
             columns["trainer_logprobs"], columns["entropies"] = observed.values()
         return {
-            name: dict(zip(self.numbers, arrays, strict=False))
+            name: arrays.first(self.count)
             for name, arrays in columns.items()
             if name in self.missing or name in self.computed
         }
@@ -77,16 +80,15 @@ class TokenValues:
         sequences = _sequences(prepared, numbers, self.trainers.dp_size)
         limits = _limits(self.config)
         temperature = self.config.rollout.sampling.temperature
-        computed = dict[str, Sequence[Floats]]()
+        computed = dict[str, TokenArrays]()
         if not has_reference:
             with clock("token_values"):
-                computed["reference_logprobs"] = self.trainers.logprobs(
-                    sequences, limits, temperature, of_reference=True
-                )
+                rows = self.trainers.logprobs(sequences, limits, temperature, of_reference=True)
+                computed["reference_logprobs"] = TokenArrays.of(rows, np.float32)
         observation = None
         if missing:
             observation = self.trainers.observation(sequences, limits, temperature)
-        return ValueRequest(numbers, observation, missing, computed)
+        return ValueRequest(len(numbers), observation, missing, computed)
 
     def _numbers(self, num_samples: int) -> range:
         """Return the numbers of the samples to log: all, or those of the first groups."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msrl.algorithms.packing import JoinedRows, Sequences, balanced, row_lengths
+import numpy as np
+
+from msrl.algorithms.packing import Sequences, balanced, row_lengths
+from msrl.tracking.rollouts import TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
 from msrl.types import Floats
 from msrl.workflows.training.train_worker import JoinedValues, WorkerPosition
@@ -54,15 +57,27 @@ class Observed:
     results: Sequence[JoinedValues | None]  # by rank
     seconds: float
 
-    def values(self) -> tuple[Sequence[Floats], Sequence[Floats]]:
+    def values(self) -> tuple[TokenArrays, TokenArrays]:
         """Return the log-probabilities and the entropies of every sequence, [T] each."""
-        logprobs, entropies = dict[int, Floats](), dict[int, Floats]()
-        for position, result in zip(self.positions, self.results, strict=True):
-            if position.is_reporter:
-                assert result is not None
-                lengths = row_lengths(self.observation.sequences[position.dp_rank].token_ids)
-                share = self.observation.shares[position.dp_rank]
-                for values, joined in zip((logprobs, entropies), result, strict=True):
-                    values.update(zip(share, JoinedRows.split(joined, lengths), strict=True))
-        numbers = range(len(logprobs))
-        return [logprobs[number] for number in numbers], [entropies[number] for number in numbers]
+        logprobs, entropies = list[TokenArrays](), list[TokenArrays]()
+        for rank, sequences in enumerate(self.observation.sequences):
+            lengths = np.array(row_lengths(sequences.token_ids), np.int64)
+            for columns, joined in zip((logprobs, entropies), self._reported(rank), strict=True):
+                columns.append(TokenArrays(joined, lengths))
+        return self._in_order(logprobs), self._in_order(entropies)
+
+    def _reported(self, dp_rank: int) -> JoinedValues:
+        """Return the result of the data-parallel rank."""
+        pairs = zip(self.positions, self.results, strict=True)
+        (result,) = [r for p, r in pairs if p.is_reporter and p.dp_rank == dp_rank]
+        assert result is not None
+        return result
+
+    def _in_order(self, columns: Sequence[TokenArrays]) -> TokenArrays:
+        """Return the arrays of all data-parallel ranks in the order of the sequences."""
+        if len(columns) == 1:
+            return columns[0]
+        rows = dict[int, Floats]()
+        for share, column in zip(self.observation.shares, columns, strict=True):
+            rows.update(zip(share, column.split(), strict=True))
+        return TokenArrays.of([rows[number] for number in range(len(rows))], np.float32)

@@ -53,8 +53,8 @@ def record_columns(
     numbers = [row.completion for row in rows]
     episodes = [own.episodes[number] or _NO_EPISODE for number in numbers]
     values = {
-        name: dict(zip(sequences, arrays.split(), strict=True))
-        for name, (sequences, arrays) in {**update.values, **message.values}.items()
+        name: [*arrays.split(), *[None] * (count - len(arrays))]
+        for name, arrays in {**update.values, **message.values}.items()
     }
     return {
         "step": [step] * count,
@@ -63,7 +63,7 @@ def record_columns(
         "sequence": [row.sequence for row in rows],
         "prompt_index": [row.prompt.index for row in rows],
         **_token_columns(message, rows),
-        **{name: [arrays.get(i) for i in range(count)] for name, arrays in values.items()},
+        **values,
         "versions": [_version_runs(message, row) for row in rows],
         "trainer_version": [step - 1] * count,
         "reward": [own.rewards[number] for number in numbers],

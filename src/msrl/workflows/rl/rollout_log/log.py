@@ -31,7 +31,7 @@ from msrl.types import (
 )
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import ValuesBySample, rollout_message, update_message
+from msrl.workflows.rl.rollout_log.message import UpdateMessage, ValuesOfFirst, rollout_message
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
@@ -155,14 +155,14 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         rollouts: CollectedRollouts,
         *,
         times: Mapping[str, float] | None = None,
-        values: ValuesBySample | None = None,
+        values: ValuesOfFirst | None = None,
     ) -> None:
         """Begin to write the rollouts of a step, after those of the steps before.
 
         Args:
             rollouts: Rollouts of the step.
             times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
-            values: Further arrays [T] by column and number of the sample, for `parquet`.
+            values: Further values of the first samples, for `parquet`.
 
         Raises:
             MsrlError: The rollouts of earlier steps could not be written.
@@ -171,7 +171,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             self._lines.begin(rollouts.lines)
         if rollouts.message is None:
             return
-        update = pickled(update_message(values or {}, times or {}))
+        update = pickled(UpdateMessage(values or {}, times or {}))
         self._unsent.append(StepParts(rollouts.step, rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()

@@ -19,7 +19,7 @@ from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import TokenArrays
-from msrl.types import Episode, FinishReason, Floats, ScoredGroup, VersionRun
+from msrl.types import Episode, FinishReason, ScoredGroup, VersionRun
 
 # Columns of the rollout record by the field of the sequences that holds them.
 _COLUMNS = {
@@ -28,8 +28,8 @@ _COLUMNS = {
     "entropies": "entropies",
 }
 
-ValuesBySample = Mapping[str, Mapping[int, Floats]]
-"""Arrays [T] by the name of a column and the number of a sample."""
+ValuesOfFirst = Mapping[str, TokenArrays]
+"""Arrays [T] of the first sequences of a step by the name of a column."""
 
 
 class PromptValues(NamedTuple):
@@ -59,10 +59,6 @@ class CompletionValues:
     scores: Sequence[Mapping[str, float]]
 
 
-PartialColumns = Mapping[str, tuple[Sequence[int], TokenArrays]]
-"""Arrays [T] of some sequences by column, with the numbers of the sequences."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutMessage:
     """Rollouts of a step as they are before its first update.
@@ -73,7 +69,7 @@ class RolloutMessage:
         prompt_ids: Tokens of the prompt of each group.
         completions: Values of their completions.
         arrays: Arrays [T] of every sequence of the completions by column.
-        values: Arrays [T] that are known for some sequences.
+        values: Arrays [T] that are known before the update.
     """
 
     step: int
@@ -81,7 +77,7 @@ class RolloutMessage:
     prompt_ids: TokenArrays
     completions: CompletionValues
     arrays: Mapping[str, TokenArrays]
-    values: PartialColumns
+    values: ValuesOfFirst
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +85,11 @@ class UpdateMessage:
     """What the update of a step adds to its rollouts.
 
     Attributes:
-        values: Arrays [T] that the update has computed for some sequences.
+        values: Arrays [T] that are known after the update.
         times: Seconds since 1970 at which each stage of the step ended.
     """
 
-    values: PartialColumns
+    values: ValuesOfFirst
     times: Mapping[str, float]
 
 
@@ -131,25 +127,11 @@ def rollout_message(
         ),
         arrays=_arrays(parts),
         values={
-            column: (range(len(rows)), TokenArrays(join(rows), np.array(row_lengths(rows))))
+            column: TokenArrays(join(rows), np.array(row_lengths(rows), np.int64))
             for name, column in _COLUMNS.items()
             if (rows := sequences.fields.get(name))
         },
     )
-
-
-def update_message(values: ValuesBySample, times: Mapping[str, float]) -> UpdateMessage:
-    """Return the message with what the update of a step adds.
-
-    Args:
-        values: Arrays [T] by column and number of the sequence.
-        times: Seconds since 1970 at which each stage of the step ended.
-    """
-    columns = {
-        name: (list(rows), TokenArrays.of(list(rows.values()), np.float32))
-        for name, rows in values.items()
-    }
-    return UpdateMessage(columns, dict(times))
 
 
 def _prompt_values(group: ScoredGroup) -> PromptFields:
