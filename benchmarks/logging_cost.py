@@ -1,8 +1,9 @@
 """CPU time of the driver for logging: `python -m benchmarks logging [--steps N]`.
 
 The quickstart's model trains with GRPO and `log: {rollouts: parquet, tokens: sampled}`. The driver
-measures the CPU time of the calls that write rollouts, values of tokens and metrics. They must add
-at most 2% to its other CPU time.
+measures the CPU time of the calls that write rollouts, values of tokens and metrics, and of
+TensorBoard's thread. They must add at most 2% to its other CPU time. Ray's threads, which work
+while such a call runs, do not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import atexit
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -60,12 +62,15 @@ def configuration(steps: int) -> dict[str, Any]:
 
 def drive() -> None:
     """Run `msrl` in this process. The first argument is the file for its CPU seconds."""
+    from tensorboard.summary.writer import event_file_writer
+
     from msrl.cli.app import main as run_msrl
 
     output = Path(sys.argv[1]).absolute()
     clock = CpuClock()
     for owner, method, name in calls_of_logging():
         setattr(owner, method, clock.measured(getattr(owner, method), name))
+    clock.measure_thread(event_file_writer._AsyncWriterThread, "TensorBoard's thread")
 
     def write() -> None:
         output.write_text(json.dumps({**clock.seconds, "all": time.process_time()}))
@@ -94,7 +99,7 @@ def calls_of_logging() -> tuple[tuple[type, str, str], ...]:
 
 
 class CpuClock:
-    """CPU seconds of calls, of all threads, by name. Calls within measured calls count once."""
+    """CPU seconds of calls and threads by name. Calls within measured calls count once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -107,14 +112,26 @@ class CpuClock:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_within:
                 return function(*args, **kwargs)
-            began, self._is_within = time.process_time(), True
+            began, self._is_within = time.thread_time(), True
             try:
                 return function(*args, **kwargs)
             finally:
                 self._is_within = False
-                self.seconds[name] += time.process_time() - began
+                self.seconds[name] += time.thread_time() - began
 
         return call
+
+    def measure_thread(self, kind: type[threading.Thread], name: str) -> None:
+        """Add the CPU time of all threads of a class when they end."""
+        run = kind.run
+
+        def measured(thread: threading.Thread) -> None:
+            try:
+                run(thread)
+            finally:
+                self.seconds[name] += time.thread_time()
+
+        kind.run = measured
 
 
 def share(seconds: Mapping[str, float]) -> float:

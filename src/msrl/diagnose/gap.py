@@ -51,13 +51,16 @@ def measure(
     if not len(left):
         return Gap(0.0, 0.0, 0.0, 0)
     with np.errstate(invalid="ignore"):
-        difference = np.abs(np.subtract(left, right, dtype=np.float64))
-    count, mean = len(difference), float(difference.mean())
-    if math.isnan(mean):
-        difference, mean = np.nan_to_num(difference, nan=np.inf), math.inf
+        difference = np.subtract(left, right, dtype=np.float64)
+    np.absolute(difference, out=difference)
+    # Methods like `mean` and `max` are slower in a process that waits most of the time.
+    count, total = len(difference), float(np.add.reduce(difference))
+    if math.isnan(total):
+        difference, total = np.nan_to_num(difference, nan=np.inf), math.inf
     index = math.ceil(0.99 * (count - 1))  # numpy's percentile with method="higher", but faster
     difference.partition(index)
-    return Gap(mean, float(difference[index]), float(difference[index:].max()), count)
+    largest = float(np.maximum.reduce(difference[index:]))
+    return Gap(total / count, float(difference[index]), largest, count)
 
 
 def healthy_range(*dtypes: str) -> HealthyRange:
