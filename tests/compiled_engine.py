@@ -1,6 +1,6 @@
 """A program that compares a compiled engine with transformers: `compiled_engine.py TP FOLDER ...`.
 
-The test runs it in a process of its own, because tests disable compilation in theirs. The folders
+The test runs it in a separate process, because tests disable compilation in theirs. The folders
 hold models of one config. The engine loads their weights one after the other. For each, the program
 prints the largest difference of log-probabilities.
 """

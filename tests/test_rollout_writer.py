@@ -15,7 +15,7 @@ from msrl.errors import MsrlError
 from msrl.rewards.worker import pickled
 from msrl.tracking.rollouts import TokenArrays, read_records
 from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage, rollout_message
-from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, record_path
+from msrl.workflows.rl.rollout_log.writer import PickledStep, RolloutWriter, record_path
 from support import mentions
 from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
 
@@ -26,14 +26,14 @@ def make_message(step: int) -> RolloutMessage:
     return rollout_message(step, [group], rl_sequences(samples), ())
 
 
-def parts(message: RolloutMessage) -> StepParts:
+def pickled_step(message: RolloutMessage) -> PickledStep:
     entropies = TokenArrays.of([np.full(4, 0.25, np.float32)], np.float32)
     update = UpdateMessage({"entropies": entropies}, {})
-    return StepParts(message.step, pickled(message), pickled(update))
+    return PickledStep(message.step, pickled(message), pickled(update))
 
 
-def make_parts(step: int) -> StepParts:
-    return parts(make_message(step))
+def make_step(step: int) -> PickledStep:
+    return pickled_step(make_message(step))
 
 
 def make_writer(folder: Path) -> RolloutWriter:
@@ -56,7 +56,7 @@ def is_running(pid: int) -> bool:
 def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path) -> None:
     writer, folder = make_writer(tmp_path / "rollouts"), tmp_path / "rollouts"
     for step in (1, 2, 3):
-        writer.begin([make_parts(step)])
+        writer.begin([make_step(step)])
     writer.wait()
     files = [record_path(folder, step) for step in (1, 2, 3)]
     assert sorted(folder.iterdir()) == files
@@ -72,9 +72,9 @@ def test_files_are_complete_after_a_wait_and_their_size_is_known(tmp_path: Path)
 
 def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
-    writer.begin([make_parts(1)])
+    writer.begin([make_step(1)])
     os.kill(pid_of(writer), signal.SIGKILL)
-    writer.begin([make_parts(2), make_parts(3)])
+    writer.begin([make_step(2), make_step(3)])
     os.kill(pid_of(writer), signal.SIGKILL)
     writer.wait()
     writer.close()
@@ -84,7 +84,7 @@ def test_a_killed_process_is_replaced_and_no_file_is_lost(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     writer = make_writer(tmp_path / "rollouts")
-    writer.begin([make_parts(6), make_parts(7)])
+    writer.begin([make_step(6), make_step(7)])
     with pytest.raises(MsrlError, match=mentions("step_000006.parquet", "--resume auto")):
         writer.wait()
     writer.close()
@@ -94,7 +94,7 @@ def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
     message = replace(message, prompts=[(*message.prompts[0][:-1], 3)])
     writer = make_writer(tmp_path)
-    writer.begin([parts(message)])
+    writer.begin([pickled_step(message)])
     with pytest.raises(RuntimeError, match=r"columns\.py"):
         writer.wait()
     writer.close()
@@ -107,7 +107,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
     (tmp_path / "inspect.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     writer = make_writer(tmp_path / "rollouts")
-    writer.begin([make_parts(1)])
+    writer.begin([make_step(1)])
     writer.wait()
     writer.close()
     assert record_path(tmp_path / "rollouts", 1).exists()
@@ -116,7 +116,7 @@ def test_files_of_the_working_folder_do_not_replace_modules(
 def test_the_process_ends_with_the_driver(tmp_path: Path) -> None:
     """A driver that is killed closes its pipes without another message."""
     writer = make_writer(tmp_path)
-    writer.begin([make_parts(1)])
+    writer.begin([make_step(1)])
     assert writer._process is not None
     process = writer._process.process
     assert process.stdin is not None

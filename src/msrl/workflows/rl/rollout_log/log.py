@@ -32,7 +32,7 @@ from msrl.types import (
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
 from msrl.workflows.rl.rollout_log.message import UpdateMessage, ValuesOfFirst, rollout_message
-from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepParts, not_written_error
+from msrl.workflows.rl.rollout_log.writer import PickledStep, RolloutWriter, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
 _SEND_EVERY_S = 5.0
@@ -75,7 +75,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self._format = format
         self._records = RolloutWriter(self.folder, tokenizer.backend)
         self._lines = BackgroundWriter()
-        self._unsent: list[StepParts] = []
+        self._unsent: list[PickledStep] = []
         self._sent_at = 0.0
 
     @property
@@ -172,7 +172,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         if rollouts.message is None:
             return
         update = pickled(UpdateMessage(values or {}, times or {}))
-        self._unsent.append(StepParts(rollouts.step, rollouts.message, update))
+        self._unsent.append(PickledStep(rollouts.step, rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
 

@@ -82,10 +82,10 @@ class RolloutMessage:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMessage:
-    """What the update of a step adds to its rollouts.
+    """Values of the rollouts of a step that are known only after its update.
 
     Attributes:
-        values: Arrays [T] that are known after the update.
+        values: Arrays [T] that the update has computed.
         times: Seconds since 1970 at which each stage of the step ended.
     """
 

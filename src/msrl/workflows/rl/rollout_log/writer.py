@@ -53,7 +53,7 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
+class PickledStep:
     """The messages of a step, pickled: `RolloutMessage` and `UpdateMessage`."""
 
     step: int
@@ -72,9 +72,9 @@ class RolloutWriter:
         self._folder, self._tokenizer = folder.absolute(), tokenizer
         self.num_bytes = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         self._process: WorkerProcess | None = None
-        self._pending: Sequence[StepParts] = ()
+        self._pending: Sequence[PickledStep] = ()
 
-    def begin(self, steps: Sequence[StepParts]) -> None:
+    def begin(self, steps: Sequence[PickledStep]) -> None:
         """Begin to write steps, after those before are written.
 
         Raises:
@@ -111,7 +111,7 @@ class RolloutWriter:
             raise not_written_error(path, cause)
         raise RuntimeError(f"{path}: the rollouts could not be written:\n{cause}")
 
-    def _send(self, steps: Sequence[StepParts]) -> None:
+    def _send(self, steps: Sequence[PickledStep]) -> None:
         """Send steps, after the start of the process if it does not run."""
         if self._process is None:
             self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
