@@ -53,7 +53,7 @@ def measure(
     with np.errstate(invalid="ignore"):
         difference = np.subtract(left, right, dtype=np.float64)
     np.absolute(difference, out=difference)
-    # Methods like `mean` and `max` are slower in a process that waits most of the time.
+    # `mean` and `max` would add a layer of Python to these reductions.
     count, total = len(difference), float(np.add.reduce(difference))
     if math.isnan(total):
         difference, total = np.nan_to_num(difference, nan=np.inf), math.inf

@@ -14,7 +14,7 @@ from pathlib import Path
 from msrl.algorithms.packing import join, join_first
 from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.types import ScoredGroup
-from msrl.workflows.rl.rollout_log.message import ValuesOfFirst
+from msrl.workflows.rl.rollout_log.message import LoggedValues
 from msrl.workflows.rl.update import PreparedStep, behavior_versions
 
 METRIC = "rollout/logprob_gap"
@@ -23,7 +23,7 @@ _MEAN_IN_UPDATE = "sampler_logprob_difference"
 
 
 def measured_gap(
-    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: ValuesOfFirst, version: int
+    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: LoggedValues, version: int
 ) -> Gap | None:
     """Return the gap of the tokens for which the step has the trainer's log-probabilities.
 
@@ -85,7 +85,7 @@ class GapMonitor:
         step: int,
         prepared: PreparedStep,
         groups: Sequence[ScoredGroup],
-        values: ValuesOfFirst,
+        values: LoggedValues,
         trained: Mapping[str, float],
     ) -> dict[str, float]:
         """Return the metrics of a step, and warn if they were healthy in the step before.

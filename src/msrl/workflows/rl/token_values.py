@@ -17,7 +17,7 @@ from msrl.tracking.rollouts import TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
 from msrl.types import Bools
 from msrl.workflows.rl.rollout_log.log import RolloutLog
-from msrl.workflows.rl.rollout_log.message import ValuesOfFirst
+from msrl.workflows.rl.rollout_log.message import LoggedValues
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.observation import Observation, Observed
@@ -42,9 +42,9 @@ class ValueRequest:
     count: int = 0
     observation: Observation | None = None
     missing: frozenset[str] = frozenset()
-    computed: ValuesOfFirst = field(default_factory=dict[str, TokenArrays])
+    computed: LoggedValues = field(default_factory=dict[str, TokenArrays])
 
-    def values(self, observed: Observed | None) -> ValuesOfFirst:
+    def values(self, observed: Observed | None) -> LoggedValues:
         """Return all values, with those that the update has observed."""
         columns = dict(self.computed)
         if observed is not None:

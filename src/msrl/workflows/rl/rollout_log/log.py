@@ -31,7 +31,7 @@ from msrl.types import (
 )
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import UpdateMessage, ValuesOfFirst, rollout_message
+from msrl.workflows.rl.rollout_log.message import LoggedValues, UpdateMessage, rollout_message
 from msrl.workflows.rl.rollout_log.writer import PickledStep, RolloutWriter, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
@@ -155,7 +155,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         rollouts: CollectedRollouts,
         *,
         times: Mapping[str, float] | None = None,
-        values: ValuesOfFirst | None = None,
+        values: LoggedValues | None = None,
     ) -> None:
         """Begin to write the rollouts of a step, after those of the steps before.
 

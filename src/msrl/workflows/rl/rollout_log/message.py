@@ -28,8 +28,8 @@ _COLUMNS = {
     "entropies": "entropies",
 }
 
-ValuesOfFirst = Mapping[str, TokenArrays]
-"""Arrays [T] of the first sequences of a step by the name of a column."""
+LoggedValues = Mapping[str, TokenArrays]
+"""Arrays [T] of the logged sequences, the first ones of a step, by the name of a column."""
 
 
 class PromptValues(NamedTuple):
@@ -77,7 +77,7 @@ class RolloutMessage:
     prompt_ids: TokenArrays
     completions: CompletionValues
     arrays: Mapping[str, TokenArrays]
-    values: ValuesOfFirst
+    values: LoggedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class UpdateMessage:
         times: Seconds since 1970 at which each stage of the step ended.
     """
 
-    values: ValuesOfFirst
+    values: LoggedValues
     times: Mapping[str, float]
 
 
