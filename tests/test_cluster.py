@@ -409,6 +409,18 @@ def test_workers_have_the_priority_of_the_command(run):
     end(worker)
 
 
+def test_a_local_ray_keeps_no_idle_workers(run):
+    from msrl.cluster.waiting import wait_all
+
+    session, placed, probe_class = run
+    worker = session.start(probe_class, placed, "actor", 0)
+    wait_all([worker.pid.remote()], timeout_s=60)
+    names = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert [name for name in names if name.startswith("ray::ProbeActor")]
+    assert not [name for name in names if name.startswith("ray::IDLE")]
+    end(worker)
+
+
 def test_a_failure_ends_the_wait_immediately_with_the_workers_traceback(run):
     from msrl.cluster.waiting import WorkerError, wait_all
 

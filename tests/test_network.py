@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,3 +72,44 @@ def test_an_unknown_route_sets_nothing(method: str, environment: pytest.MonkeyPa
 def test_loopback_of_debians_host_names_is_one_interface():
     assert interface_with("127.0.1.1") == interface_with("127.0.0.1") == "lo"
     assert interface_with("203.0.113.1") is None
+
+
+_GROUPS = """
+import datetime, sys
+from pathlib import Path
+import torch
+from torch import distributed
+from msrl.platforms import share_gloo_devices
+
+share_gloo_devices()
+share_gloo_devices()
+distributed.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1,
+    timeout=datetime.timedelta(seconds=77),
+)
+group = [distributed.new_group([0]) for _ in range(5)][-1]
+own = distributed.ProcessGroupGloo._Options()
+own._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
+distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, own)
+values = torch.ones(2)
+distributed.all_reduce(values, group=group)
+timeouts = [
+    int(each._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    for each in (distributed.group.WORLD, group)
+]
+tasks = Path("/proc/self/task").iterdir()
+names = [task.joinpath("comm").read_text().strip() for task in tasks]
+print(names.count("gloo_tcp_loop"), timeouts, values.tolist())
+"""
+
+
+def test_gloo_groups_share_one_device_and_keep_their_options(tmp_path: Path):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUPS, tmp_path / "store"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "2 [77, 1800] [1.0, 1.0]", "one shared device, one of the caller"

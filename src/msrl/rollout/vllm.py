@@ -26,6 +26,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
+from msrl.platforms import share_gloo_devices
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BLOCK_TOKENS,
@@ -469,6 +470,7 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         import vllm
 
         _check_supported(settings)
+        share_gloo_devices()
         before = temporary.segments()
         try:
             with temporary.redirected(folder):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from msrl.models.parallel_layout import Coords
+from msrl.platforms import share_gloo_devices
 from msrl.platforms.base import Platform
 from msrl.trainer.network import select_interface
 from msrl.trainer.settings import Layout, RankSettings
@@ -80,6 +81,7 @@ def initialize(
     # Select the device of this rank before random numbers or messages use the default device.
     platform.device(rank)
     select_interface(platform, init_method)
+    share_gloo_devices()
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.collective_backend,
