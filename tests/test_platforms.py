@@ -68,6 +68,22 @@ def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
         assert single["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in single
 
 
+_REPEATED = """
+import resource, torch
+faults = []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 18)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults[-1])
+"""
+
+
+def test_processes_that_compute_on_cpu_reuse_the_memory_of_large_tensors():
+    faults = int(_python(_REPEATED, **get("cpu").worker_environment(1)))
+    assert faults < 8, "64 MiB were returned to the kernel"
+
+
 def test_auto_selects_the_first_supported_platform():
     expected = next(name for name in auto_names() if get(name).missing() is None)
     assert resolve("auto").name == expected

@@ -39,11 +39,12 @@ _FACTORIES = (
 
 # By default glibc returns freed memory to the kernel, which clears every page again for the next
 # tensor. That takes a third of the time of a step, so freed memory is kept and new memory is
-# allocated in huge pages (glibc manual, "Memory Allocation Tunables").
+# allocated in huge pages (glibc manual, "Memory Allocation Tunables"). Tensors of more than 32 MiB
+# would be mapped and unmapped each time with any threshold, so mapping is off.
 _ALLOCATOR = ":".join(
     (
         "glibc.malloc.hugetlb=1",
-        "glibc.malloc.mmap_threshold=33554432",
+        "glibc.malloc.mmap_max=0",
         "glibc.malloc.trim_threshold=17179869184",
     )
 )
