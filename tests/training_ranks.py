@@ -88,6 +88,8 @@ class Result:
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
     """Return the batch of a step: random tokens with a random loss mask per sequence.
 
+    Two sequences in turn begin with the same tokens.
+
     With `with_fields`, it has the fields that a policy loss needs.
     """
     random = np.random.default_rng([7, step])
@@ -95,6 +97,10 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
         random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64)
         for _ in range(NUM_SEQUENCES)
     )
+    # Micro-batches of several sequences compute the common beginnings once.
+    for first, second in zip(ids[::2], ids[1::2], strict=True):
+        common = min(len(first), len(second)) - 1
+        second[:common] = first[:common]
     masks = tuple(np.arange(len(row)) >= random.integers(1, len(row) - 1) for row in ids)
     if not with_fields:
         return Sequences(ids, masks, {})

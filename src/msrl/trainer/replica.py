@@ -22,7 +22,7 @@ from msrl.checkpoint.random_weights import RandomSource
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
-from msrl.models.shape import Shape
+from msrl.models.shape import DynamicRopeScaling, Shape
 from msrl.trainer import groups, optimizer_state
 from msrl.trainer.groups import RankPosition
 from msrl.trainer.guard import GradientGuard
@@ -164,6 +164,19 @@ class ModelReplica:
         """
         multiple = token_multiple(self.position.device.type, self.position.dtype)
         return math.lcm(sequence_multiple(self.position.layout, self.shape), multiple)
+
+    @property
+    def _shares_prefixes(self) -> bool:
+        """True if the layers may compute the common beginnings of sequences once.
+
+        The load of experts is of all tokens, dropout is drawn for each token, and dynamic rotary
+        embeddings depend on the lengths of sequences.
+        """
+        return (
+            self.shape.moe is None
+            and (self.adapters is None or not self.settings.lora.dropout)
+            and not isinstance(self.shape.rope_scaling, DynamicRopeScaling)
+        )
 
     def close(self) -> None:
         """Release the model, so that the process groups and their threads can go."""
@@ -318,6 +331,7 @@ class ModelReplica:
             position.device,
             context_groups=position.context,
             multiple=self.sequence_multiple,
+            shares_prefixes=self._shares_prefixes,
             comparisons=comparisons,
         )
         if self.balance is None or not is_training:

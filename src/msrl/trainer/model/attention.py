@@ -278,6 +278,9 @@ def packed_attention(
     """
     traits = _Traits(scale, window, softcap, sinks)
     context = packed.context
+    if packed.shared is not None:
+        query, key, value = map(packed.shared.expand, (query, key, value))
+        return packed.shared.reduce(_local_attention(query, key, value, packed.lengths, traits))
     if context is None:
         return _local_attention(query, key, value, packed.lengths, traits)
     if context.groups.heads is None and context.groups.ring is None:

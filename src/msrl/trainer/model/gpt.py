@@ -45,7 +45,7 @@ class PolicyModel(GPTModel):
         self,
         tokens: Tensor,  # [1, n]
         packed: PackedSequences,
-        loss_mask: Tensor,  # [n]
+        loss_mask: Tensor,  # [n], or [N] if sequences share rows
         *,
         gives_hidden: bool = False,
     ) -> Tensor | HiddenStates:
@@ -62,7 +62,8 @@ class PolicyModel(GPTModel):
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return hidden
-        selected = self._gathered(hidden).squeeze(1)[loss_mask]  # [M, c]
+        hidden = self._gathered(hidden).squeeze(1)
+        selected = (hidden if packed.shared is None else packed.shared.expand(hidden))[loss_mask]
         if self._shape.reward_head:
             return self.rm_head(selected.unsqueeze(1))[0].squeeze(1)
         padded = pad_tokens(selected)

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from msrl.trainer.model.context import ContextShare
+from msrl.trainer.model.prefixes import SharedRows
 
 
 class TokenRoutes(Protocol):
@@ -43,6 +44,8 @@ class PackedSequences:
     interleaved: bool = False
     # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
     context: ContextShare | None = None
+    # Rows that several sequences share, also in cos and sin; None if each token has its own.
+    shared: SharedRows | None = None
     # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
     expert_groups: Tensor | None = None
     # Record or replay of experts; None lets the routers choose (see `routes.py`).
@@ -57,6 +60,12 @@ def select_share(packed: PackedSequences, share: ContextShare) -> PackedSequence
     return replace(
         packed, lengths=share.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=share
     )
+
+
+def share_rows(packed: PackedSequences, shared: SharedRows) -> PackedSequences:
+    """Return the packing of a full micro-batch with positions of rows instead of tokens."""
+    first = shared.first_tokens
+    return replace(packed, cos=packed.cos[first], sin=packed.sin[first], shared=shared)
 
 
 def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from msrl.trainer import groups
 from msrl.trainer.model import context
-from msrl.trainer.model.packed import PackedSequences, select_share
+from msrl.trainer.model.packed import PackedSequences, select_share, share_rows
+from msrl.trainer.model.prefixes import find_shared_rows
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
@@ -29,9 +30,9 @@ class DeviceBatch:
     The model's inputs are those of this rank, the loss's fields those of the full micro-batch.
     """
 
-    tokens: Tensor  # [1, n]
+    tokens: Tensor  # [1, n], or the tokens of the rows that sequences share (`packed.shared`)
     packed: PackedSequences
-    mask: Tensor  # [n]
+    mask: Tensor  # [n], also of sequences that share rows
     labels: Tensor  # [m]
     # [m] index of each among the M positions; None without context parallelism, where m = M.
     rows: Tensor | None
@@ -78,9 +79,14 @@ def to_device(
     *,
     context_groups: groups.ContextGroups | None,
     multiple: int,
+    shares_prefixes: bool = False,
     comparisons: tuple[DistributionComparison, ...] = (),
 ) -> DeviceBatch:
-    """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`."""
+    """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`.
+
+    With `shares_prefixes`, sequences share the rows of common beginnings if that saves much. Under
+    context parallelism they never do.
+    """
     tokens, labels, mask = (
         torch.from_numpy(array).to(device)
         for array in (batch.token_ids, batch.labels, batch.loss_mask)
@@ -94,6 +100,10 @@ def to_device(
     }
     packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
     if context_groups is None:
+        if shares_prefixes:
+            shared = find_shared_rows(batch.token_ids, batch.cu_seqlens.tolist(), multiple, device)
+            if shared is not None:
+                tokens, packed = tokens[shared.first_tokens], share_rows(packed, shared)
         return DeviceBatch(
             tokens[None], packed, mask, labels[mask], None, sequences, fields, comparisons
         )
