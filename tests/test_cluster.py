@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -415,7 +416,10 @@ def test_a_local_ray_keeps_no_idle_workers(run):
     session, placed, probe_class = run
     worker = session.start(probe_class, placed, "actor", 0)
     wait_all([worker.pid.remote()], timeout_s=60)
-    names = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    names: list[str] = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            names.append(" ".join(process.cmdline()))
     assert [name for name in names if name.startswith("ray::ProbeActor")]
     assert not [name for name in names if name.startswith("ray::IDLE")]
     end(worker)

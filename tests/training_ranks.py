@@ -99,7 +99,7 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
     )
     # Micro-batches of several sequences compute the common beginnings once.
     for first, second in zip(ids[::2], ids[1::2], strict=True):
-        common = min(len(first), len(second)) - 1
+        common = min(len(first), len(second)) // 2
         second[:common] = first[:common]
     masks = tuple(np.arange(len(row)) >= random.integers(1, len(row) - 1) for row in ids)
     if not with_fields:

@@ -19,7 +19,7 @@ from msrl.models.stages import stage_tensors
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.model import build as megatron
 from msrl.trainer.model.gpt import PolicyModel
-from msrl.trainer.model.streaming import put, stream_weights
+from msrl.trainer.streaming import put, stream_weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -20,7 +20,7 @@ from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
 if TYPE_CHECKING:
-    from msrl.trainer.model.streaming import Fill
+    from msrl.trainer.streaming import Fill
 
 ATTENTION = "eager"  # transformers' fused attention silently ignores soft-capping (Gemma 2)
 
@@ -72,7 +72,7 @@ def transformers_logits(
 
     The weights are rounded to `dtype` unless it is None.
     """
-    from msrl.trainer.model.streaming import parameters_without_memory, stream_weights
+    from msrl.trainer.streaming import parameters_without_memory, stream_weights
 
     config = model_config(source.shape, source.hf_dir)
     with parameters_without_memory():
@@ -177,7 +177,7 @@ def _model_name(name: str, shape: Shape) -> str:
 
 
 def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
-    from msrl.trainer.model.streaming import put
+    from msrl.trainer.streaming import put
 
     def build(rule: Rule, indices: tuple[int, ...]) -> Tensor:
         tensors, target_dtype = source.hf_tensors(rule), cast_to(rule, dtype)
