@@ -18,6 +18,8 @@ from msrl.types import StepReport
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+_WRITE_EVERY_S = 5.0
+
 
 def check(options: Mapping[str, Any]) -> None:
     """Raise MsrlError if the package is not installed."""
@@ -47,11 +49,16 @@ def open_tracker(
 
 
 class TensorBoardTracker:
-    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`."""
+    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`.
+
+    It writes the reports of several seconds together, which takes less time than one by one.
+    """
 
     def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
         event_pb2 = _generated("event_pb2")
         self._writer = writer
+        self._reports: list[tuple[float, StepReport]] = []
+        self._written_at = 0.0
         self._event = event_pb2.Event
         if resumed_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -60,12 +67,22 @@ class TensorBoardTracker:
             )
 
     def log(self, report: StepReport) -> None:
-        event = self._event(wall_time=time.time(), step=report.step)
-        for name, value in scalars(report).items():
-            event.summary.value.add(tag=name, simple_value=float(value))
-        self._writer.add_event(event)
+        self._reports.append((time.time(), report))
+        if time.monotonic() - self._written_at >= _WRITE_EVERY_S:
+            self._write()
+            self._written_at = time.monotonic()
+
+    def _write(self) -> None:
+        """Write all reports that are not written."""
+        reports, self._reports = self._reports, []
+        for wall_time, report in reports:
+            event = self._event(wall_time=wall_time, step=report.step)
+            for name, value in scalars(report).items():
+                event.summary.value.add(tag=name, simple_value=float(value))
+            self._writer.add_event(event)
 
     def close(self) -> None:
+        self._write()
         self._writer.close()
 
 
