@@ -88,7 +88,7 @@ class Result:
 def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False) -> Sequences:
     """Return the batch of a step: random tokens with a random loss mask per sequence.
 
-    Two sequences in turn begin with the same tokens.
+    The sequences of each pair have a common prefix.
 
     With `with_fields`, it has the fields that a policy loss needs.
     """
@@ -97,7 +97,7 @@ def sequences(step: int, *, with_fields: bool = False, is_poisoned: bool = False
         random.integers(0, VOCAB, random.integers(3, LONGEST)).astype(np.int64)
         for _ in range(NUM_SEQUENCES)
     )
-    # Micro-batches of several sequences compute the common beginnings once.
+    # Micro-batches of several sequences compute the common prefixes once.
     for first, second in zip(ids[::2], ids[1::2], strict=True):
         common = min(len(first), len(second)) // 2
         second[:common] = first[:common]

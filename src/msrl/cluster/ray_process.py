@@ -21,10 +21,10 @@ _NAMES = (*_DAEMONS, "ray::")  # with which the names of Ray's processes begin
 # Ray's own processes must not delay ranks and engines, whose threads wait for each other. Actors of
 # msrl have their own environment variables and start in new workers, never in idle ones. Nobody
 # watches the log files and the use of resources of a local Ray.
-_QUIET = {
+_BACKGROUND_SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_num_workers_soft_limit": "0",  # of idle workers to keep
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # from which the interval applies
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # number from which the interval applies
     "LOG_NAME_UPDATE_INTERVAL_S": "60",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
@@ -157,8 +157,8 @@ def ray_settings(
 ) -> Iterator[None]:
     """Set Ray's process-wide settings for one session.
 
-    They set the token and TLS, disable usage statistics, keep loopback addresses, and let the
-    processes of a Ray that starts now do little.
+    They set the token and TLS, disable usage statistics, keep loopback addresses, and reduce the
+    background work of a Ray that starts now.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +168,7 @@ def ray_settings(
         **state.tls_environment(tls),
         **state.startup_wait_environment(),
         **state.priority_environment(),
-        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
+        **{name: os.environ.get(name, value) for name, value in _BACKGROUND_SETTINGS.items()},
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     settings["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

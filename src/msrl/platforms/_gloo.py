@@ -19,21 +19,21 @@ def share_gloo_devices() -> None:
 
     if not distributed.is_available() or not distributed.is_gloo_available():
         return
-    group: Any = distributed.ProcessGroupGloo
-    create = group.__init__
+    group_class: Any = distributed.ProcessGroupGloo
+    create = group_class.__init__
 
     def create_with_shared_devices(
         self: Any, store: Any, rank: int, size: int, timeout: Any = None, *, options: Any = None
     ) -> None:
-        if options is None and not isinstance(timeout, group._Options):
-            options = group._Options()
+        if options is None and not isinstance(timeout, group_class._Options):
+            options = group_class._Options()
             options._devices = list(_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid()))
             options._threads = 2 * len(options._devices)
             if isinstance(timeout, timedelta):
                 options._timeout = timeout
         create(self, store, rank, size, timeout if options is None else options)
 
-    group.__init__ = create_with_shared_devices
+    group_class.__init__ = create_with_shared_devices
 
 
 @functools.cache
@@ -44,8 +44,8 @@ def _devices(interfaces: str, process: int) -> tuple[Any, ...]:
     """
     from torch import distributed
 
-    group: Any = distributed.ProcessGroupGloo
+    group_class: Any = distributed.ProcessGroupGloo
     names = [name for name in interfaces.split(",") if name]
-    return tuple(group.create_device(interface=name) for name in names) or (
-        group.create_default_device(),
+    return tuple(group_class.create_device(interface=name) for name in names) or (
+        group_class.create_default_device(),
     )

@@ -167,10 +167,10 @@ class ModelReplica:
 
     @property
     def _shares_prefixes(self) -> bool:
-        """True if the layers may compute the common beginnings of sequences once.
+        """True if the layers may compute common prefixes once.
 
-        The load of experts is of all tokens, dropout is drawn for each token, and dynamic rotary
-        embeddings depend on the lengths of sequences.
+        Not with experts, whose load counts every token, nor with dropout, which is drawn for every
+        token, nor with dynamic rotary embeddings, which depend on the length of the sequence.
         """
         return (
             self.shape.moe is None

@@ -62,8 +62,9 @@ class PolicyModel(GPTModel):
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return hidden
-        hidden = self._gathered(hidden).squeeze(1)
-        selected = (hidden if packed.shared is None else packed.shared.expand(hidden))[loss_mask]
+        gathered = self._gathered(hidden).squeeze(1)
+        every = gathered if packed.shared is None else packed.shared.expand(gathered)
+        selected = every[loss_mask]  # [M, c]
         if self._shape.reward_head:
             return self.rm_head(selected.unsqueeze(1))[0].squeeze(1)
         padded = pad_tokens(selected)

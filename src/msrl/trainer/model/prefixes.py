@@ -1,11 +1,11 @@
-"""Common prefixes of the sequences of a micro-batch, whose tokens the layers compute once.
+"""Common prefixes of the sequences of a micro-batch, which the layers compute once.
 
 The responses to a prompt, and the two sides of a preference pair, begin with the same tokens. A
-token's hidden states depend only on the tokens before it, so they are equal in all these sequences.
-The layers therefore compute one row for them. Only attention sees every sequence complete.
+token's hidden states depend only on itself and the tokens before it, so they are equal in all these
+sequences. The layers therefore compute one row for all of them. Only attention gets every sequence
+complete.
 
-Letters: N tokens of a micro-batch, n rows of the layers. At each place where a sequence differs
-from the one before it, new rows begin.
+Letters: N tokens of a micro-batch, n rows that the layers compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from msrl.types import Ints
 
-# Smallest share of tokens whose computation is saved. Copies for attention take time, too.
+# Rows are shared only if this share of the tokens needs none, since copies for attention take time.
 _MIN_SAVED = 0.05
 
 

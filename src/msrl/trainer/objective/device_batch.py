@@ -30,9 +30,9 @@ class DeviceBatch:
     The model's inputs are those of this rank, the loss's fields those of the full micro-batch.
     """
 
-    tokens: Tensor  # [1, n], or the tokens of the rows that sequences share (`packed.shared`)
+    tokens: Tensor  # [1, n]; if sequences share rows (`packed.shared`), one token per row
     packed: PackedSequences
-    mask: Tensor  # [n], also of sequences that share rows
+    mask: Tensor  # [n], of every position even if sequences share rows
     labels: Tensor  # [m]
     # [m] index of each among the M positions; None without context parallelism, where m = M.
     rows: Tensor | None
@@ -84,8 +84,8 @@ def to_device(
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`.
 
-    With `shares_prefixes`, sequences share the rows of common beginnings if that saves much. Under
-    context parallelism they never do.
+    With `shares_prefixes`, sequences share the rows of common prefixes if that saves enough, but
+    never under context parallelism.
     """
     tokens, labels, mask = (
         torch.from_numpy(array).to(device)

@@ -32,7 +32,7 @@ def test_equal_sequences_share_all_rows():
 @pytest.mark.parametrize(
     "sequences",
     [
-        pytest.param([[1, 2, 3], [2, 2, 3], [3, 2, 3]], id="no common beginning"),
+        pytest.param([[1, 2, 3], [2, 2, 3], [3, 2, 3]], id="no common prefix"),
         pytest.param([[0, *range(1, 30)], [0, *range(30, 60)]], id="too short"),
         pytest.param([[1, 2, 3, 4]], id="one sequence"),
     ],
