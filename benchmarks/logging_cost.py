@@ -1,9 +1,8 @@
 """CPU time of the driver for logging: `python -m benchmarks logging [--steps N]`.
 
 The quickstart's model trains with GRPO and `log: {rollouts: parquet, tokens: sampled}`. The driver
-measures the CPU time of the calls that write rollouts, values of tokens and metrics, and of
-TensorBoard's thread. They must add at most 2% to its other CPU time. Ray's threads, which work
-while such a call runs, do not count.
+measures the CPU time of the calls that write rollouts, values of tokens and metrics. They must add
+at most 2% to its other CPU time. Ray's threads, which work while such a call runs, do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import atexit
 import json
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -62,15 +60,12 @@ def configuration(steps: int) -> dict[str, Any]:
 
 def drive() -> None:
     """Run `msrl` in this process. The first argument is the file for its CPU seconds."""
-    from tensorboard.summary.writer import event_file_writer
-
     from msrl.cli.app import main as run_msrl
 
     output = Path(sys.argv[1]).absolute()
     clock = CpuClock()
     for owner, method, name in calls_of_logging():
         setattr(owner, method, clock.measured(getattr(owner, method), name))
-    clock.measure_thread(event_file_writer._AsyncWriterThread, "TensorBoard's thread")
 
     def write() -> None:
         output.write_text(json.dumps({**clock.seconds, "all": time.process_time()}))
@@ -99,7 +94,7 @@ def calls_of_logging() -> tuple[tuple[type, str, str], ...]:
 
 
 class CpuClock:
-    """CPU seconds of calls and threads by name. Calls within measured calls count once."""
+    """CPU seconds of calls by name. Calls within measured calls count once."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -120,18 +115,6 @@ class CpuClock:
                 self.seconds[name] += time.thread_time() - began
 
         return call
-
-    def measure_thread(self, kind: type[threading.Thread], name: str) -> None:
-        """Add the CPU time of all threads of a class when they end."""
-        run = kind.run
-
-        def measured(thread: threading.Thread) -> None:
-            try:
-                run(thread)
-            finally:
-                self.seconds[name] += time.thread_time()
-
-        kind.run = measured
 
 
 def share(seconds: Mapping[str, float]) -> float:

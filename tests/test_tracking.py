@@ -25,6 +25,7 @@ from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
 from msrl.limits import one_line
 from msrl.tracking.console import COLUMNS, StepConsole
+from msrl.tracking.event_file import record
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
@@ -215,6 +216,30 @@ def test_tensorboard_reads_the_events_and_hides_repeated_steps_of_a_resumed_run(
         (3, 6.0),
     ]
     assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
+
+
+def test_records_of_events_equal_those_of_tensorboard() -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    file = io.BytesIO()
+    events = [b"", b"event", bytes(range(256)) * 9]
+    for event in events:
+        RecordWriter(file).write(event)
+    assert b"".join(map(record, events)) == file.getvalue()
+
+
+def test_tensorboard_gets_metrics_whose_names_change_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = open_trackers(("tensorboard",), tmp_path)
+    for step in range(1, 41):
+        tracker.log(StepReport(step, {f"reward/{step % 20}": step, "train/loss": -step}, {}))
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [-s for s in range(1, 41)]
+    for number in range(20):
+        values = [event.value for event in events.Scalars(f"reward/{number}")]
+        assert values == [number or 20, number + 20 if number else 40]
 
 
 @pytest.mark.slow
@@ -590,7 +615,10 @@ def test_a_console_line_fits_into_100_characters_and_has_no_negative_zero() -> N
     assert "lr 1.0e-06" in short
 
 
-def test_metrics_that_were_removed_during_a_run_are_restored(tmp_path: Path) -> None:
+def test_metrics_that_were_removed_during_a_run_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("msrl.tracking.metrics._CHECK_EVERY_S", 0.0)
     with MetricsWriter(tmp_path) as writer:
         writer.log(report(1))
         writer.path.unlink()

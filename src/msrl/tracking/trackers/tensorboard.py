@@ -1,6 +1,6 @@
 """TensorBoard tracker: event files in `<run>/tensorboard`, or in the folder of the option `dir`.
 
-The writer of the package tensorboard is used, which requires neither TensorFlow nor torch.
+The events are those of the package tensorboard, which requires neither TensorFlow nor torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from msrl.tracking.tracker import scalars
 from msrl.types import StepReport
 
 if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from msrl.tracking.event_file import EventFile
 
 _WRITE_EVERY_S = 5.0
+_MAX_EVENTS = 16  # that are kept for further reports with the same names
+_VERSION = "brain.Event:2"  # of the first event of a file
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise MsrlError if the package is not installed."""
+    """Raise MsrlError if a package is not installed."""
     try:
-        importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        _generated("event_pb2")
+        importlib.import_module("google_crc32c")
     except ImportError as error:
         raise MsrlError(
-            "log.trackers=tensorboard: the package tensorboard is not installed. "
-            "Install it with `pip install tensorboard`."
+            f"log.trackers=tensorboard: a package is not installed ({error}). "
+            "Install it with `pip install tensorboard google-crc32c`."
         ) from error
 
 
@@ -43,9 +46,9 @@ def open_tracker(
     TensorBoard hides what earlier attempts logged after `resumed_step`.
     """
     check({})
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from msrl.tracking.event_file import EventFile
 
-    return TensorBoardTracker(EventFileWriter(dir or str(run_dir / "tensorboard")), resumed_step)
+    return TensorBoardTracker(EventFile(Path(dir or run_dir / "tensorboard")), resumed_step)
 
 
 class TensorBoardTracker:
@@ -54,36 +57,57 @@ class TensorBoardTracker:
     It writes the reports of several seconds together, which takes less time than one by one.
     """
 
-    def __init__(self, writer: EventFileWriter, resumed_step: int | None) -> None:
+    def __init__(self, file: EventFile, resumed_step: int | None) -> None:
         event_pb2 = _generated("event_pb2")
-        self._writer = writer
+        self._file, self._event = file, event_pb2.Event
+        self._events = dict[tuple[str, ...], Any]()
         self._reports: list[tuple[float, StepReport]] = []
         self._written_at = 0.0
-        self._event = event_pb2.Event
+        events = [self._event(wall_time=time.time(), file_version=_VERSION)]
         if resumed_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(
+            events.append(
                 self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
             )
+        self._file.append([event.SerializeToString() for event in events])
 
     def log(self, report: StepReport) -> None:
         self._reports.append((time.time(), report))
         if time.monotonic() - self._written_at >= _WRITE_EVERY_S:
             self._write()
-            self._written_at = time.monotonic()
 
     def _write(self) -> None:
         """Write all reports that are not written."""
         reports, self._reports = self._reports, []
-        for wall_time, report in reports:
-            event = self._event(wall_time=wall_time, step=report.step)
-            for name, value in scalars(report).items():
-                event.summary.value.add(tag=name, simple_value=float(value))
-            self._writer.add_event(event)
+        self._file.append([self._serialized(*timed_report) for timed_report in reports])
+        self._written_at = time.monotonic()
+
+    def _serialized(self, wall_time: float, report: StepReport) -> bytes:
+        """Return the event of a report.
+
+        Events with the same names use one object, because adding a name takes longer than setting
+        its value.
+        """
+        values = scalars(report)
+        names = tuple(values)
+        if names not in self._events:
+            if len(self._events) >= _MAX_EVENTS:
+                self._events.clear()
+            event = self._event()
+            for name in names:
+                event.summary.value.add(tag=name)
+            self._events[names] = event
+        event = self._events[names]
+        event.wall_time, event.step = wall_time, report.step
+        for entry, value in zip(event.summary.value, values.values(), strict=True):
+            entry.simple_value = float(value)
+        return event.SerializeToString()
 
     def close(self) -> None:
-        self._write()
-        self._writer.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
 
 def _generated(name: str) -> Any:
