@@ -54,6 +54,7 @@ DROPPED = (
     "perf/tokens_per_s",
     "rollout/response_length",
 )
+_GAP = "  "
 STEP = "step"
 RECENT = 20
 
@@ -77,12 +78,15 @@ class StepConsole:
     def log(self, report: StepReport) -> None:
         if STEP in report.seconds:
             self._recent.append(report.seconds[STEP])
+        lines = list[str]()
         if self._is_due(report):
             self._is_first = False
-            print(self.line(report), file=self._stream or sys.stderr, flush=True)
-        for note in report.notes:
-            line = printable(f"step {report.step}: {note}")
-            print(line, file=self._stream or sys.stderr, flush=True)
+            lines.append(self.line(report))
+        lines += [printable(f"step {report.step}: {note}") for note in report.notes]
+        if lines:
+            stream = self._stream or sys.stderr
+            stream.write("".join(f"{line}\n" for line in lines))
+            stream.flush()
 
     def _is_due(self, report: StepReport) -> bool:
         """Return True if the report is printed.
@@ -109,7 +113,8 @@ class StepConsole:
         if self._recent and report.step < self._total:
             remaining_s = (self._total - report.step) * statistics.median(self._recent)
             fields["left"] = f"{duration_text(remaining_s)} left"
+        excess = len(_GAP.join(fields.values())) - WIDTH
         for name in DROPPED:
-            if len("  ".join(fields.values())) > WIDTH:
-                fields.pop(name, None)
-        return "  ".join(fields.values())
+            if excess > 0 and name in fields:
+                excess -= len(_GAP + fields.pop(name))
+        return _GAP.join(fields.values())

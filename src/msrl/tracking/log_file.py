@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Generator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
@@ -26,9 +26,9 @@ class LogFile:
 
     def write(self, text: str) -> None:
         """Append the lines of a text with the current time."""
-        time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with contextlib.suppress(OSError, ValueError):
-            self._file.write("".join(f"{time} {printable(line)}\n" for line in text.splitlines()))
+            self._file.write("".join(f"{now} {printable(line)}\n" for line in text.splitlines()))
             self._file.flush()
 
     def close(self) -> None:
