@@ -15,7 +15,7 @@ from msrl.errors import MsrlError
 from msrl.rewards.worker import pickled
 from msrl.tracking.rollouts import TokenArrays, read_records
 from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage, rollout_message
-from msrl.workflows.rl.rollout_log.writer import PickledStep, RolloutWriter, record_path
+from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, record_path
 from support import mentions
 from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
 
@@ -26,14 +26,14 @@ def make_message(step: int) -> RolloutMessage:
     return rollout_message(step, [group], rl_sequences(samples), ())
 
 
-def pickled_step(message: RolloutMessage) -> PickledStep:
+def messages_of(message: RolloutMessage) -> StepMessages:
     entropies = TokenArrays.of([np.full(4, 0.25, np.float32)], np.float32)
     update = UpdateMessage({"entropies": entropies}, {})
-    return PickledStep(message.step, pickled(message), pickled(update))
+    return StepMessages(message.step, pickled(message), update)
 
 
-def make_step(step: int) -> PickledStep:
-    return pickled_step(make_message(step))
+def make_step(step: int) -> StepMessages:
+    return messages_of(make_message(step))
 
 
 def make_writer(folder: Path) -> RolloutWriter:
@@ -94,7 +94,7 @@ def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
     message = replace(message, prompts=[(*message.prompts[0][:-1], 3)])
     writer = make_writer(tmp_path)
-    writer.begin([pickled_step(message)])
+    writer.begin([messages_of(message)])
     with pytest.raises(RuntimeError, match=r"columns\.py"):
         writer.wait()
     writer.close()

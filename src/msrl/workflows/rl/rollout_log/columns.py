@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.tracking.rollouts import Column, TokenArrays
-from msrl.types import Bools, Completion, Episode, VersionRun
+from msrl.types import Bools, Completion, Episode, Ints, VersionRun
 from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage, UpdateMessage
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def record_columns(
     step, own, count = message.step, message.completions, len(message.arrays["token_ids"])
     texts = [
         tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        for token_ids in message.prompt_ids.split()
+        for token_ids in _prompt_ids(message)
     ]
     rows = list(_rows(message, texts))
     numbers = [row.completion for row in rows]
@@ -80,6 +80,21 @@ def record_columns(
         "success": [episode.success for episode in episodes],
         "fault": [episode.fault[0] for episode in episodes],
     }
+
+
+def _prompt_ids(message: RolloutMessage) -> Iterator[Ints]:
+    """Return the tokens of the prompt of each group."""
+    sequences = message.arrays["token_ids"].split()
+    completion = sequence = 0
+    for group, prompt in enumerate(map(PromptValues._make, message.prompts)):
+        if group in message.episode_prompts:
+            yield message.episode_prompts[group]
+        else:
+            yield sequences[sequence][: prompt.num_tokens]
+        end = completion + prompt.num_completions
+        episodes = message.completions.episodes[completion:end]
+        sequence += sum(len(_sampled(episode)) for episode in episodes)
+        completion = end
 
 
 def _rows(message: RolloutMessage, texts: Sequence[str]) -> Iterator[_Row]:

@@ -32,7 +32,7 @@ from msrl.types import (
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
 from msrl.workflows.rl.rollout_log.message import LoggedValues, UpdateMessage, rollout_message
-from msrl.workflows.rl.rollout_log.writer import PickledStep, RolloutWriter, not_written_error
+from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
 _SEND_EVERY_S = 5.0
@@ -75,7 +75,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self._format = format
         self._records = RolloutWriter(self.folder, tokenizer.backend)
         self._lines = BackgroundWriter()
-        self._unsent: list[PickledStep] = []
+        self._unsent: list[StepMessages] = []
         self._sent_at = 0.0
 
     @property
@@ -171,8 +171,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             self._lines.begin(rollouts.lines)
         if rollouts.message is None:
             return
-        update = pickled(UpdateMessage(values or {}, times or {}))
-        self._unsent.append(PickledStep(rollouts.step, rollouts.message, update))
+        update = UpdateMessage(values or {}, dict(times or {}))
+        self._unsent.append(StepMessages(rollouts.step, rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
 

@@ -19,7 +19,7 @@ from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import TokenArrays
-from msrl.types import Episode, FinishReason, ScoredGroup, VersionRun
+from msrl.types import Episode, FinishReason, Ints, ScoredGroup, VersionRun
 
 # Columns of the rollout record by the field of the sequences that holds them.
 _COLUMNS = {
@@ -66,7 +66,8 @@ class RolloutMessage:
     Attributes:
         step: Step, counted from 1.
         prompts: Values of each group. Dropped groups come last.
-        prompt_ids: Tokens of the prompt of each group.
+        episode_prompts: Tokens of the prompts of groups of episodes, by the number of the group.
+            The first sequence of every other group begins with its prompt.
         completions: Values of their completions.
         arrays: Arrays [T] of every sequence of the completions by column.
         values: Arrays [T] that are known before the update.
@@ -74,7 +75,7 @@ class RolloutMessage:
 
     step: int
     prompts: Sequence[PromptFields]
-    prompt_ids: TokenArrays
+    episode_prompts: Mapping[int, Ints]
     completions: CompletionValues
     arrays: Mapping[str, TokenArrays]
     values: LoggedValues
@@ -115,7 +116,11 @@ def rollout_message(
     return RolloutMessage(
         step=step,
         prompts=[_prompt_values(group) for group in every],
-        prompt_ids=TokenArrays.of([group.rollout.prompt.token_ids for group in every], np.int32),
+        episode_prompts={
+            number: group.rollout.prompt.token_ids
+            for number, group in enumerate(every)
+            if group.rollout.completions[0].episode is not None
+        },
         completions=CompletionValues(
             finish_reasons=[completion.finish_reason for completion in completions],
             policy_versions=[completion.policy_version for completion in completions],

@@ -5,10 +5,10 @@ would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
 `msrl.rewards.worker_process`. Its first message is the folder of the files with the tokenizer that
-decodes the prompts. Then it gets the number of the next steps and two messages for each of them.
-When it has written them, it answers with a frame: WRITTEN with the size of all its files,
-NOT_WRITTEN with an error of the operating system, or FAILED with a traceback. An error begins with
-the name of the file. The process ends with its input.
+decodes the prompts. Then it gets one message with the values of the updates of the next steps, and
+one with the rollouts of each of them. When it has written them, it answers with a frame: WRITTEN
+with the size of all its files, NOT_WRITTEN with an error of the operating system, or FAILED with a
+traceback. An error begins with the name of the file. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
 
 
 @dataclass(frozen=True, slots=True)
-class PickledStep:
-    """The messages of a step, pickled: `RolloutMessage` and `UpdateMessage`."""
+class StepMessages:
+    """The messages of a step: a pickled `RolloutMessage`, and the values of its update."""
 
     step: int
     rollouts: Sequence[bytes | memoryview]
-    update: Sequence[bytes | memoryview]
+    update: UpdateMessage
 
 
 class RolloutWriter:
@@ -72,9 +72,9 @@ class RolloutWriter:
         self._folder, self._tokenizer = folder.absolute(), tokenizer
         self.num_bytes = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         self._process: WorkerProcess | None = None
-        self._pending: Sequence[PickledStep] = ()
+        self._pending: Sequence[StepMessages] = ()
 
-    def begin(self, steps: Sequence[PickledStep]) -> None:
+    def begin(self, steps: Sequence[StepMessages]) -> None:
         """Begin to write steps, after those before are written.
 
         Raises:
@@ -111,13 +111,13 @@ class RolloutWriter:
             raise not_written_error(path, cause)
         raise RuntimeError(f"{path}: the rollouts could not be written:\n{cause}")
 
-    def _send(self, steps: Sequence[PickledStep]) -> None:
+    def _send(self, steps: Sequence[StepMessages]) -> None:
         """Send steps, after the start of the process if it does not run."""
         if self._process is None:
             self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
             self._process.enlarge_pipe(_PIPE_BYTES)
-        parts = chain(pickled(len(steps)), *(chain(step.rollouts, step.update) for step in steps))
-        self._process.send_parts(parts)
+        updates = pickled([step.update for step in steps])
+        self._process.send_parts(chain(updates, *(step.rollouts for step in steps)))
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -145,8 +145,8 @@ def main() -> None:
     os.dup2(2, 1)
     leave_signals_to_parent()
     folder, tokenizer = read(source)
-    while (count := read_arrays(source)) is not None:
-        steps = [(read_arrays(source), read_arrays(source)) for _ in range(count)]
+    while (updates := read_arrays(source)) is not None:
+        steps = [(read_arrays(source), update) for update in updates]
         sink.write(_answer(folder, tokenizer, steps))
 
 
