@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +32,8 @@ class JoinedRows(tuple[NDArray[Any], ...]):
     @classmethod
     def split(cls, joined: NDArray[Any], lengths: Sequence[int]) -> JoinedRows:
         """Split an array into rows of these lengths."""
-        ends = np.cumsum([0, *lengths]).tolist()
-        rows = cls(joined[start:end] for start, end in pairwise(ends))
+        ends = accumulate(lengths, initial=0)
+        rows = cls([joined[start:end] for start, end in pairwise(ends)])
         rows.joined, rows.lengths = joined, lengths
         return rows
 

@@ -94,9 +94,12 @@ class StepConsole:
         The first step is always printed, so that a slow run shows early that it works. Evaluations
         are always printed too.
         """
-        is_evaluation = any(name.startswith("eval/") for name in report.metrics)
         is_interval = report.step % self._every == 0 or report.step == self._total
-        return self._is_first or is_evaluation or is_interval
+        return (
+            self._is_first
+            or is_interval
+            or any(name.startswith("eval/") for name in report.metrics)
+        )
 
     def close(self) -> None:
         """Do nothing: the stream belongs to the caller."""

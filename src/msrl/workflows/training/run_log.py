@@ -153,9 +153,11 @@ class RunLog:
 
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""
-        notes = tuple(redacted(note, self._config) for note in report.notes)
+        if report.notes:
+            notes = tuple(redacted(note, self._config) for note in report.notes)
+            report = replace(report, notes=notes)
         with self._writing(f"the report of step {report.step}"):
-            self._trackers.log(replace(report, notes=notes))
+            self._trackers.log(report)
         self._last_step = report.step
 
     def finish(self, results: Mapping[str, str]) -> None:
