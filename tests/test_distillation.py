@@ -336,11 +336,15 @@ def test_the_defaults_have_no_teacher() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_distillation_lowers_the_divergence_and_resumes(inputs: Path) -> None:
-    file, run = str(inputs / "distill.yaml"), inputs / "runs" / "distill"
-    succeed("train-distill", "-c", file, log=inputs / "first.log")
+    run = inputs / "runs" / "distill"
+    # The divergence of one step varies with its 192 tokens by more than a step lowers it.
+    sets = ("rollout.samples_per_prompt=4", "train.optimizer.lr=0.003")
+    options = [option for value in sets for option in ("--set", value)]
+    command = ("train-distill", "-c", str(inputs / "distill.yaml"), *options)
+    succeed(*command, "--set", "train.steps=12", log=inputs / "first.log")
     divergences = [row["train/distill"] for row in metrics(run)]
-    assert len(divergences) == STEPS and 0 < divergences[-1] < divergences[0]
+    assert len(divergences) == 12 and min(divergences) > 0
+    assert sum(divergences[-4:]) < 0.95 * sum(divergences[:4])
     assert "train/loss" in metrics(run)[0]
-    more = ("--set", f"train.steps={STEPS + 1}", "--resume", "auto")
-    succeed("train-distill", "-c", file, *more, log=inputs / "second.log")
-    assert len(metrics(run)) == STEPS + 1
+    succeed(*command, "--set", "train.steps=13", "--resume", "auto", log=inputs / "second.log")
+    assert len(metrics(run)) == 13
