@@ -176,7 +176,9 @@ def gap_step(trainer_shift: float, version: int = 3) -> tuple[PreparedStep, Scor
 def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
     prepared, group = gap_step(0.25)
     notes: list[str] = []
-    monitor = GapMonitor("bfloat16", Path("runs/grpo"), notes.append, has_one_update=False)
+    monitor = GapMonitor(
+        "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
+    )
     metrics = monitor.metrics(3, prepared, [group], {}, {})
     assert metrics == pytest.approx(
         {
@@ -190,7 +192,9 @@ def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
 
 def test_the_alarm_names_the_command_once_until_the_gap_is_healthy_again() -> None:
     notes: list[str] = []
-    monitor = GapMonitor("bfloat16", Path("runs/grpo"), notes.append, has_one_update=False)
+    monitor = GapMonitor(
+        "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
+    )
     for shift in (0.001, 0.25, 0.25, 0.001, 0.25):
         prepared, group = gap_step(shift)
         monitor.metrics(3, prepared, [group], {}, {})
@@ -203,9 +207,9 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     fields = {n: v for n, v in prepared.sequences.fields.items() if n != "old_logprobs"}
     plain = replace(prepared, sequences=prepared.sequences._replace(fields=fields))
     trained = {"sampler_logprob_difference": 0.002}
-    monitor = GapMonitor("bfloat16", Path("runs/grpo"), print, has_one_update=True)
+    monitor = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=True)
     assert monitor.metrics(3, plain, [group], {}, trained) == {"rollout/logprob_gap": 0.002}
-    later = GapMonitor("bfloat16", Path("runs/grpo"), print, has_one_update=False)
+    later = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=False)
     assert later.metrics(3, plain, [group], {}, trained) == {}
     rows = prepared.sequences.fields["old_logprobs"]
     logged = {"trainer_logprobs": TokenArrays.of(rows, np.float32)}

@@ -151,8 +151,11 @@ def _reports(path: Path) -> Iterator[StepReport]:
             ) from error
 
 
-def _safe(numbers: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: _safe_number(float(value)) for name, value in numbers.items()}
+def _safe(numbers: Mapping[str, float]) -> Mapping[str, float | str]:
+    values = {name: float(value) for name, value in numbers.items()}
+    if math.isfinite(sum(values.values())):
+        return values
+    return {name: _safe_number(value) for name, value in values.items()}
 
 
 def _safe_number(value: float) -> float | str:

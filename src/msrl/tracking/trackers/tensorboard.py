@@ -18,7 +18,7 @@ from msrl.types import StepReport
 if TYPE_CHECKING:
     from msrl.tracking.event_file import EventFile
 
-_WRITE_EVERY_S = 5.0
+_WRITE_EVERY_S = 30.0  # TensorBoard itself reads as often by default
 _MAX_EVENTS = 16  # that are kept for further reports with the same names
 _VERSION = "brain.Event:2"  # of the first event of a file
 
@@ -54,7 +54,7 @@ def open_tracker(
 class TensorBoardTracker:
     """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`.
 
-    It writes the reports of several seconds together, which takes less time than one by one.
+    It writes the reports of half a minute together, which takes less time than one by one.
     """
 
     def __init__(self, file: EventFile, resumed_step: int | None) -> None:

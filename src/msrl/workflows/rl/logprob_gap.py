@@ -23,7 +23,10 @@ _MEAN_IN_UPDATE = "sampler_logprob_difference"
 
 
 def measured_gap(
-    prepared: PreparedStep, groups: Sequence[ScoredGroup], values: LoggedValues, version: int
+    prepared: PreparedStep,
+    groups: Sequence[ScoredGroup],
+    values: LoggedValues,
+    version: int | None,
 ) -> Gap | None:
     """Return the gap of the tokens for which the step has the trainer's log-probabilities.
 
@@ -34,7 +37,7 @@ def measured_gap(
         prepared: Prepared step.
         groups: Its groups.
         values: Values of `log.tokens`.
-        version: Policy version of the trainer.
+        version: Policy version whose tokens count; None if it sampled all of them.
     """
     fields = prepared.sequences.fields
     if rows := fields.get("old_logprobs"):
@@ -44,7 +47,7 @@ def measured_gap(
     else:
         return None
     mask = join_first(prepared.sequences.loss_masks, count)
-    if not _are_of_version(groups, count, version):
+    if version is not None and not _are_of_version(groups, count, version):
         mask = mask & (join_first(list(behavior_versions(groups)), count) == version)
     gap = measure(join_first(fields["sampler_logprobs"], count)[mask], trained[mask])
     return gap if gap.num_tokens else None
@@ -70,6 +73,7 @@ class GapMonitor:
         dtype: dtype of engine and trainer.
         run_dir: Folder of the run.
         note: Function that logs a line.
+        is_async: Whether older versions may have sampled tokens of a step.
         has_one_update: Whether a step has one update of tokens that the current version sampled.
             Its loss has measured the mean then.
     """
@@ -77,6 +81,7 @@ class GapMonitor:
     dtype: str
     run_dir: Path
     note: Callable[[str], None]
+    is_async: bool
     has_one_update: bool
     _is_raised: bool = False
 
@@ -97,7 +102,8 @@ class GapMonitor:
             values: Values of `log.tokens`.
             trained: Metrics of the updates.
         """
-        gap = measured_gap(prepared, groups, values, step)
+        version = step if self.is_async else None
+        gap = measured_gap(prepared, groups, values, version)
         metrics = dict[str, float]()
         if gap is not None:
             metrics = {METRIC: gap.mean, f"{METRIC}_p99": gap.p99, f"{METRIC}_max": gap.largest}

@@ -226,7 +226,7 @@ def _gap_monitor(job: RLSetup, session: TrainingSession) -> GapMonitor:
     config = job.config
     is_async = config.rollout.asynchronous.is_on
     has_one_update = updates_per_step(config) == 1 and not is_async
-    return GapMonitor(config.model.dtype, session.run_dir, session.note, has_one_update)
+    return GapMonitor(config.model.dtype, session.run_dir, session.note, is_async, has_one_update)
 
 
 def _collect(

@@ -35,7 +35,7 @@ from msrl.workflows.rl.rollout_log.message import LoggedValues, UpdateMessage, r
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
-_SEND_EVERY_S = 5.0
+_SEND_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
