@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from msrl.types import StepReport
 
 def _fixed(digits: int) -> Callable[[float], str]:
     """Return a format with a fixed number of decimals and without a negative zero."""
+    format_value = f"{{:.{digits}f}}".format
 
     def text(value: float) -> str:
-        number = f"{value:.{digits}f}"
+        number = format_value(value)
         return number.removeprefix("-") if not number.strip("-0.") else number
 
     return text
@@ -114,7 +114,8 @@ class StepConsole:
         if STEP in report.seconds:
             fields["seconds"] = f"{report.seconds[STEP]:.2f} s/step"
         if self._recent and report.step < self._total:
-            remaining_s = (self._total - report.step) * statistics.median(self._recent)
+            median_s = sorted(self._recent)[len(self._recent) // 2]
+            remaining_s = (self._total - report.step) * median_s
             fields["left"] = f"{duration_text(remaining_s)} left"
         excess = len(_GAP.join(fields.values())) - WIDTH
         for name in DROPPED:

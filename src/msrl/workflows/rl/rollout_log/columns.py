@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.tracking.rollouts import Column, TokenArrays
-from msrl.types import Bools, Completion, Episode, Ints, VersionRun
+from msrl.types import Bools, Completion, Episode, Ints
 from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage, UpdateMessage
 
 if TYPE_CHECKING:
@@ -148,11 +148,10 @@ def _messages(prompt: str, text: str, episode: Episode | None) -> list[tuple[str
 
 def _version_runs(message: RolloutMessage, row: _Row) -> list[tuple[int, int]]:
     """Return the versions of the sampled tokens of a sequence as (version, number of tokens)."""
-    own, span = message.completions, row.span
-    versions: Sequence[VersionRun] = own.versions[row.completion]
-    if not versions:
-        policy_version, count = own.policy_versions[row.completion], span.stop - span.start
-        return [(policy_version, count)] if count else []
+    versions, span = message.completions.versions[row.completion], row.span
+    if isinstance(versions, int):
+        count = span.stop - span.start
+        return [(versions, count)] if count else []
     runs: list[tuple[int, int]] = []
     position = 0
     for run in versions:

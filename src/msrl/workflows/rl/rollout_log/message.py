@@ -48,11 +48,13 @@ PromptFields = tuple[int, int, str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class CompletionValues:
-    """Values of all completions, in lists. See `msrl.types.Completion` and `Reward`."""
+    """Values of all completions, in lists. See `msrl.types.Completion` and `Reward`.
+
+    `versions` has one number for a completion whose tokens are all of one policy version.
+    """
 
     finish_reasons: Sequence[FinishReason]
-    policy_versions: Sequence[int]
-    versions: Sequence[Sequence[VersionRun]]
+    versions: Sequence[int | Sequence[VersionRun]]
     texts: Sequence[str]
     episodes: Sequence[Episode | None]
     rewards: Sequence[float]
@@ -123,8 +125,9 @@ def rollout_message(
         },
         completions=CompletionValues(
             finish_reasons=[completion.finish_reason for completion in completions],
-            policy_versions=[completion.policy_version for completion in completions],
-            versions=[completion.versions for completion in completions],
+            versions=[
+                completion.versions or completion.policy_version for completion in completions
+            ],
             texts=[completion.text for completion in completions],
             episodes=[completion.episode for completion in completions],
             rewards=[reward.total for reward in rewards],
