@@ -12,7 +12,6 @@ import pytest
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.errors import MsrlError
-from msrl.rewards.worker import pickled
 from msrl.tracking.rollouts import TokenArrays, read_records
 from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage, rollout_message
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, record_path
@@ -29,7 +28,7 @@ def make_message(step: int) -> RolloutMessage:
 def messages_of(message: RolloutMessage) -> StepMessages:
     entropies = TokenArrays.of([np.full(4, 0.25, np.float32)], np.float32)
     update = UpdateMessage({"entropies": entropies}, {})
-    return StepMessages(message.step, pickled(message), update)
+    return message, update
 
 
 def make_step(step: int) -> StepMessages:

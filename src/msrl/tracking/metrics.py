@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 
 from msrl.errors import MALFORMED, MsrlError
@@ -47,7 +46,7 @@ class MetricsWriter:
             self._checked_at = time.monotonic()
             if not self._is_in_place():
                 self._restore()
-        self._file.write(to_line(report, time=datetime.now(timezone.utc)).encode())
+        self._file.write(to_line(report, time=_now()).encode())
         self._file.flush()
 
     def _is_in_place(self) -> bool:
@@ -94,20 +93,26 @@ def read_metrics(path: Path) -> tuple[StepReport, ...]:
     return tuple(_reports(path))
 
 
-def to_line(report: StepReport, *, time: datetime | None = None) -> str:
+def to_line(report: StepReport, *, time: str | None = None) -> str:
     """Return the report as a line of JSON, including the line feed.
 
     `time` is the time of writing.
     """
     row: JsonObject = {
         "step": report.step,
-        **({"time": time.isoformat(timespec="milliseconds")} if time is not None else {}),
+        **({"time": time} if time is not None else {}),
         "metrics": _safe(report.metrics),
         "seconds": _safe(report.seconds),
     }
     if report.notes:
         row["notes"] = list(report.notes)
     return _ENCODER.encode(row) + "\n"
+
+
+def _now() -> str:
+    """Return the current time in UTC with milliseconds (ISO 8601)."""
+    seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}+00:00"
 
 
 def from_line(line: str) -> StepReport:

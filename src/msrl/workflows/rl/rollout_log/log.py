@@ -22,7 +22,6 @@ from msrl.algorithms.samples import sequence_counts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
-from msrl.rewards.worker import pickled
 from msrl.types import (
     Completion,
     Prompt,
@@ -31,7 +30,12 @@ from msrl.types import (
 )
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import LoggedValues, UpdateMessage, rollout_message
+from msrl.workflows.rl.rollout_log.message import (
+    LoggedValues,
+    RolloutMessage,
+    UpdateMessage,
+    rollout_message,
+)
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, not_written_error
 
 RolloutFormat = Literal["jsonl", "parquet"]
@@ -45,12 +49,12 @@ class CollectedRollouts:
     Attributes:
         step: Step, counted from 1.
         lines: Function that writes them as JSONL, for this format.
-        message: Pickled `RolloutMessage`, for the format `parquet`.
+        message: Message to the process that writes them, for the format `parquet`.
     """
 
     step: int
     lines: Callable[[], None] | None = None
-    message: Sequence[bytes | memoryview] | None = None
+    message: RolloutMessage | None = None
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
@@ -130,7 +134,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     ) -> CollectedRollouts:
         """Return the rollouts of a step in the form in which `write` writes them.
 
-        Called before the update, it finds them in the caches of the processor.
+        Called before the update, it finds their values in the caches of the processor.
 
         Args:
             step: Step, counted from 1.
@@ -146,9 +150,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             lines = partial(self._write_lines, step, groups, samples, dropped_groups)
             return CollectedRollouts(step, lines=lines)
         own = rl_sequences(samples) if sequences is None else sequences
-        return CollectedRollouts(
-            step, message=pickled(rollout_message(step, groups, own, dropped_groups))
-        )
+        message = rollout_message(step, groups, own, dropped_groups)
+        return CollectedRollouts(step, message=message)
 
     def write(
         self,
@@ -172,7 +175,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         if rollouts.message is None:
             return
         update = UpdateMessage(values or {}, dict(times or {}))
-        self._unsent.append(StepMessages(rollouts.step, rollouts.message, update))
+        self._unsent.append((rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
 

@@ -5,10 +5,11 @@ would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
 `msrl.rewards.worker_process`. Its first message is the folder of the files with the tokenizer that
-decodes the prompts. Then it gets one message with the values of the updates of the next steps, and
-one with the rollouts of each of them. When it has written them, it answers with a frame: WRITTEN
-with the size of all its files, NOT_WRITTEN with an error of the operating system, or FAILED with a
-traceback. An error begins with the name of the file. The process ends with its input.
+decodes the prompts. Then each message has the rollouts of the next steps and the values of their
+updates. Pickling several steps at once takes less time than one by one. When the process has
+written them, it answers with a frame: WRITTEN with the size of all its files, NOT_WRITTEN with an
+error of the operating system, or FAILED with a traceback. An error begins with the name of the
+file. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,13 +51,8 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepMessages:
-    """The messages of a step: a pickled `RolloutMessage`, and the values of its update."""
-
-    step: int
-    rollouts: Sequence[bytes | memoryview]
-    update: UpdateMessage
+StepMessages = tuple[RolloutMessage, UpdateMessage]
+"""Rollouts of a step, and the values of its update."""
 
 
 class RolloutWriter:
@@ -99,7 +93,7 @@ class RolloutWriter:
             self._send(steps)
             frame = self._receive()
         if frame is None:
-            path = record_path(self._folder, steps[0].step)
+            path = record_path(self._folder, steps[0][0].step)
             raise RuntimeError(f"{path}: the process that writes the rollouts died twice")
         kind, size, detail = frame
         self.num_bytes += int(size)
@@ -116,8 +110,7 @@ class RolloutWriter:
         if self._process is None:
             self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
             self._process.enlarge_pipe(_PIPE_BYTES)
-        updates = pickled([step.update for step in steps])
-        self._process.send_parts(chain(updates, *(step.rollouts for step in steps)))
+        self._process.send_parts(pickled(list(steps)))
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -145,14 +138,11 @@ def main() -> None:
     os.dup2(2, 1)
     leave_signals_to_parent()
     folder, tokenizer = read(source)
-    while (updates := read_arrays(source)) is not None:
-        steps = [(read_arrays(source), update) for update in updates]
+    while (steps := read_arrays(source)) is not None:
         sink.write(_answer(folder, tokenizer, steps))
 
 
-def _answer(
-    folder: Path, tokenizer: Tokenizer, steps: Sequence[tuple[RolloutMessage, UpdateMessage]]
-) -> bytes:
+def _answer(folder: Path, tokenizer: Tokenizer, steps: Sequence[StepMessages]) -> bytes:
     """Write the records of steps; return the frame that reports them."""
     size, path = 0, record_path(folder, steps[0][0].step)
     try:
