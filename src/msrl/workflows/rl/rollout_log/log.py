@@ -47,12 +47,10 @@ class CollectedRollouts:
     """Rollouts of a step that are ready to be written.
 
     Attributes:
-        step: Step, counted from 1.
         lines: Function that writes them as JSONL, for this format.
         message: Message to the process that writes them, for the format `parquet`.
     """
 
-    step: int
     lines: Callable[[], None] | None = None
     message: RolloutMessage | None = None
 
@@ -145,13 +143,13 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
                 reference as fields, for the format `parquet`.
         """
         if not self._is_on:
-            return CollectedRollouts(step)
+            return CollectedRollouts()
         if self._format == "jsonl":
             lines = partial(self._write_lines, step, groups, samples, dropped_groups)
-            return CollectedRollouts(step, lines=lines)
+            return CollectedRollouts(lines=lines)
         own = rl_sequences(samples) if sequences is None else sequences
         message = rollout_message(step, groups, own, dropped_groups)
-        return CollectedRollouts(step, message=message)
+        return CollectedRollouts(message=message)
 
     def write(
         self,
