@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -158,8 +159,15 @@ def test_metrics_are_json_that_strict_parsers_read(tmp_path: Path) -> None:
         "metrics": {"train/loss": "NaN"},
         "seconds": {"step": 0.5, "update": 0.25},
     }
-    (tmp_path / "metrics.jsonl").write_text(line)
+    (tmp_path / "metrics.jsonl").write_bytes(line)
     assert math.isnan(read_metrics(tmp_path)[0].metrics["train/loss"])
+
+
+def test_numbers_are_read_back_exactly() -> None:
+    values = [0.1, -0.0, 1e-6, 1e22, 5e-324, sys.float_info.max, 1 / 3, 2**53, np.float32(0.1)]
+    metrics = {f"value_{index}": value for index, value in enumerate(values)}
+    row = json.loads(to_line(StepReport(1, metrics)))
+    assert [float(value) for value in row["metrics"].values()] == values
 
 
 def test_each_step_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -172,7 +180,7 @@ def test_each_step_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 def test_resuming_removes_later_steps_and_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
-        "".join(to_line(report(step, x=step)) for step in range(1, 6)).encode()
+        b"".join(to_line(report(step, x=step)) for step in range(1, 6))
         + b'{"step": 6, "notes": ["\xc3'
     )
     assert [row.step for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -189,7 +197,7 @@ def test_metrics_of_another_run_are_not_appended_to(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_of_metrics_raises_an_error_with_its_number(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(to_line(report(1)) + "[]\n" + to_line(report(2)))
+    (tmp_path / "metrics.jsonl").write_bytes(to_line(report(1)) + b"[]\n" + to_line(report(2)))
     with pytest.raises(MsrlError, match=mentions("metrics.jsonl:2", "step")):
         read_metrics(tmp_path)
 

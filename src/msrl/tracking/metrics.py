@@ -12,16 +12,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic_core import to_json
 
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import atomic_write, write_text
-from msrl.types import JsonObject, StepReport
+from msrl.types import StepReport
 
 FILE_NAME = "metrics.jsonl"
 _CHECK_EVERY_S = 5.0  # whether the file was removed
-_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 
 class MetricsWriter:
@@ -46,7 +47,7 @@ class MetricsWriter:
             self._checked_at = time.monotonic()
             if not self._is_in_place():
                 self._restore()
-        self._file.write(to_line(report, time=_now()).encode())
+        self._file.write(to_line(report, time=_now()))
         self._file.flush()
 
     def _is_in_place(self) -> bool:
@@ -93,20 +94,20 @@ def read_metrics(path: Path) -> tuple[StepReport, ...]:
     return tuple(_reports(path))
 
 
-def to_line(report: StepReport, *, time: str | None = None) -> str:
+def to_line(report: StepReport, *, time: str | None = None) -> bytes:
     """Return the report as a line of JSON, including the line feed.
 
     `time` is the time of writing.
     """
-    row: JsonObject = {
+    row: dict[str, object] = {
         "step": report.step,
         **({"time": time} if time is not None else {}),
-        "metrics": _safe(report.metrics),
-        "seconds": _safe(report.seconds),
+        "metrics": report.metrics,
+        "seconds": report.seconds,
     }
     if report.notes:
-        row["notes"] = list(report.notes)
-    return _ENCODER.encode(row) + "\n"
+        row["notes"] = report.notes
+    return to_json(row, inf_nan_mode="strings", fallback=float) + b"\n"
 
 
 def _now() -> str:
@@ -154,18 +155,3 @@ def _reports(path: Path) -> Iterator[StepReport]:
             raise MsrlError(
                 f"{path}:{number}: not the report of a step ({error}). Fix or delete the line."
             ) from error
-
-
-def _safe(numbers: Mapping[str, float]) -> Mapping[str, float | str]:
-    values = {name: float(value) for name, value in numbers.items()}
-    if math.isfinite(sum(values.values())):
-        return values
-    return {name: _safe_number(value) for name, value in values.items()}
-
-
-def _safe_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
