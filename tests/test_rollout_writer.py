@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.errors import MsrlError
 from msrl.tracking.rollouts import TokenArrays, read_records
-from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage, rollout_message
+from msrl.workflows.rl.rollout_log.message import (
+    RolloutMessage,
+    UpdateMessage,
+    encoded,
+    rollout_message,
+)
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, record_path
 from support import mentions
 from test_rollout_record import make_group, make_log, make_sample, make_tokenizer
@@ -28,7 +33,7 @@ def make_message(step: int) -> RolloutMessage:
 def messages_of(message: RolloutMessage) -> StepMessages:
     entropies = TokenArrays.of([np.full(4, 0.25, np.float32)], np.float32)
     update = UpdateMessage({"entropies": entropies}, {})
-    return message, update
+    return StepMessages(message.step, encoded(message), encoded(update))
 
 
 def make_step(step: int) -> StepMessages:
@@ -91,7 +96,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_another_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     message = make_message(1)
-    message = replace(message, prompts=[(*message.prompts[0][:-1], 3)])
+    prompts = [message.prompts[0]._replace(num_completions=3)]
+    message = msgspec.structs.replace(message, prompts=prompts)
     writer = make_writer(tmp_path)
     writer.begin([messages_of(message)])
     with pytest.raises(RuntimeError, match=r"columns\.py"):

@@ -1,56 +1,42 @@
-"""Messages to worker processes whose arrays are sent without copies."""
+"""Messages of several parts to worker processes, and the encoding of rollouts."""
 
 from __future__ import annotations
 
 import io
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import pytest
 
-from msrl.rewards.worker import pickled, read_arrays
-
-
-def sent(*messages: object) -> io.BytesIO:
-    stream = io.BytesIO()
-    for message in messages:
-        stream.writelines(pickled(message))
-    stream.seek(0)
-    return stream
+from msrl.rewards.worker import read_parts, with_lengths
+from msrl.tracking.rollouts import TokenArrays
+from msrl.workflows.rl.rollout_log.message import UpdateMessage, decoded_update, encoded
 
 
 def test_messages_arrive_in_order_until_the_input_ends() -> None:
-    stream = sent([{"a": np.arange(5), "b": "text"}], "second", None, [])
-    (first,) = read_arrays(stream)
-    assert first["b"] == "text" and first["a"].tolist() == [0, 1, 2, 3, 4]
-    assert read_arrays(stream) == "second"
-    assert read_arrays(stream) is None
-    assert read_arrays(stream) == []
-    assert read_arrays(stream) is None
+    messages = [[b"a", b"", b"bc"], [], [b"x" * 100_000]]
+    stream = io.BytesIO(b"".join(part for parts in messages for part in with_lengths(parts)))
+    assert [read_parts(stream) for _ in messages] == messages
+    assert read_parts(stream) is None
 
 
-def test_arrays_of_every_form_arrive() -> None:
-    table = np.arange(12.0).reshape(3, 4)
-    arrays = [
-        np.zeros(0, np.float32),
-        np.array(7),
-        table.T,
-        table[:, ::2],
-        np.array(["text", None], object),
-        np.zeros(100_000, np.bool_),
-        np.broadcast_to(np.float32(2), (3,)),
-    ]
-    for array, other in zip(arrays, read_arrays(sent(arrays)), strict=True):
-        assert array.dtype == other.dtype and np.array_equal(array, other)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.int64, np.bool_])
+def test_arrays_of_every_form_arrive(dtype: type) -> None:
+    table = np.arange(12).reshape(3, 4).astype(dtype)
+    arrays = [table[0], table[0, :0], table[:, 1], np.broadcast_to(table[0, 1], (3,))]
+    lengths = np.array([1, 2])
+    values = {str(number): TokenArrays(array, lengths) for number, array in enumerate(arrays)}
+    decoded = decoded_update(encoded(UpdateMessage(values, {})))
+    for number, array in enumerate(arrays):
+        column = decoded.values[str(number)]
+        assert column.values.dtype == dtype and np.array_equal(column.values, array)
+        assert column.lengths.tolist() == [1, 2]
 
 
-def test_more_arrays_arrive_than_one_system_call_writes() -> None:
-    arrays = [np.full(number % 3, number) for number in range(5000)]
-    for array, other in zip(arrays, read_arrays(sent(arrays)), strict=True):
-        assert np.array_equal(array, other)
-
-
-def test_an_array_that_occurs_twice_is_sent_once() -> None:
-    array = np.ones(100_000)
-    stream = sent([array, array])
-    assert len(stream.getvalue()) < 2 * array.nbytes
-    first, second = read_arrays(stream)
-    assert first is second
+def test_numbers_of_numpy_and_other_mappings_are_encoded() -> None:
+    times: Any = MappingProxyType({"update": np.float32(0.5), "weights": np.float64(0.25)})
+    assert decoded_update(encoded(UpdateMessage({}, times))).times == {
+        "update": 0.5,
+        "weights": 0.25,
+    }

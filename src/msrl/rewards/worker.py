@@ -114,30 +114,22 @@ def read(source: IO[bytes]) -> Any:
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
-def pickled(message: object) -> Sequence[bytes | memoryview]:
-    """Return the parts of a message for `read_arrays`, without copying the memory of its arrays.
+def with_lengths(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the message of these parts for `read_parts`.
 
-    The message is pickled with protocol 5 (PEP 574). It consists of the number of parts, the length
-    of each part in bytes (8 bytes per number), the pickled data and the memory of each array.
+    It begins with their number and the length of each of them in bytes (8 bytes per number).
     """
-    arrays: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=arrays.append)
-    parts = [data, *(array.raw() for array in arrays)]
     return [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)), *parts]
 
 
-def read_arrays(source: IO[bytes]) -> Any:
-    """Return the next message of `pickled`, or None at the end of the input.
-
-    Its arrays are read-only.
-    """
+def read_parts(source: IO[bytes]) -> Sequence[bytes] | None:
+    """Return the parts of the next message, or None at the end of the input."""
     prefix = source.read(LENGTH.size)
     if len(prefix) < LENGTH.size:
         return None
     (count,) = LENGTH.unpack(prefix)
     lengths = struct.unpack(f"<{count}Q", source.read(count * LENGTH.size))
-    data, *arrays = [source.read(length) for length in lengths]
-    return pickle.loads(data, buffers=arrays)
+    return [source.read(length) for length in lengths]
 
 
 def _load(function: Function) -> _VerifierCall:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from msrl.rewards import worker as protocol
 from msrl.rewards.worker import HEADER
@@ -82,11 +82,11 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self.process.stdin, message)
 
-    def send_parts(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Send messages of `pickled`. The process reads them with `read_arrays`."""
+    def send_parts(self, parts: Sequence[bytes]) -> None:
+        """Send a message of several parts, which the process reads with `read_parts`."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.writelines(parts)
+            self.process.stdin.writelines(protocol.with_lengths(parts))
             self.process.stdin.flush()
 
     def receive(self) -> list[tuple[int, float, str]] | None:

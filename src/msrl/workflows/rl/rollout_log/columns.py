@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl.tracking.rollouts import Column, TokenArrays
-from msrl.types import Bools, Completion, Episode, Ints
-from msrl.workflows.rl.rollout_log.message import PromptValues, RolloutMessage, UpdateMessage
+from msrl.types import Bools, Completion, Episode, Ints, VersionRun
+from msrl.workflows.rl.rollout_log.message import (
+    Episodes,
+    PromptValues,
+    RolloutMessage,
+    UpdateMessage,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,14 +49,14 @@ def record_columns(
     message: RolloutMessage, update: UpdateMessage, tokenizer: Tokenizer
 ) -> dict[str, Column]:
     """Return the columns of `RolloutRecord`. The tokenizer decodes the prompts."""
-    step, own, count = message.step, message.completions, len(message.arrays["token_ids"])
+    step, count, own = message.step, len(message.arrays["token_ids"]), message.episodes()
     texts = [
         tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        for token_ids in _prompt_ids(message)
+        for token_ids in _prompt_ids(message, own)
     ]
-    rows = list(_rows(message, texts))
+    rows = list(_rows(message, own, texts))
     numbers = [row.completion for row in rows]
-    episodes = [own.episodes[number] or _NO_EPISODE for number in numbers]
+    episodes = [own.completions[number] or _NO_EPISODE for number in numbers]
     values = {
         name: [*arrays.split(), *[None] * (count - len(arrays))]
         for name, arrays in {**update.values, **message.values}.items()
@@ -64,13 +69,13 @@ def record_columns(
         "prompt_index": [row.prompt.index for row in rows],
         **_token_columns(message, rows),
         **values,
-        "versions": [_version_runs(message, row) for row in rows],
+        "versions": [_version_runs(message.versions[row.completion], row.span) for row in rows],
         "trainer_version": [step - 1] * count,
-        "reward": [own.rewards[number] for number in numbers],
-        "scores": [own.scores[number] for number in numbers],
-        "finish_reason": [own.finish_reasons[number] for number in numbers],
+        "reward": [message.rewards[number] for number in numbers],
+        "scores": [message.scores[number] for number in numbers],
+        "finish_reason": [message.finish_reasons[number] for number in numbers],
         "messages": [
-            _messages(row.text, own.texts[row.completion], own.episodes[row.completion])
+            _messages(row.text, message.texts[row.completion], own.completions[row.completion])
             for row in rows
         ],
         "answer": [row.prompt.answer for row in rows],
@@ -82,28 +87,27 @@ def record_columns(
     }
 
 
-def _prompt_ids(message: RolloutMessage) -> Iterator[Ints]:
+def _prompt_ids(message: RolloutMessage, episodes: Episodes) -> Iterator[Ints]:
     """Return the tokens of the prompt of each group."""
     sequences = message.arrays["token_ids"].split()
     completion = sequence = 0
-    for group, prompt in enumerate(map(PromptValues._make, message.prompts)):
-        if group in message.episode_prompts:
-            yield message.episode_prompts[group]
+    for group, prompt in enumerate(message.prompts):
+        if group in episodes.prompts:
+            yield episodes.prompts[group]
         else:
             yield sequences[sequence][: prompt.num_tokens]
         end = completion + prompt.num_completions
-        episodes = message.completions.episodes[completion:end]
-        sequence += sum(len(_sampled(episode)) for episode in episodes)
+        own = episodes.completions[completion:end]
+        sequence += sum(len(_sampled(episode)) for episode in own)
         completion = end
 
 
-def _rows(message: RolloutMessage, texts: Sequence[str]) -> Iterator[_Row]:
+def _rows(message: RolloutMessage, episodes: Episodes, texts: Sequence[str]) -> Iterator[_Row]:
     lengths = iter(message.arrays["token_ids"].lengths.tolist())
     completion = 0
-    prompts = map(PromptValues._make, message.prompts)
-    for group, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    for group, (prompt, text) in enumerate(zip(message.prompts, texts, strict=True)):
         for sample in range(prompt.num_completions):
-            episode, start = message.completions.episodes[completion], 0
+            episode, start = episodes.completions[completion], 0
             for number, flags in enumerate(_sampled(episode)):
                 length = next(lengths)
                 is_sampled = np.arange(length) >= prompt.num_tokens if flags is None else flags
@@ -146,9 +150,8 @@ def _messages(prompt: str, text: str, episode: Episode | None) -> list[tuple[str
     return [("prompt", prompt), *turns] if begins_with_row else turns
 
 
-def _version_runs(message: RolloutMessage, row: _Row) -> list[tuple[int, int]]:
+def _version_runs(versions: int | Sequence[VersionRun], span: slice) -> list[tuple[int, int]]:
     """Return the versions of the sampled tokens of a sequence as (version, number of tokens)."""
-    versions, span = message.completions.versions[row.completion], row.span
     if isinstance(versions, int):
         count = span.stop - span.start
         return [(versions, count)] if count else []

@@ -32,8 +32,8 @@ from msrl.workflows.rl.rollout_log.background import BackgroundWriter
 from msrl.workflows.rl.rollout_log.columns import messages
 from msrl.workflows.rl.rollout_log.message import (
     LoggedValues,
-    RolloutMessage,
     UpdateMessage,
+    encoded,
     rollout_message,
 )
 from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, not_written_error
@@ -48,11 +48,13 @@ class CollectedRollouts:
 
     Attributes:
         lines: Function that writes them as JSONL, for this format.
-        message: Message to the process that writes them, for the format `parquet`.
+        step: Step, counted from 1.
+        message: Encoded message to the process that writes them, for the format `parquet`.
     """
 
     lines: Callable[[], None] | None = None
-    message: RolloutMessage | None = None
+    step: int = 0
+    message: bytes | None = None
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
@@ -148,8 +150,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             lines = partial(self._write_lines, step, groups, samples, dropped_groups)
             return CollectedRollouts(lines=lines)
         own = rl_sequences(samples) if sequences is None else sequences
-        message = rollout_message(step, groups, own, dropped_groups)
-        return CollectedRollouts(message=message)
+        message = encoded(rollout_message(step, groups, own, dropped_groups))
+        return CollectedRollouts(step=step, message=message)
 
     def write(
         self,
@@ -172,8 +174,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             self._lines.begin(rollouts.lines)
         if rollouts.message is None:
             return
-        update = UpdateMessage(values or {}, dict(times or {}))
-        self._unsent.append((rollouts.message, update))
+        update = encoded(UpdateMessage(values or {}, times or {}))
+        self._unsent.append(StepMessages(rollouts.step, rollouts.message, update))
         if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
             self._send()
 

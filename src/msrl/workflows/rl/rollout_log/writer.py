@@ -5,11 +5,10 @@ would delay the next step.
 
 The process is `python -m msrl.workflows.rl.rollout_log.writer`, with the pipes of
 `msrl.rewards.worker_process`. Its first message is the folder of the files with the tokenizer that
-decodes the prompts. Then each message has the rollouts of the next steps and the values of their
-updates. Pickling several steps at once takes less time than one by one. When the process has
-written them, it answers with a frame: WRITTEN with the size of all its files, NOT_WRITTEN with an
-error of the operating system, or FAILED with a traceback. An error begins with the name of the
-file. The process ends with its input.
+decodes the prompts. Then each message has, for each of the next steps, its encoded rollouts and the
+encoded values of its update. When the process has written them, it answers with a frame: WRITTEN
+with the size of all its files, NOT_WRITTEN with an error of the operating system, or FAILED with a
+traceback. An error begins with the name of the file. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msrl.errors import MsrlError
-from msrl.rewards.worker import HEADER, leave_signals_to_parent, pickled, read, read_arrays
+from msrl.rewards.worker import HEADER, leave_signals_to_parent, read, read_parts
 from msrl.rewards.worker_process import WorkerProcess
 from msrl.tracking.rollouts import write_columns
 from msrl.workflows.rl.rollout_log.columns import record_columns
-from msrl.workflows.rl.rollout_log.message import RolloutMessage, UpdateMessage
+from msrl.workflows.rl.rollout_log.message import decoded_rollouts, decoded_update
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,8 +50,12 @@ def not_written_error(path: Path, cause: str) -> MsrlError:
     )
 
 
-StepMessages = tuple[RolloutMessage, UpdateMessage]
-"""Rollouts of a step, and the values of its update."""
+class StepMessages(NamedTuple):
+    """Encoded messages of a step: its rollouts, and the values of its update."""
+
+    step: int
+    rollouts: bytes
+    update: bytes
 
 
 class RolloutWriter:
@@ -93,7 +96,7 @@ class RolloutWriter:
             self._send(steps)
             frame = self._receive()
         if frame is None:
-            path = record_path(self._folder, steps[0][0].step)
+            path = record_path(self._folder, steps[0].step)
             raise RuntimeError(f"{path}: the process that writes the rollouts died twice")
         kind, size, detail = frame
         self.num_bytes += int(size)
@@ -110,7 +113,7 @@ class RolloutWriter:
         if self._process is None:
             self._process = WorkerProcess(__name__, (self._folder, self._tokenizer), sys.path)
             self._process.enlarge_pipe(_PIPE_BYTES)
-        self._process.send_parts(pickled(list(steps)))
+        self._process.send_parts([part for own in steps for part in (own.rollouts, own.update)])
 
     def _receive(self) -> tuple[int, float, str] | None:
         """Return the next frame, or None if the process has died."""
@@ -138,12 +141,14 @@ def main() -> None:
     os.dup2(2, 1)
     leave_signals_to_parent()
     folder, tokenizer = read(source)
-    while (steps := read_arrays(source)) is not None:
-        sink.write(_answer(folder, tokenizer, steps))
+    while (parts := read_parts(source)) is not None:
+        sink.write(_answer(folder, tokenizer, parts))
 
 
-def _answer(folder: Path, tokenizer: Tokenizer, steps: Sequence[StepMessages]) -> bytes:
+def _answer(folder: Path, tokenizer: Tokenizer, parts: Sequence[bytes]) -> bytes:
     """Write the records of steps; return the frame that reports them."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    steps = [(decoded_rollouts(rollouts), decoded_update(update)) for rollouts, update in pairs]
     size, path = 0, record_path(folder, steps[0][0].step)
     try:
         folder.mkdir(exist_ok=True)
