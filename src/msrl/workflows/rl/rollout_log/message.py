@@ -20,7 +20,7 @@ from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.tracking.rollouts import TokenArrays
-from msrl.types import Episode, FinishReason, Ints, ScoredGroup, VersionRun
+from msrl.types import Episode, Ints, ScoredGroup, VersionRun
 
 # Columns of the rollout record by the field of the sequences that holds them.
 _COLUMNS = {
@@ -74,7 +74,7 @@ class RolloutMessage(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     prompts: Sequence[PromptValues]
-    finish_reasons: Sequence[FinishReason]
+    finish_reasons: Sequence[str]
     versions: Sequence[int | Sequence[VersionRun]]
     texts: Sequence[str]
     rewards: Sequence[float]
