@@ -26,7 +26,6 @@ from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
 from msrl.limits import one_line
 from msrl.tracking.console import COLUMNS, StepConsole
-from msrl.tracking.event_file import record
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
 from msrl.tracking.plots import plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
@@ -224,16 +223,6 @@ def test_tensorboard_reads_the_events_and_hides_repeated_steps_of_a_resumed_run(
         (3, 6.0),
     ]
     assert [event.value for event in events.Scalars("seconds/update")] == [0.25] * 3
-
-
-def test_records_of_events_equal_those_of_tensorboard() -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    file = io.BytesIO()
-    events = [b"", b"event", bytes(range(256)) * 9]
-    for event in events:
-        RecordWriter(file).write(event)
-    assert b"".join(map(record, events)) == file.getvalue()
 
 
 def test_tensorboard_gets_metrics_whose_names_change_every_step(tmp_path: Path) -> None:

@@ -1,37 +1,35 @@
 """TensorBoard tracker: event files in `<run>/tensorboard`, or in the folder of the option `dir`.
 
-The events are those of the package tensorboard, which requires neither TensorFlow nor torch.
+The package tensorboard, which requires neither TensorFlow nor torch, writes the events.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import socket
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msrl.errors import MsrlError
 from msrl.tracking.tracker import scalars
 from msrl.types import StepReport
 
-if TYPE_CHECKING:
-    from msrl.tracking.event_file import EventFile
-
-_WRITE_EVERY_S = 30.0  # TensorBoard itself reads as often by default
-_MAX_EVENTS = 16  # that are kept for further reports with the same names
 _VERSION = "brain.Event:2"  # of the first event of a file
+_file_numbers = count()  # of this process, because two files can begin in the same second
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise MsrlError if a package is not installed."""
+    """Raise MsrlError if the package tensorboard is not installed."""
     try:
         _generated("event_pb2")
-        importlib.import_module("google_crc32c")
     except ImportError as error:
         raise MsrlError(
-            f"log.trackers=tensorboard: a package is not installed ({error}). "
-            "Install it with `pip install tensorboard google-crc32c`."
+            f"log.trackers=tensorboard: the package is not installed ({error}). "
+            "Install it with `pip install tensorboard`."
         ) from error
 
 
@@ -46,68 +44,39 @@ def open_tracker(
     TensorBoard hides what earlier attempts logged after `resumed_step`.
     """
     check({})
-    from msrl.tracking.event_file import EventFile
-
-    return TensorBoardTracker(EventFile(Path(dir or run_dir / "tensorboard")), resumed_step)
+    return TensorBoardTracker(Path(dir or run_dir / "tensorboard"), resumed_step)
 
 
 class TensorBoardTracker:
-    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`.
+    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`."""
 
-    It writes the reports of half a minute together, which takes less time than one by one.
-    """
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def __init__(self, file: EventFile, resumed_step: int | None) -> None:
-        event_pb2 = _generated("event_pb2")
-        self._file, self._event = file, event_pb2.Event
-        self._events = dict[tuple[str, ...], Any]()
-        self._reports: list[tuple[float, StepReport]] = []
-        self._written_at = 0.0
-        events = [self._event(wall_time=time.time(), file_version=_VERSION)]
+        folder.mkdir(parents=True, exist_ok=True)
+        number = f"{os.getpid()}.{next(_file_numbers)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number}"
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._event_pb2 = _generated("event_pb2")
+        self._write(file_version=_VERSION)
         if resumed_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            events.append(
-                self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-            )
-        self._file.append([event.SerializeToString() for event in events])
+            log = self._event_pb2.SessionLog
+            self._write(step=resumed_step + 1, session_log=log(status=log.START))
 
     def log(self, report: StepReport) -> None:
-        self._reports.append((time.time(), report))
-        if time.monotonic() - self._written_at >= _WRITE_EVERY_S:
-            self._write()
+        summary = _generated("summary_pb2").Summary()
+        for name, value in scalars(report).items():
+            summary.value.add(tag=name, simple_value=float(value))
+        self._write(step=report.step, summary=summary)
 
-    def _write(self) -> None:
-        """Write all reports that are not written."""
-        reports, self._reports = self._reports, []
-        self._file.append([self._serialized(*timed_report) for timed_report in reports])
-        self._written_at = time.monotonic()
-
-    def _serialized(self, wall_time: float, report: StepReport) -> bytes:
-        """Return the event of a report.
-
-        Events with the same names use one object, because adding a name takes longer than setting
-        its value.
-        """
-        values = scalars(report)
-        names = tuple(values)
-        if names not in self._events:
-            if len(self._events) >= _MAX_EVENTS:
-                self._events.clear()
-            event = self._event()
-            for name in names:
-                event.summary.value.add(tag=name)
-            self._events[names] = event
-        event = self._events[names]
-        event.wall_time, event.step = wall_time, report.step
-        for entry, value in zip(event.summary.value, values.values(), strict=True):
-            entry.simple_value = float(value)
-        return event.SerializeToString()
+    def _write(self, **fields: Any) -> None:
+        """Write and flush an event."""
+        event = self._event_pb2.Event(wall_time=time.time(), **fields)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
 
     def close(self) -> None:
-        try:
-            self._write()
-        finally:
-            self._file.close()
+        self._writer.close()
 
 
 def _generated(name: str) -> Any:
