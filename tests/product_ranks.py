@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from msrl import registry
-from msrl.algorithms.aggregate import MODES, Mode
+from msrl.algorithms.aggregate import MODES, AveragingGroup, Mode
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
@@ -122,7 +122,12 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
         entropy_coef=0.01,
         sft_coef=0.1,
     )
-    batch = with_weights(_batch(case.order), mode, constant=1000.0)
+    # Groups of the first three samples, the excluded one with its successor, and the others.
+    groups = [
+        AveragingGroup(tuple(case.order.index(number) for number in numbers), weight)
+        for numbers, weight in (((0, 1, 2), 1.0), ((3, 4), 2.0), ((5, 6, 7), 1.0))
+    ]
+    batch = with_weights(_batch(case.order), mode, constant=1000.0, groups=groups)
     lengths = [len(ids) for ids in batch.token_ids]
     rows = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)

@@ -14,7 +14,12 @@ import torch
 
 import golden
 from msrl import registry
-from msrl.algorithms.aggregate import MODES, sequence_weights, weighted_sum
+from msrl.algorithms.aggregate import (
+    MODES,
+    AveragingGroup,
+    sequence_weights,
+    weighted_sum,
+)
 from msrl.algorithms.losses.cpgd import policy_drift
 from msrl.algorithms.tokens import PolicyTokens, sequence_means, sequence_sums
 from msrl.trainer.objective.losses import required_arguments
@@ -58,7 +63,9 @@ class Batch:
 
     def weights(self, mode: str) -> np.ndarray:
         counts = [int(self.mask[self.sequences == s].sum()) for s in range(len(SIZES))]
-        return sequence_weights(counts, mode, constant=17.0)[self.sequences]  # type: ignore[arg-type]
+        groups = [AveragingGroup((0, 3)), AveragingGroup((1, 4), 2.0), AveragingGroup((2,))]
+        weights = sequence_weights(counts, mode, constant=17.0, groups=groups)  # type: ignore[arg-type]
+        return weights[self.sequences]
 
     def pick(self, positions: np.ndarray) -> Batch:
         """Return some positions, in complete sequences, in this order. Sequences are renumbered."""

@@ -67,6 +67,11 @@ class Batch:
             "seq-mean-token-mean": [float(len(self.sizes) * size) for size in self.sizes],
             "seq-mean-token-sum": [float(len(self.sizes))] * len(self.sizes),
             "seq-sum-over-constant": [CONSTANT] * len(self.sizes),
+            # Groups of the first two sequences and of all others.
+            "micro-batch-mean": [
+                2.0 * sum(self.sizes[:2] if number < 2 else self.sizes[2:])
+                for number in range(len(self.sizes))
+            ],
         }
         return (1.0 / torch.tensor(divisors[mode], dtype=torch.float64))[self.sequences]
 

@@ -153,7 +153,7 @@ POLICIES = [
     ("topr", "seq-mean-token-sum", {"policy_loss": "topr"}),
     (
         "tis",
-        "token-mean",
+        "micro-batch-mean",
         {"policy_loss": "tis", "ratio": "sequence", "sft_coef": 0.1, "rl_coef": 0.5},
     ),
     (

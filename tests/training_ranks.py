@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from msrl.algorithms.aggregate import Mode
+from msrl.algorithms.aggregate import AveragingGroup, Mode
 from msrl.algorithms.packing import Sequences, balanced
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig, RecomputeConfig
 from msrl.trainer.launch import RankContext
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from msrl.trainer.value_model import ValueModelReplica
 
 VOCAB, NUM_SEQUENCES, LONGEST = 199, 8, 30
+# Groups of micro-batch-mean, of three consecutive sequences.
+GROUPS = tuple(
+    AveragingGroup(tuple(range(start, min(start + 3, NUM_SEQUENCES))))
+    for start in range(0, NUM_SEQUENCES, 3)
+)
 VALUE_LR, VALUE_CLIP = 2e-3, 0.5
 WEIGHT_DECAY = 0.01
 
@@ -177,7 +182,7 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
             is_poisoned=step == case.poison_at,
         )
         if case.loss != "sft":
-            batch = with_weights(batch, case.aggregate, constant=1000.0)
+            batch = with_weights(batch, case.aggregate, constant=1000.0, groups=GROUPS)
         batches = _local_batches(batch, case, worker.policy)
         reports.append(
             worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr)

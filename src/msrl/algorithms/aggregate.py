@@ -9,14 +9,29 @@ of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-over-constant"]
+Mode = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-sum-over-constant",
+    "micro-batch-mean",
+]
 MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingGroup:
+    """Sequences of an update whose tokens are averaged first, and the weight of their mean."""
+
+    sequences: tuple[int, ...]  # indices
+    weight: float = 1.0
 
 
 def sequence_weights(
@@ -24,6 +39,7 @@ def sequence_weights(
     mode: Mode,
     *,
     constant: float | None = None,
+    groups: Sequence[AveragingGroup] = (),
 ) -> NDArray[np.float64]:  # [S]
     """Return the weight of each token of every sequence.
 
@@ -31,10 +47,11 @@ def sequence_weights(
 
     token-mean: 1 / sum of n (arXiv:2503.14476). seq-mean-token-mean: 1 / (S n_i)
     (arXiv:2402.03300). seq-mean-token-sum: 1 / S. seq-sum-over-constant: 1 / constant
-    (arXiv:2503.20783). S counts the sequences that have a loss token.
+    (arXiv:2503.20783). S counts the sequences that have a loss token. micro-batch-mean: the
+    weighted mean over `groups` of the means over their tokens, without groups that have none.
 
     Raises:
-        ValueError: if no sequence has a loss token, or the constant is missing.
+        ValueError: if no sequence has a loss token, or the constant or the groups are missing.
     """
     counts = np.asarray(num_tokens, dtype=np.float64)
     num_sequences = np.count_nonzero(counts)
@@ -46,9 +63,26 @@ def sequence_weights(
         return 1.0 / (num_sequences * np.maximum(counts, 1.0))
     if mode == "seq-mean-token-sum":
         return np.full(len(counts), 1.0 / num_sequences)
+    if mode == "micro-batch-mean":
+        return _group_means(counts, groups)
     if constant is None or constant <= 0:
         raise ValueError(f"constant={constant}: seq-sum-over-constant divides by it")
     return np.full(len(counts), 1.0 / constant)
+
+
+def _group_means(
+    counts: NDArray[np.float64],  # [S]
+    groups: Sequence[AveragingGroup],
+) -> NDArray[np.float64]:  # [S]
+    weights, total = np.zeros(len(counts)), 0.0
+    for group in groups:
+        rows = list(group.sequences)
+        if num_tokens := counts[rows].sum():
+            weights[rows] = group.weight / num_tokens
+            total += group.weight
+    if not total or np.any((counts > 0) & (weights == 0)):
+        raise ValueError("micro-batch-mean needs a group for every sequence")
+    return weights / total
 
 
 def weighted_sum(

@@ -396,6 +396,12 @@ def check_grpo_batches(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "train.updates.samples_per_update", f"must divide the samples of a step, {product}"
         )
+    if update % config.train.updates.shards:
+        yield resolved.mistake(
+            "train.updates.shards",
+            f"must divide the samples of an update, {update}. Change it or "
+            "train.updates.samples_per_update.",
+        )
     yield from _check_batch(resolved, "train.updates.samples_per_update", update)
 
 

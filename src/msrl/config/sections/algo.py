@@ -114,17 +114,34 @@ class AggregateConfig(Section):
     """Reduction of token losses to one number. Denominators count one update on all ranks."""
 
     mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-sum-over-constant"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-sum-over-constant",
+        "micro-batch-mean",
     ] = Field(
         default="token-mean",
         description="Reduction of token losses: the mean over all tokens (token-mean), the mean "
         "over sequences of their token means or sums (seq-mean-token-mean, seq-mean-token-sum), "
-        "or the sum over all tokens divided by algo.aggregate.constant (seq-sum-over-constant).",
+        "the sum over all tokens divided by algo.aggregate.constant (seq-sum-over-constant), or "
+        "the mean over groups of samples of their token means (micro-batch-mean).",
     )
     constant: Positive | None = Field(
         default=None,
         description="Divisor of seq-sum-over-constant. Default: the number of samples of an "
         "update times rollout.max_response_tokens.",
+    )
+    samples_per_group: Count | None = Field(
+        default=None,
+        description="Number of consecutive samples of a shard (train.updates.shards) in a group "
+        "of micro-batch-mean. All groups count equally. With tokens_per_group: the number of "
+        "samples that groups have at most on average.",
+    )
+    tokens_per_group: Count | None = Field(
+        default=None,
+        description="Divide the samples of a shard (train.updates.shards) into groups of about "
+        "equal length of at most this many tokens, prompts included. A group of micro-batch-mean "
+        "then counts by its number of samples.",
     )
 
 

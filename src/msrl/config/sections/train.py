@@ -32,6 +32,11 @@ class UpdatesConfig(Section):
         default=True,
         description="Shuffle the samples of a step before they are split into updates.",
     )
+    shards: Count = Field(
+        default=1,
+        description="Number of consecutive shards of the samples of a step. Every update takes an "
+        "equal part of each, in order, as the data-parallel ranks of other systems do.",
+    )
 
 
 class OptimizerConfig(Section):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.algorithms.aggregate import Mode, sequence_weights
+from msrl.algorithms.aggregate import AveragingGroup, Mode, sequence_weights
 from msrl.algorithms.packing import JoinedRows, Sequences, bins, micro_batch, per_token
 from msrl.types import Floats, MicroBatch
 
@@ -103,14 +103,20 @@ def num_loss_tokens(sequences: Sequences) -> int:
     return sum(loss_token_counts(sequences))
 
 
-def with_weights(sequences: Sequences, mode: Mode, constant: float | None = None) -> Sequences:
+def with_weights(
+    sequences: Sequences,
+    mode: Mode,
+    constant: float | None = None,
+    groups: Sequence[AveragingGroup] = (),
+) -> Sequences:
     """Return the sequences of one update with the field `weights`.
 
     It holds the factor of each token's loss for the aggregation over all sequences.
 
     Raises ValueError if no sequence has a loss token.
     """
-    weights = sequence_weights(loss_token_counts(sequences), mode, constant=constant)
+    counts = loss_token_counts(sequences)
+    weights = sequence_weights(counts, mode, constant=constant, groups=groups)
     field = tuple(
         np.full(len(ids), weight, np.float32)
         for ids, weight in zip(sequences.token_ids, weights, strict=True)

@@ -64,6 +64,7 @@ from msrl.workflows.rl.teacher_servers import (
     TeacherServers,
     teacher_advantages,
 )
+from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups, update_batches
 from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.settings import policy_schedule
 from msrl.workflows.training.trainer_group import TrainerGroup
@@ -305,11 +306,15 @@ class Updater:
             was observed before the policy's first update.
         """
         metrics = dict(prepared.metrics)
-        batches = sequence_batches(self._config, prepared, step)
+        counts = prepared.counts or (1,) * len(prepared.samples)
+        batches = update_batches(self._config, counts, step)
         if self._critic is not None and prepared.critic_sequences is not None:
             with clock("critic"):
                 metrics |= self._critic.update(
-                    prepared.critic_sequences, batches, step, self._limits()
+                    prepared.critic_sequences,
+                    [batch.sequences for batch in batches],
+                    step,
+                    self._limits(),
                 )
         observer = _Observer(self._trainers, observation)
         policy_step = step - self._config.algo.value.warmup_steps
@@ -322,17 +327,18 @@ class Updater:
     def _update_policy(
         self,
         prepared: PreparedStep,
-        batches: Sequence[Sequence[int]],
+        batches: Sequence[UpdateBatch],
         step: int,  # counted from the first step after the critic's warm-up
         observer: _Observer,
     ) -> dict[str, float]:
         """Update the policy once per batch; return the mean of the updates' metrics."""
-        mode, constant = self._config.algo.aggregate.mode, aggregate_constant(self._config)
+        aggregate, constant = self._config.algo.aggregate, aggregate_constant(self._config)
         loss = replace(self._loss, kl_coef=self._loss.kl_coef * self._kl_factor)
         reports, lr = [], 0.0
-        for number, indices in enumerate(batches):
+        for number, batch in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
-            sequences = select(prepared.sequences, indices)
+            sequences = select(prepared.sequences, batch.sequences)
+            groups = averaging_groups(aggregate, batch, sequences)
             sequences = padded(sequences, self._trainers.dp_size)
             if self._config.algo.top_entropy < 1.0:
                 sequences = with_top_entropy(sequences, self._config.algo.top_entropy)
@@ -340,7 +346,7 @@ class Updater:
                 version = step + self._config.algo.value.warmup_steps
                 sequences = with_proximal_shares(sequences, version, number / len(batches))
             if num_loss_tokens(sequences):
-                weighted = with_weights(sequences, mode, constant)
+                weighted = with_weights(sequences, aggregate.mode, constant, groups)
                 update_loss = self._normalized(loss, sequences)
                 reports.append(observer.update(weighted, self._limits(), update_loss, lr))
         metrics = mean_report(reports)
@@ -663,29 +669,3 @@ def mean_importance_weight(correction: Correction, sequences: Sequences) -> floa
     counts = np.array([int(mask.sum()) for mask in sequences.loss_masks])
     numbers = np.repeat(np.arange(np.count_nonzero(counts)), counts[counts > 0])
     return correction.mean_weight(old, sampler, torch.from_numpy(numbers))
-
-
-def sequence_batches(config: Config, prepared: PreparedStep, step: int) -> list[list[int]]:
-    """Return the indices of the sequences of each update. A completion is in one update."""
-    counts = prepared.counts or (1,) * len(prepared.samples)
-    starts = np.cumsum((0, *counts)).tolist()
-    batches: list[list[int]] = []
-    for completions in update_batches(config, len(counts), step):
-        batches.append([])
-        for number in completions:
-            batches[-1] += range(starts[number], starts[number + 1])
-    return batches
-
-
-def update_batches(config: Config, num_samples: int, step: int) -> list[list[int]]:
-    """Return the sample indices of each update of a step; a function of the seed and the step."""
-    updates = config.train.updates
-    size = updates.samples_per_update or num_samples
-    batches: list[list[int]] = []
-    for epoch in range(updates.epochs):
-        order = np.arange(num_samples)
-        if updates.shuffle and size < num_samples:
-            seed = np.random.SeedSequence([config.run.seed, step, epoch])
-            np.random.Generator(np.random.Philox(seed)).shuffle(order)
-        batches += [order[start : start + size].tolist() for start in range(0, num_samples, size)]
-    return batches
