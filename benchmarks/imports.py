@@ -2,8 +2,10 @@
 
 Every YAML file and shell script below the folder is imported and validated as `msrl config import`
 does. A file counts as imported if the result is a valid configuration; paths that this machine
-lacks do not count. The table has one row per kind of file; the list below it has one line per
-reason of a file that is refused, or imported with `--approximate` only.
+lacks do not count. Nor does the language model that judges responses in ROLL's files, which msrl
+does not have yet: the last column counts the files that need it. The table has one row per kind of
+file; the list below it has one line per reason of a file that is refused, or imported with
+`--approximate` only.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from msrl.workflows.import_config import validate
 
 IMPORTED, APPROXIMATED, REFUSED, OTHER = "imported", "approximated", "refused", "not an input"
 
+_JUDGE = "a language model as judge"
+_NO_SOURCE = "reward.sources: is missing"  # if the judge scores all rows
+
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
@@ -33,6 +38,10 @@ class FileResult:
     kind: str
     state: str
     reasons: tuple[str, ...] = ()
+
+    @property
+    def has_judge(self) -> bool:
+        return any(_JUDGE in reason for reason in self.reasons)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,11 +79,16 @@ def classify_file(file: Path) -> list[FileResult]:
 
 
 def _import(system: str, file: Path) -> tuple[str, tuple[str, ...]]:
-    """Import a file exactly, else with `--approximate`."""
+    """Import a file exactly, else with `--approximate`; a judge is no reason of a refusal."""
     state, reasons = _attempt(system, file, approximate=False)
-    if state == REFUSED and _attempt(system, file, approximate=True)[0] == IMPORTED:
-        return APPROXIMATED, reasons
-    return state, reasons
+    if state == IMPORTED:
+        return state, reasons
+    has_judge = any(_JUDGE in reason for reason in reasons)
+    remaining = _attempt(system, file, approximate=True)[1]
+    if [reason for reason in remaining if not (has_judge and _NO_SOURCE in reason)]:
+        return REFUSED, reasons
+    is_exact = all(_JUDGE in reason for reason in reasons)
+    return (IMPORTED if is_exact else APPROXIMATED), reasons
 
 
 def _attempt(system: str, file: Path, *, approximate: bool) -> tuple[str, tuple[str, ...]]:
@@ -95,18 +109,21 @@ def table(results: Sequence[FileResult]) -> list[str]:
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         rows[result.kind][result.state] += 1
+        rows[result.kind][_JUDGE] += result.has_judge and result.state != REFUSED
     lines = [
-        "| kind | files | imported | with --approximate | refused | imported in all |",
-        "|---|---|---|---|---|---|",
+        "| kind | files | imported | with --approximate | refused | imported in all | judge |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind, states in sorted(rows.items()):
         done = states[IMPORTED] + states[APPROXIMATED]
         total = done + states[REFUSED]
         if total == 0:
-            lines.append(f"| {kind} (not an input) | {states[OTHER]} | | | | |")
+            lines.append(f"| {kind} (not an input) | {states[OTHER]} | | | | | |")
             continue
         numbers = [total, states[IMPORTED], states[APPROXIMATED], states[REFUSED]]
-        lines.append(f"| {kind} | {' | '.join(map(str, numbers))} | {done / total:.0%} |")
+        lines.append(
+            f"| {kind} | {' | '.join(map(str, numbers))} | {done / total:.0%} | {states[_JUDGE]} |"
+        )
     return lines
 
 

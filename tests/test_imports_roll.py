@@ -5,6 +5,7 @@ P prompts with G samples of up to T tokens; N tokens of all responses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from msrl.algorithms import kl
 from msrl.algorithms.aggregate import sequence_weights
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.config.schema import Config
+from msrl.errors import MsrlError
 from msrl.rewards.normalize import Moments, normalize
 from msrl.trainer.objective.losses import Outputs
 from msrl.workflows.rl.update import estimate_advantages, policy_loss
+from support import mentions
 from test_imports_commands import RLVR, changed
 from test_imports_losses import PG, imported, native
 
@@ -202,15 +205,27 @@ def test_topr_of_roll_and_of_msrl_differ_where_scores_and_advantages_have_other_
     assert not torch.allclose(gradient, flat(batch, leaf.grad), rtol=1e-3)
 
 
-def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
-    """Return the advantages of a step, as the driver computes them from scores."""
+def our_advantages(
+    config: Config, batch: oracle.Batch, domains: Sequence[str] = ()
+) -> np.ndarray:  # [N]
+    """Return the advantages of a step, as the driver computes them from scores.
+
+    `domains` are those of the prompts.
+    """
     norm, algo = config.reward.norm, config.algo
     scores = batch["response_level_rewards"].reshape(-1, GROUP).numpy()
     if config.reward.clip is not None:
         scores = scores.clip(-config.reward.clip, config.reward.clip)
     scores = normalize(
-        scores, center=norm.center, scale=norm.scale, eps=norm.eps, running=Moments()
+        scores,
+        center=norm.center,
+        scale=norm.scale,
+        eps=norm.eps,
+        running=Moments(),
+        domains=domains,
     )
+    if norm.clip is not None:
+        scores = scores.clip(*norm.clip)
     extra = None
     if algo.kl.reward.coef:
         divergence = kl.per_token(
@@ -220,7 +235,11 @@ def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
             torch.ones(sum(LENGTHS), dtype=torch.bool),
         )
         extra = -algo.kl.reward.coef * divergence.numpy()
-    rewards = TokenRewards(scores, np.array(LENGTHS).reshape(-1, GROUP), extra)
+    numbers = None
+    if algo.advantage.whiten_scope == "domain":
+        numbers = np.unique(domains, return_inverse=True)[1]
+    lengths = np.array(LENGTHS).reshape(-1, GROUP)
+    rewards = TokenRewards(scores, lengths, extra, domains=numbers)
     advantages = estimate_advantages(algo, rewards, flat(batch, batch["values"]).numpy())
     if algo.advantage.whiten:
         advantages = rewards.whiten(advantages, algo.advantage.eps)
@@ -241,3 +260,40 @@ def test_the_advantages_of_an_imported_file_are_those_of_the_pipeline(
         actual = our_advantages(config, batch)
         expected = flat(batch, oracle.advantages(theirs, batch)).numpy()
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+TWO_DOMAINS = "  qa: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [qa]}\n"
+BY_DOMAIN: dict[str, list[str]] = {
+    "grpo, whitened": ["whiten_advantages: true"],
+    "grpo, clipped and whitened": ["reward_clip: 0.7", "whiten_advantages: true"],
+    "reinforce, whitened": ["adv_estimator: reinforce", "whiten_advantages: true"],
+    "reinforce, whitened rewards": ["adv_estimator: reinforce", "whiten_rewards: true"],
+    "reinforce, batch": ADVANTAGES["reinforce, batch"],
+}
+
+
+@pytest.mark.parametrize("name", BY_DOMAIN)
+def test_the_samples_of_each_domain_are_normalized_by_themselves(name: str, tmp_path: Path) -> None:
+    text = file_with(BY_DOMAIN[name])
+    text = changed(text, ("rewards:\n", f"rewards:\n{TWO_DOMAINS}"))
+    translation = imported("roll", text, tmp_path)
+    config = Config.model_validate(native(translation))
+    batch = roll_batch(0)
+    rows = [slice(0, GROUP), slice(GROUP, None)]  # one prompt of each domain
+    theirs = pipeline(BY_DOMAIN[name])
+    parts = [oracle.Batch({key: value[part] for key, value in batch.items()}) for part in rows]
+    tokens = [oracle.advantages(theirs, part) for part in parts]
+    expected = flat(batch, torch.cat(tokens)).numpy()
+    actual = our_advantages(config, batch, ["math", "qa"])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_of_the_run_with_several_domains_is_refused(tmp_path: Path) -> None:
+    text = changed(
+        RLVR,
+        ("rewards:\n", f"rewards:\n{TWO_DOMAINS}"),
+        ("adv_estimator: grpo", "adv_estimator: reinforce"),
+    )
+    text += "norm_mean_type: running\n"
+    with pytest.raises(MsrlError, match=mentions("norm_mean_type=running", "domains")):
+        imported("roll", text, tmp_path)

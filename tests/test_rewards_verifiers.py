@@ -1018,3 +1018,13 @@ def test_real_solutions_of_math_500_score_right():
     ]
     same = sum(rows[i - 1]["answer"] == row["answer"] for i, row in enumerate(rows))
     assert len(shifted) <= same + 1, shifted
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "counting"), [("one two", 0.0, 1.0), ("one two one", 1.0, 0.0)]
+)
+def test_ifeval_counts_the_keyword_or_as_roll_all_words(text, right, counting):
+    truth = json.dumps({"func_name": "verify_keyword_frequency", "word": "one", "N": 2})
+    module = verifier("ifeval")
+    assert module.score(text, truth) == right
+    assert module.score(text, truth, counts_all_words=True) == counting

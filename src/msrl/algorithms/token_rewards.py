@@ -6,7 +6,7 @@ Everything is float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -22,13 +22,15 @@ class TokenRewards:
 
     The score of a response is the reward of its last token. `extra` adds rewards of single tokens,
     for example a KL penalty. `trained` selects the responses whose tokens count when advantages are
-    whitened; None selects all.
+    whitened; None selects all. Whitening normalizes the prompts of each number in `domains` by
+    themselves; None stands for one domain.
     """
 
     scores: Reals  # [P, G]
     lengths: NDArray[np.int64]  # [P, G]
     extra: Reals | None = None  # [N]
     trained: NDArray[np.bool_] | None = None  # [P, G]
+    domains: NDArray[np.int64] | None = None  # [P]
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 2 or self.scores.shape != self.lengths.shape:
@@ -72,13 +74,23 @@ class TokenRewards:
 
         Tokens that are not trained on do not count and become 0.
         """
-        return whiten(values, eps, None if self.trained is None else self.everywhere(self.trained))
+        return self._whiten(values, eps, self.trained)
 
     def whitened(self, eps: float) -> TokenRewards:
         """Return a copy whose token rewards have mean 0 and standard deviation 1."""
-        return TokenRewards(
-            np.zeros_like(self.scores), self.lengths, whiten(self.per_token(), eps), self.trained
-        )
+        rewards = self._whiten(self.per_token(), eps, None)
+        return replace(self, scores=np.zeros_like(self.scores), extra=rewards)
+
+    def _whiten(self, values: Reals, eps: float, among: NDArray[np.bool_] | None) -> Reals:
+        """Whiten the values of every domain, of the responses in `among`."""
+        if self.domains is None:
+            return whiten(values, eps, None if among is None else self.everywhere(among))
+        result = np.zeros_like(values)
+        for domain in np.unique(self.domains):
+            selected = np.broadcast_to((self.domains == domain)[:, None], self.lengths.shape)
+            selected = selected if among is None else selected & among
+            result += whiten(values, eps, self.everywhere(selected))
+        return result
 
     def _responses(self) -> NDArray[np.int64]:  # [N]
         return np.repeat(np.arange(self.lengths.size), self.lengths.ravel())

@@ -6,7 +6,7 @@ P prompts, G episodes per prompt, K turns of all episodes end to end, N tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -159,7 +159,7 @@ def with_turn_rewards(rewards: TokenRewards, turns: Turns, early: Reals) -> Toke
     if rewards.extra is not None:
         extra += rewards.extra
     scores = rewards.scores - sums.reshape(turns.counts.shape)
-    return TokenRewards(scores, rewards.lengths, extra, rewards.trained)
+    return replace(rewards, scores=scores, extra=extra)
 
 
 def require_turns(turns: Turns | None, estimator: str) -> Turns:

@@ -76,6 +76,7 @@ def keys_that_change_totals(config: Config) -> list[str]:
     keys = {
         "reward.norm.center": norm.center != "none",
         "reward.norm.scale": norm.scale != "none",
+        "reward.norm.clip": norm.clip is not None,
         "reward.clip": config.reward.clip is not None,
     }
     return [key for key, is_set in keys.items() if is_set]

@@ -5,6 +5,7 @@ The mean and the standard deviation have separate scopes:
 - `batch`: all completions of the step.
 - `group`: the completions of one prompt.
 - `tag`: the completions of all prompts of the step with the same tag.
+- `domain`: the completions of all prompts of the step with the same reward sources.
 - `running`: all completions since the start of the run, including this step.
 
 The driver normalizes all rewards of a step together, so the result does not depend on the number of
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Scope = Literal["none", "batch", "group", "tag", "running"]
+Scope = Literal["none", "batch", "group", "tag", "domain", "running"]
 Reals = NDArray[np.float64]
 
 
@@ -68,6 +69,7 @@ def normalize(
     eps: float,
     running: Moments,
     tags: Sequence[str] = (),  # [P], of the scope `tag`
+    domains: Sequence[str] = (),  # [P], of the scope `domain`
 ) -> Reals:  # [P, G]
     """Return (rewards - mean of `center`) / (standard deviation of `scale` + eps).
 
@@ -77,25 +79,27 @@ def normalize(
         "none": 0.0,
         "batch": rewards.mean(),
         "group": rewards.mean(axis=1, keepdims=True),
-        "tag": _by_tag(rewards, tags, np.mean),
+        "tag": _by_label(rewards, tags, np.mean),
+        "domain": _by_label(rewards, domains, np.mean),
         "running": running.mean,
     }
     deviations = {
         "none": np.array(0.0),
         "batch": _std(rewards.ravel()),
         "group": _std(rewards)[:, None],
-        "tag": _by_tag(rewards, tags, _std),
+        "tag": _by_label(rewards, tags, _std),
+        "domain": _by_label(rewards, domains, _std),
         "running": np.array(running.std),
     }
     std = deviations[scale]
     return (rewards - means[center]) / np.where(std > eps, std + eps, 1.0)
 
 
-def _by_tag(
-    rewards: Reals, tags: Sequence[str], statistic: Callable[[Reals], Any]
+def _by_label(
+    rewards: Reals, labels: Sequence[str], statistic: Callable[[Reals], Any]
 ) -> Reals:  # [P, G] -> [P, 1]
-    """Return for every prompt a statistic of the rewards of all prompts with its tag."""
-    names, values = np.array(tags or [""] * len(rewards)), np.zeros((len(rewards), 1))
+    """Return for every prompt a statistic of the rewards of all prompts with its label."""
+    names, values = np.array(labels or [""] * len(rewards)), np.zeros((len(rewards), 1))
     for name in np.unique(names):
         values[names == name] = statistic(rewards[names == name].ravel())
     return values

@@ -11,6 +11,7 @@ import numpy as np
 from msrl.config.sections.reward import RewardConfig
 from msrl.rewards.normalize import Moments, Reals, normalize
 from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
+from msrl.rewards.sources import TAG
 from msrl.types import ScoredGroup
 
 
@@ -44,7 +45,8 @@ class RewardSteps:
         1. The weighted sum of the sources, which is the total of each reward in `groups`.
         2. Shaping: format penalty, length reward and overlong penalty are added.
         3. Clipping to [-`clip`, `clip`].
-        4. Normalization: subtract the mean and divide by the standard deviation.
+        4. Normalization: subtract the mean, divide by the standard deviation, and clip the result
+           to `norm.clip`.
 
         The `algo` section defines the steps after that: KL penalty, returns, whitening and clipping
         of advantages.
@@ -59,7 +61,10 @@ class RewardSteps:
             eps=norm.eps,
             running=self._running,
             tags=[group.tag for group in groups],
+            domains=domains(self._config, groups),
         )
+        if norm.clip is not None:
+            rewards = rewards.clip(*norm.clip)
         return Processed(rewards, self._metrics(shaping, shaped, clipped))
 
     def greedy_rewards(self, groups: Sequence[ScoredGroup]) -> Reals:  # [P]
@@ -112,6 +117,19 @@ class RewardSteps:
             metrics["running_mean"] = self._running.mean
             metrics["running_std"] = self._running.std
         return {name: float(value) for name, value in metrics.items()}
+
+
+def domains(config: RewardConfig, groups: Sequence[ScoredGroup]) -> list[str]:  # [P]
+    """Return for every prompt the numbers of the sources that score its row, as a text."""
+    return [_domain(config, group) for group in groups]
+
+
+def _domain(config: RewardConfig, group: ScoredGroup) -> str:
+    tag = group.rollout.prompt.extra.get(TAG)
+    numbers = [
+        i for i, source in enumerate(config.sources) if not source.tags or tag in source.tags
+    ]
+    return " ".join(map(str, numbers))
 
 
 def _totals(groups: Sequence[ScoredGroup]) -> Reals:  # [P, G]

@@ -63,6 +63,11 @@ class AdvantageConfig(_WithLambda):
         default=False,
         description="Normalize the token advantages of a step to mean 0 and standard deviation 1.",
     )
+    whiten_scope: Literal["batch", "domain"] = Field(
+        default="batch",
+        description="Tokens that whiten and whiten_rewards normalize together: those of the step "
+        "(batch), or those of the rows with the same reward sources (domain).",
+    )
     clip: Positive | None = Field(
         default=None,
         description="Clip advantages to the range from -clip to +clip, after whitening. "

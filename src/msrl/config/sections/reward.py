@@ -77,15 +77,22 @@ class RewardSource(Section):
 class RewardNormConfig(Section):
     """Normalization of rewards by a mean and a standard deviation."""
 
-    center: Literal["none", "batch", "group", "tag", "running"] = Field(
+    center: Literal["none", "batch", "group", "tag", "domain", "running"] = Field(
         default="none",
         description="Mean to subtract: of the batch, of the group, of the rows of the batch with "
-        "the same tag or environment (tag), or of the run so far (running).",
+        "the same tag or environment (tag) or with the same reward sources (domain), or of the run "
+        "so far (running).",
     )
-    scale: Literal["none", "batch", "group", "tag", "running"] = Field(
+    scale: Literal["none", "batch", "group", "tag", "domain", "running"] = Field(
         default="none",
         description="Standard deviation to divide by: of the batch, of the group, of the rows of "
-        "the batch with the same tag or environment (tag), or of the run so far (running).",
+        "the batch with the same tag or environment (tag) or with the same reward sources "
+        "(domain), or of the run so far (running).",
+    )
+    clip: tuple[Float, Float] | None = Field(
+        default=None,
+        description="Smallest and largest normalized reward, as [low, high]. "
+        "Null disables clipping.",
     )
     eps: Positive = Field(
         default=1e-6,

@@ -295,7 +295,8 @@ class _RollFile:
             elif name == "grpo":
                 top.record(key, KeyStatus.DEAD, "grpo always normalizes by group")
             elif top.value(key):
-                top.assign(key, [f"reward.norm.{native}"], top.value(key))
+                top.assign(key, [f"reward.norm.{native}"], self.losses.scope(top.value(key)))
+                self.losses.report_running(top.get(key))
             top.record(key, KeyStatus.OFF, "")
 
     def _report_discount(self, discount: SourceKey) -> None:

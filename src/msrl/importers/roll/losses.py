@@ -12,7 +12,8 @@ from typing import Any, cast
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys
-from msrl.importers.translation import KeyStatus, Translation
+from msrl.importers.table import is_number
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _PG_WORKER = "ActorPGWorker"
 _PG_MODULE = "agentic_actor_pg_worker"  # its class has the name of the usual worker
@@ -126,14 +127,19 @@ class Losses:
         if not self._normalizes():
             self.translation.assign(entry, ["reward.clip"], entry.value)
             return
-        is_plain = top.value("add_token_level_kl") is not True and top.value("gamma") in (None, 1)
-        is_last = top.value("whiten_advantages") is not True and not top.value("advantage_clip")
-        if is_plain and is_last and self.translation.algorithm in _REWARD_ESTIMATORS:
+        turns = self.translation.algorithm in _TURN_ESTIMATORS
+        if clips_advantages(top) and self.translation.algorithm in _REWARD_ESTIMATORS:
             why = "the normalized reward is the advantage of each token"
             self.translation.assign(entry, ["algo.advantage.clip"], entry.value, why=why)
-        else:
-            text = "the original clips rewards after normalizing them, msrl before"
+        elif turns or not is_number(entry.value):
+            text = "the original clips rewards of turns after normalizing them, msrl before"
             self.translation.approximate(entry, "reward.clip", entry.value, text)
+        else:
+            bounds = [-float(entry.value), float(entry.value)]
+            self.translation.assign(entry, ["reward.norm.clip"], bounds)
+            if top.value("add_token_level_kl") is True:
+                text = "the original also clips the sum of the reward and the penalty of a token"
+                self.translation.report_difference(entry, text)
 
     def _normalizes(self) -> bool:
         """Return True if the original normalizes rewards before it clips them."""
@@ -142,17 +148,23 @@ class Losses:
         keys = ("norm_mean_type", "norm_std_type", "reward_norm")
         return self.translation.algorithm == "grpo" or any(self.top.value(key) for key in keys)
 
+    def scope(self, name: object) -> object:
+        """Return the native scope of a mean or deviation: a batch has the samples of a domain."""
+        return "domain" if name == "batch" and self.num_domains > 1 else name
+
+    def report_running(self, entry: SourceKey | None) -> None:
+        """Report a mean or deviation of the run so far, which each domain in turn updates."""
+        if entry is not None and entry.value == "running" and self.num_domains > 1:
+            text = "the original adds the domains of a step one after another, msrl all before"
+            self.translation.report_difference(entry, text)
+
     def _whitening(self) -> None:
         if self.num_domains < 2:
             return
-        for key, native in (
-            ("whiten_advantages", "algo.advantage.whiten"),
-            ("whiten_rewards", "algo.advantage.whiten_rewards"),
-        ):
-            entry = self.top.get(key)
-            if entry is not None and entry.value is True:
-                text = "the original normalizes the samples of each domain, msrl those of the step"
-                self.translation.approximate(entry, native, True, text)
+        for key in ("whiten_advantages", "whiten_rewards"):
+            if self.top.value(key) is True:
+                origin = self.top.origin(key)
+                self.translation.set("algo.advantage.whiten_scope", wrap("domain", origin))
 
     def _removed(self) -> None:
         """Translate keys that v0.2.0 removed, in the way in which earlier versions read them."""
@@ -172,6 +184,9 @@ class Losses:
         top, entry = self.top, self.top.get("reward_norm")
         if entry is None or entry.value is None or top.get("norm_mean_type", "norm_std_type"):
             return
+        if entry.value == "None":  # Python's null, which YAML reads as a text
+            self.translation.record(entry, KeyStatus.OFF, "")
+            return
         if self.translation.algorithm == "grpo":
             return
         natives = ["reward.norm.center", "reward.norm.scale"]
@@ -179,17 +194,28 @@ class Losses:
             natives = natives[:1]
         elif top.value("reward_scale") is True and entry.value == "running":
             natives = natives[1:]
-        self.translation.assign(entry, natives, entry.value, why=_REMOVED)
+        self.translation.assign(entry, natives, self.scope(entry.value), why=_REMOVED)
+        self.report_running(entry)
         for key in ("reward_shift", "reward_scale"):
             top.record(key, KeyStatus.APPLIED, f"{' and '.join(natives)}: {entry.value}")
+
+
+def clips_advantages(top: Keys) -> bool:
+    """Return True if a bound of rewards is one of advantages: nothing comes between the two."""
+    is_plain = top.value("add_token_level_kl") is not True and top.value("gamma") in (None, 1)
+    return is_plain and not any(
+        top.value(key) for key in ("whiten_advantages", "whiten_rewards", "advantage_clip")
+    )
 
 
 def grpo_estimator(top: Keys, scopes: tuple[str, str]) -> str:
     """Return the estimator of grpo with rewards that are normalized by these scopes.
 
     grpo of the original is the return of the normalized reward. This is group_norm unless rewards
-    of single tokens, a discount or whitening come between normalization and return.
+    of single tokens, a discount, whitening or a bound come between normalization and return.
     """
+    if top.value("reward_clip") and not clips_advantages(top):
+        return "reinforce"
     is_plain = top.value("gamma") in (None, 1) and not any(
         top.value(key) is True for key in ("add_token_level_kl", "whiten_rewards")
     )

@@ -99,10 +99,7 @@ def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:
 def _options(translation: Translation, keys: Keys, worker: str) -> dict[str, Any]:
     """Return the options of a verifier; report what its worker computes differently."""
     if worker == "GeneralRuleRewardWorker":
-        entry = keys.get("worker_cls")
-        assert entry is not None
-        text = "verify_keyword_frequency counts all words there, and the keyword here"
-        translation.report_difference(entry, text)
+        return {"options": {"counts_all_words": True}}
     if worker != "CrossThinkQARuleRewardWorker":
         return {}
     penalty = keys.get("response_length_penalty_coef")

@@ -3,6 +3,8 @@
 The ground truth is a JSON object with the name of a constraint in `func_name` and its arguments, as
 in the dataset RLVR-IFeval of Tulu 3 (arXiv:2411.15124, section 6). Null arguments count as absent.
 The constraints are those of IFEval (arXiv:2311.07911). Only what follows the last thought counts.
+With `counts_all_words`, verify_keyword_frequency compares the number of all words of the response
+with N, whatever the keyword is, as ROLL's reward worker does.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ class Constraint:
     arguments: tuple[str, ...] = ()
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, counts_all_words: bool = False) -> float:
     """Return 1.0 or 0.0. A ground truth that is no constraint scores 0.0."""
     if answer_refusal(answer) is not None:
         return WRONG
     text = response.rpartition("</think>")[2].lstrip("\n")
     arguments = json.loads(answer)
+    if counts_all_words and arguments["func_name"] == "verify_keyword_frequency":
+        return 1.0 if len(_words(text)) == arguments["N"] else WRONG
     return 1.0 if CONSTRAINTS[arguments["func_name"]].holds(text, arguments) else WRONG
 
 
-def answer_refusal(answer: str) -> str | None:
+def answer_refusal(answer: str, *, counts_all_words: bool = False) -> str | None:
     """Return the reason why a ground truth is no constraint that can be checked, or None."""
     try:
         arguments = json.loads(answer)
@@ -68,9 +72,12 @@ def _has_count(count: int, arguments: Arguments, tolerance: int) -> bool:
     return abs(count - expected) <= tolerance
 
 
+def _words(text: str) -> list[str]:
+    return re.findall(r"\b\w+\b", text.lower())
+
+
 def _keyword_count(text: str, arguments: Arguments) -> bool:
-    words = re.findall(r"\b\w+\b", text.lower())
-    return words.count(arguments["word"].lower()) == arguments["N"]
+    return _words(text).count(arguments["word"].lower()) == arguments["N"]
 
 
 def _separated_paragraphs(text: str, arguments: Arguments) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from msrl import registry
 from msrl.algorithms import kl_controller
@@ -40,7 +41,7 @@ from msrl.plan.derived import (
     needs_old_logprobs,
     rewards_turns,
 )
-from msrl.rewards.process import RewardSteps
+from msrl.rewards.process import RewardSteps, domains
 from msrl.trainer.objective.batches import (
     BatchLimits,
     num_loss_tokens,
@@ -210,7 +211,9 @@ class Updater:
             divergence = self._divergence(plain, logprobs)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
-        rewards = TokenRewards(processed.rewards[: len(groups)], lengths, penalty, keep)
+        rewards = TokenRewards(
+            processed.rewards[: len(groups)], lengths, penalty, keep, self._domains(groups)
+        )
         turns = episode_turns(groups) if self._config.environment.is_on else None
         if turns is not None:
             rewards = placed_rewards(self._config, rewards, groups, turns)
@@ -239,6 +242,12 @@ class Updater:
             critic_sequences = with_targets(sequences, plain, values, returns)
         counts = sequence_counts(groups)
         return PreparedStep(samples, sequences, metrics, critic_sequences, counts)
+
+    def _domains(self, groups: Sequence[ScoredGroup]) -> NDArray[np.int64] | None:  # [P]
+        """Return the domains within which advantages are whitened; None for one domain."""
+        if self._config.algo.advantage.whiten_scope == "batch":
+            return None
+        return np.unique(domains(self._config.reward, groups), return_inverse=True)[1].ravel()
 
     def _forward(self, sequences: Sequences, clock: Clock) -> tuple[_StepLogprobs, Reals | None]:
         """Return the log-probabilities, and the critic's values [N] if there is a critic."""
