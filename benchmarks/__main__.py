@@ -8,8 +8,7 @@ results.json and the table in README.md. The scripts of the peers and of their i
 foreign files (see `imports.py`). `simulate` compares schedules of generation and training (see
 `simulation.py`), and `async` measures synchronous and asynchronous trainings (see
 `asynchronous.py`). `episodes` compares episodes with slow tools with plain generation (see
-`episodes.py`). `logging` measures the CPU time that the driver spends on logging (see
-`logging_cost.py`). `resharding` adds up the bytes that two plans of a weight transfer send (see
+`episodes.py`). `resharding` adds up the bytes that two plans of a weight transfer send (see
 `resharding.py`).
 """
 
@@ -44,7 +43,6 @@ SEPARATE = {
     "device": "device",
     "episodes": "episodes",
     "imports": "imports",
-    "logging": "logging_cost",
     "resharding": "resharding",
     "simulate": "simulation",
 }

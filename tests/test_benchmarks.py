@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from msrl.config.loader import load
 from support import assert_mentions, mentions
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import asynchronous, device, device_commands, logging_cost, measure, results  # noqa: E402
+from benchmarks import asynchronous, device, device_commands, measure, results  # noqa: E402
 from benchmarks.__main__ import detail_lines  # noqa: E402
 from benchmarks.cases import CASES, Sample  # noqa: E402
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel  # noqa: E402
@@ -310,18 +308,3 @@ def test_losses_and_the_first_gradient_have_goals_and_the_last_gradient_is_only_
 def test_nan_and_infinity_have_an_infinite_relative_difference() -> None:
     assert device.relative(float("nan"), 1.0) == device.relative(float("inf"), 1.0) == float("inf")
     assert device.relative(1.5, 1.0) == 0.5
-
-
-def test_the_cost_of_logging_is_that_of_existing_calls(tmp_path: Path) -> None:
-    for owner, method, _ in logging_cost.calls_of_logging():
-        assert callable(getattr(owner, method))
-    file = tmp_path / "grpo.yaml"
-    file.write_text(yaml.safe_dump(logging_cost.configuration(3)))
-    log = load([str(file)]).config.log
-    assert (log.rollouts, log.tokens) == ("parquet", "sampled")
-
-
-def test_the_share_of_logging_is_that_of_the_other_time() -> None:
-    assert logging_cost.share({"rollouts": 1.5, "metrics": 0.5, "all": 102.0}) == 0.02
-    seconds = {"rollouts": 3.0, "all": 103.0}
-    assert logging_cost.table(seconds, 200)[-1].endswith("Reached: no")

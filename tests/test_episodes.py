@@ -739,7 +739,7 @@ def test_rollout_files_have_the_sequences_and_turns_of_episodes(
     group = scored(FIRST, SECOND)
     samples = training_samples([group], np.arange(1.0, 7.0), np.array([[True, False]]))
     with RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format) as log:
-        log.write(log.collect(1, [group], samples, [group], sequences=rl_sequences(samples)))
+        log.write(1, [group], samples, [group], sequences=rl_sequences(samples))
     if format == "jsonl":
         lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         first, second, *dropped = map(json.loads, lines)

@@ -37,8 +37,8 @@ def make_tokenizer() -> TextTokenizer:
     return TextTokenizer(backend, None, None, None, "numbers")
 
 
-def make_log(run_dir: Path, *, is_on: bool = True) -> RolloutLog:
-    return RolloutLog(run_dir, make_tokenizer(), is_on=is_on, format="parquet")
+def make_log(run_dir: Path, *, is_on: bool = True, format: Any = "parquet") -> RolloutLog:
+    return RolloutLog(run_dir, make_tokenizer(), is_on=is_on, format=format)
 
 
 def make_record(**changes: Any) -> RolloutRecord:
@@ -129,8 +129,7 @@ def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Pa
     old = tuple(np.full(4, -0.75, np.float32) for _ in samples)
     sequences = sequences._replace(fields={**sequences.fields, "old_logprobs": old})
     with make_log(tmp_path) as log:
-        rollouts = log.collect(3, [group], samples, [dropped], sequences=sequences)
-        log.write(rollouts, times={"update": 5.0})
+        log.write(3, [group], samples, [dropped], sequences=sequences, times={"update": 5.0})
     records = read_records(tmp_path / "rollouts" / "step_000003.parquet")
     assert [(r.group, r.sample, r.prompt_index) for r in records] == [
         (0, 0, 4),
@@ -170,7 +169,7 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     selected = np.array([True, False, False, True])  # the token 3 belongs to a masked turn
     samples[0] = replace(samples[0], is_sampled=selected)
     with make_log(tmp_path) as log:
-        log.write(log.collect(8, [group], samples))
+        log.write(8, [group], samples)
     records = read_records(tmp_path / "rollouts" / "step_000008.parquet")
     assert [(r.sample, r.sequence) for r in records] == [(0, 0), (0, 1)]
     assert [r.behavior_logprobs.tolist() for r in records] == [[0, -1, -2, 0, -3], [0, 0, -4]]
@@ -185,5 +184,5 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
     group = make_group(4, [1.0])
     with make_log(tmp_path, is_on=False) as log:
-        log.write(log.collect(1, [group], [make_sample(group, 0, 0.5)]))
+        log.write(1, [group], [make_sample(group, 0, 0.5)])
     assert not (tmp_path / "rollouts").exists()

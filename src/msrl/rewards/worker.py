@@ -22,7 +22,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,24 +112,6 @@ def read(source: IO[bytes]) -> Any:
     if len(prefix) < LENGTH.size:
         return None
     return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
-
-
-def with_lengths(parts: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the message of these parts for `read_parts`.
-
-    It begins with their number and the length of each of them in bytes (8 bytes per number).
-    """
-    return [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)), *parts]
-
-
-def read_parts(source: IO[bytes]) -> Sequence[bytes] | None:
-    """Return the parts of the next message, or None at the end of the input."""
-    prefix = source.read(LENGTH.size)
-    if len(prefix) < LENGTH.size:
-        return None
-    (count,) = LENGTH.unpack(prefix)
-    lengths = struct.unpack(f"<{count}Q", source.read(count * LENGTH.size))
-    return [source.read(length) for length in lengths]
 
 
 def _load(function: Function) -> _VerifierCall:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -67,27 +66,11 @@ class WorkerProcess:
         self._frames = FrameReader()
         self.send(setup)
 
-    def enlarge_pipe(self, num_bytes: int) -> None:
-        """Let the system buffer more of a message, so that the sender waits less.
-
-        Systems other than Linux have one size, and Linux limits the memory of a user's pipes.
-        """
-        assert self.process.stdin is not None
-        with contextlib.suppress(AttributeError, OSError):
-            fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, num_bytes)
-
     def send(self, message: object) -> None:
         assert self.process.stdin is not None
         # If the process died, its output ends too, and `receive` reports it.
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self.process.stdin, message)
-
-    def send_parts(self, parts: Sequence[bytes]) -> None:
-        """Send a message of several parts, which the process reads with `read_parts`."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.writelines(protocol.with_lengths(parts))
-            self.process.stdin.flush()
 
     def receive(self) -> list[tuple[int, float, str]] | None:
         """Return the new frames (kind, number, detail), or None at the end of the output."""

@@ -123,6 +123,9 @@ class TokenArrays:
         return [self.values[start:end] for start, end in pairwise([0, *ends])]
 
 
+LoggedValues = Mapping[str, TokenArrays]
+"""Arrays [T] of the logged sequences, the first ones of a step, by the name of a column."""
+
 Column = Sequence[Any] | TokenArrays
 """Values of all rows in the order of the record's attributes."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msrl.algorithms.packing import join, join_first
 from msrl.diagnose.gap import Gap, healthy_range, measure
+from msrl.tracking.rollouts import LoggedValues
 from msrl.types import ScoredGroup
-from msrl.workflows.rl.rollout_log.message import LoggedValues
 from msrl.workflows.rl.update import PreparedStep, behavior_versions
 
 METRIC = "rollout/logprob_gap"

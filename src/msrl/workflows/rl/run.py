@@ -26,6 +26,7 @@ from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import is_eager
 from msrl.tracking.plots import CURVES, plot_distributions
 from msrl.tracking.progress import duration_text
+from msrl.tracking.rollouts import LoggedValues
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import Ints, StepReport
@@ -36,7 +37,7 @@ from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
-from msrl.workflows.rl.rollout_log.log import CollectedRollouts, RolloutLog
+from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings, prepare
 from msrl.workflows.rl.step import Clock, step_metrics
@@ -134,7 +135,6 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
-            collected = _collect(rollout_log, step + 1, batch, prepared)
             request = token_values.request(prepared, clock)
             trained, observed = updater.update(prepared, step, clock, request.observation)
             values = request.values(observed)
@@ -142,7 +142,7 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 workers.weights.update(step + 1)
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
             report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
-            rollout_log.write(collected, times=clock.ended_at, values=values)
+            _log_rollouts(rollout_log, step + 1, batch, prepared, values, clock)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 rollout_log.wait()  # a resume does not repeat the steps of a checkpoint
@@ -181,7 +181,6 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             empty_steps = _count_empty(prepared, empty_steps)
-            collected = _collect(rollout_log, step + 1, batch, prepared)
             request = token_values.request(prepared, clock)
             trained, observed = updater.update(prepared, step, clock, request.observation)
             values = request.values(observed)
@@ -191,7 +190,7 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.resume()
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
             report = _step_report(job, step + 1, batch, prepared, trained, gap, clock)
-            rollout_log.write(collected, times=clock.ended_at, values=values)
+            _log_rollouts(rollout_log, step + 1, batch, prepared, values, clock)
             _plot_distributions(job, session, step + 1, batch)
             if session.after_step(report):
                 rollout_log.wait()  # a resume does not repeat the steps of a checkpoint
@@ -229,16 +228,23 @@ def _gap_monitor(job: RLSetup, session: TrainingSession) -> GapMonitor:
     return GapMonitor(config.model.dtype, session.run_dir, session.note, is_async, has_one_update)
 
 
-def _collect(
-    log: RolloutLog, step: int, batch: StepRollouts, prepared: PreparedStep
-) -> CollectedRollouts:
-    """Collect the rollouts of a step with the values that were computed before its update."""
-    return log.collect(
+def _log_rollouts(
+    log: RolloutLog,
+    step: int,
+    batch: StepRollouts,
+    prepared: PreparedStep,
+    values: LoggedValues,
+    clock: Clock,
+) -> None:
+    """Begin to write the rollouts of a step."""
+    log.write(
         step,
         batch.train_groups,
         prepared.samples,
         batch.dropped_groups,
         sequences=prepared.sequences,
+        values=values,
+        times=clock.ended_at,
     )
 
 

@@ -13,11 +13,10 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
-from msrl.tracking.rollouts import TokenArrays
+from msrl.tracking.rollouts import LoggedValues, TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
 from msrl.types import Bools
 from msrl.workflows.rl.rollout_log.log import RolloutLog
-from msrl.workflows.rl.rollout_log.message import LoggedValues
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.observation import Observation, Observed

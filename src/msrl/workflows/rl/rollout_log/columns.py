@@ -6,115 +6,124 @@ T tokens of a sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl.tracking.rollouts import Column, TokenArrays
-from msrl.types import Bools, Completion, Episode, Ints, VersionRun
-from msrl.workflows.rl.rollout_log.message import (
-    Episodes,
-    PromptValues,
-    RolloutMessage,
-    UpdateMessage,
-)
+from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
+from msrl.algorithms.samples import length_matrix, training_samples
+from msrl.rewards.sources import TAG
+from msrl.tracking.rollouts import Column, LoggedValues, TokenArrays
+from msrl.types import Bools, Completion, Episode, Prompt, Reward, ScoredGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NO_EPISODE = Episode((), (), ())
+# Columns by the field of the sequences that holds their values.
+_FIELDS = {
+    "old_logprobs": "trainer_logprobs",
+    "reference_logprobs": "reference_logprobs",
+    "entropies": "entropies",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """Rollouts of a step with everything that is known about them after its update.
+
+    Attributes:
+        step: Step, counted from 1.
+        groups: Groups of the step.
+        sequences: Sequences of the completions of `groups`, in order. Log-probabilities of trainer
+            and reference and entropies are logged too if they are among their fields.
+        dropped_groups: Groups without sequences, whose rows come last.
+        values: Further values of the first sequences.
+        times: Seconds since 1970 at which each stage of the step ended.
+    """
+
+    step: int
+    groups: Sequence[ScoredGroup]
+    sequences: Sequences
+    dropped_groups: Sequence[ScoredGroup]
+    values: LoggedValues
+    times: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One sequence of a completion.
 
-    `text` is the decoded prompt. `completion` is the number of the completion in the step, and
-    `sample` that in its group. `span` are its sampled tokens among those of the completion.
+    `text` is the decoded prompt. `sample` is the number of the completion in its group, `sequence`
+    that of the sequence in its episode. `span` are its sampled tokens among those of the
+    completion.
     """
 
     group: int
-    prompt: PromptValues
+    prompt: Prompt
     text: str
     sample: int
-    completion: int
+    completion: Completion
+    reward: Reward
     sequence: int
     is_sampled: Bools  # [T]
     span: slice
 
+    @property
+    def episode(self) -> Episode:
+        return self.completion.episode or _NO_EPISODE
 
-def record_columns(
-    message: RolloutMessage, update: UpdateMessage, tokenizer: Tokenizer
-) -> dict[str, Column]:
+
+def record_columns(logged: LoggedStep, tokenizer: Tokenizer) -> dict[str, Column]:
     """Return the columns of `RolloutRecord`. The tokenizer decodes the prompts."""
-    step, count, own = message.step, len(message.arrays["token_ids"]), message.episodes()
-    texts = [
-        tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        for token_ids in _prompt_ids(message, own)
-    ]
-    rows = list(_rows(message, own, texts))
-    numbers = [row.completion for row in rows]
-    episodes = [own.completions[number] or _NO_EPISODE for number in numbers]
-    values = {
-        name: [*arrays.split(), *[None] * (count - len(arrays))]
-        for name, arrays in {**update.values, **message.values}.items()
-    }
+    arrays = _arrays(logged)
+    groups = [*logged.groups, *logged.dropped_groups]
+    rows = list(_rows(groups, arrays["token_ids"].lengths.tolist(), tokenizer))
+    count = len(rows)
     return {
-        "step": [step] * count,
+        "step": [logged.step] * count,
         "group": [row.group for row in rows],
         "sample": [row.sample for row in rows],
         "sequence": [row.sequence for row in rows],
         "prompt_index": [row.prompt.index for row in rows],
-        **_token_columns(message, rows),
-        **values,
-        "versions": [_version_runs(message.versions[row.completion], row.span) for row in rows],
-        "trainer_version": [step - 1] * count,
-        "reward": [message.rewards[number] for number in numbers],
-        "scores": [message.scores[number] for number in numbers],
-        "finish_reason": [message.finish_reasons[number] for number in numbers],
-        "messages": [
-            _messages(row.text, message.texts[row.completion], own.completions[row.completion])
-            for row in rows
-        ],
+        **_token_columns(arrays, rows),
+        **_optional_columns(logged, count),
+        "versions": [_version_runs(row.completion, row.span) for row in rows],
+        "trainer_version": [logged.step - 1] * count,
+        "reward": [row.reward.total for row in rows],
+        "scores": [row.reward.scores for row in rows],
+        "finish_reason": [row.completion.finish_reason for row in rows],
+        "messages": [messages(row.text, row.completion) for row in rows],
         "answer": [row.prompt.answer for row in rows],
-        "tag": [row.prompt.tag for row in rows],
-        "times": [update.times] * count,
-        "turns": [_turns(episode) for episode in episodes],
-        "success": [episode.success for episode in episodes],
-        "fault": [episode.fault[0] for episode in episodes],
+        "tag": [row.prompt.extra.get(TAG, "") for row in rows],
+        "times": [logged.times] * count,
+        "turns": [_turns(row.episode) for row in rows],
+        "success": [row.episode.success for row in rows],
+        "fault": [row.episode.fault[0] for row in rows],
     }
 
 
-def _prompt_ids(message: RolloutMessage, episodes: Episodes) -> Iterator[Ints]:
-    """Return the tokens of the prompt of each group."""
-    sequences = message.arrays["token_ids"].split()
-    completion = sequence = 0
-    for group, prompt in enumerate(message.prompts):
-        if group in episodes.prompts:
-            yield episodes.prompts[group]
-        else:
-            yield sequences[sequence][: prompt.num_tokens]
-        end = completion + prompt.num_completions
-        own = episodes.completions[completion:end]
-        sequence += sum(len(_sampled(episode)) for episode in own)
-        completion = end
-
-
-def _rows(message: RolloutMessage, episodes: Episodes, texts: Sequence[str]) -> Iterator[_Row]:
-    lengths = iter(message.arrays["token_ids"].lengths.tolist())
-    completion = 0
-    for group, (prompt, text) in enumerate(zip(message.prompts, texts, strict=True)):
-        for sample in range(prompt.num_completions):
-            episode, start = episodes.completions[completion], 0
-            for number, flags in enumerate(_sampled(episode)):
-                length = next(lengths)
-                is_sampled = np.arange(length) >= prompt.num_tokens if flags is None else flags
+def _rows(
+    groups: Sequence[ScoredGroup], lengths: Sequence[int], tokenizer: Tokenizer
+) -> Iterator[_Row]:
+    """Yield a row for each sequence, whose numbers of tokens are `lengths`."""
+    remaining = iter(lengths)
+    for number, group in enumerate(groups):
+        prompt = group.rollout.prompt
+        text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        scored = zip(group.rollout.completions, group.rewards, strict=True)
+        for sample, (completion, reward) in enumerate(scored):
+            start = 0
+            for sequence, flags in enumerate(_sampled(completion.episode)):
+                length, num_prompt = next(remaining), len(prompt.token_ids)
+                is_sampled = np.arange(length) >= num_prompt if flags is None else flags
                 span = slice(start, start + int(np.count_nonzero(is_sampled)))
                 start = span.stop
-                yield _Row(group, prompt, text, sample, completion, number, is_sampled, span)
-            completion += 1
+                yield _Row(
+                    number, prompt, text, sample, completion, reward, sequence, is_sampled, span
+                )
 
 
 def _sampled(episode: Episode | None) -> Sequence[Bools | None]:
@@ -125,39 +134,71 @@ def _sampled(episode: Episode | None) -> Sequence[Bools | None]:
     return [None] if episode is None else [tokens.is_sampled for tokens in episode.sequences]
 
 
-def _token_columns(message: RolloutMessage, rows: Sequence[_Row]) -> dict[str, TokenArrays]:
+def _arrays(logged: LoggedStep) -> dict[str, TokenArrays]:
+    """Return the arrays of all sequences by the name of their column."""
+    dropped = logged.dropped_groups
+    parts = [logged.sequences, *([_without_loss(dropped)] if dropped else [])]
+    lengths = np.array([n for part in parts for n in row_lengths(part.token_ids)], np.int64)
+    columns = {
+        "token_ids": [join(part.token_ids).astype(np.int32) for part in parts],
+        "loss_mask": [join(part.loss_masks) for part in parts],
+        "behavior_logprobs": [join(part.fields["sampler_logprobs"]) for part in parts],
+        "advantages": [join(part.fields["advantages"]) for part in parts],
+    }
+    return {name: TokenArrays(np.concatenate(rows), lengths) for name, rows in columns.items()}
+
+
+def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
+    """Return the sequences of dropped groups. Their advantages and loss masks are 0."""
+    lengths = length_matrix(groups)
+    keep = np.zeros(lengths.shape, np.bool_)
+    return rl_sequences(training_samples(groups, np.zeros(int(lengths.sum())), keep))
+
+
+def _token_columns(
+    arrays: Mapping[str, TokenArrays], rows: Sequence[_Row]
+) -> dict[str, TokenArrays]:
     """Return the columns with one value per token of every sequence."""
     is_sampled = TokenArrays.of([row.is_sampled for row in rows], np.bool_)
-    behavior = message.arrays["behavior_logprobs"]
+    behavior = arrays["behavior_logprobs"]
     sampled_only = np.where(is_sampled.values, behavior.values, np.float32(0))
     return {
-        **message.arrays,
+        **arrays,
         "is_sampled": is_sampled,
         "behavior_logprobs": TokenArrays(sampled_only, behavior.lengths),
     }
 
 
+def _optional_columns(logged: LoggedStep, count: int) -> dict[str, Column]:
+    """Return the columns with values per token of some sequences only, which are the first ones."""
+    own = {
+        column: TokenArrays(join(rows), np.array(row_lengths(rows), np.int64))
+        for name, column in _FIELDS.items()
+        if (rows := logged.sequences.fields.get(name))
+    }
+    return {
+        name: [*arrays.split(), *[None] * (count - len(arrays))]
+        for name, arrays in {**logged.values, **own}.items()
+    }
+
+
 def messages(prompt: str, completion: Completion) -> list[tuple[str, str]]:
     """Return the turns of a completion as (role, text). A rendered prompt has the role `prompt`."""
-    return _messages(prompt, completion.text, completion.episode)
-
-
-def _messages(prompt: str, text: str, episode: Episode | None) -> list[tuple[str, str]]:
-    if episode is None:
-        return [("prompt", prompt), ("assistant", text)]
-    turns = [(item["role"], item["content"]) for item in episode.messages]
+    if completion.episode is None:
+        return [("prompt", prompt), ("assistant", completion.text)]
+    turns = [(item["role"], item["content"]) for item in completion.episode.messages]
     begins_with_row = not turns or turns[0][0] == "assistant"
     return [("prompt", prompt), *turns] if begins_with_row else turns
 
 
-def _version_runs(versions: int | Sequence[VersionRun], span: slice) -> list[tuple[int, int]]:
+def _version_runs(completion: Completion, span: slice) -> list[tuple[int, int]]:
     """Return the versions of the sampled tokens of a sequence as (version, number of tokens)."""
-    if isinstance(versions, int):
+    if not completion.versions:
         count = span.stop - span.start
-        return [(versions, count)] if count else []
+        return [(completion.policy_version, count)] if count else []
     runs: list[tuple[int, int]] = []
     position = 0
-    for run in versions:
+    for run in completion.versions:
         start, end = max(position, span.start), min(position + run.num_tokens, span.stop)
         if start < end:
             runs.append((run.version, end - start))

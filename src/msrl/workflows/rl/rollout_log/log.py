@@ -6,10 +6,9 @@ T tokens of a sequence: prompt, then response.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,51 +19,23 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import sequence_counts
 from msrl.data.tokenizer import TextTokenizer
+from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
-from msrl.types import (
-    Completion,
-    Prompt,
-    ScoredGroup,
-    TrainingSample,
-)
+from msrl.tracking.rollouts import LoggedValues, write_columns
+from msrl.types import Completion, Prompt, ScoredGroup, TrainingSample
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
-from msrl.workflows.rl.rollout_log.columns import messages
-from msrl.workflows.rl.rollout_log.message import (
-    LoggedValues,
-    UpdateMessage,
-    encoded,
-    rollout_message,
-)
-from msrl.workflows.rl.rollout_log.writer import RolloutWriter, StepMessages, not_written_error
+from msrl.workflows.rl.rollout_log.columns import LoggedStep, messages, record_columns
 
 RolloutFormat = Literal["jsonl", "parquet"]
-_SEND_EVERY_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedRollouts:
-    """Rollouts of a step that are ready to be written.
-
-    Attributes:
-        lines: Function that writes them as JSONL, for this format.
-        step: Step, counted from 1.
-        message: Encoded message to the process that writes them, for the format `parquet`.
-    """
-
-    lines: Callable[[], None] | None = None
-    step: int = 0
-    message: bytes | None = None
 
 
 class RolloutLog(AbstractContextManager["RolloutLog"]):
     """Writer of `rollouts/step_000001.jsonl` and so on, and `eval/...`, in the folder of a run.
 
     Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
-    rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL.
-
-    Rollouts are written while the caller continues: JSONL by a thread, at most one step behind,
-    and records by a process, which receives steps at most every `_SEND_EVERY_S` seconds.
+    rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL. A thread writes
+    rollouts while the caller continues, at most one step behind.
     """
 
     def __init__(
@@ -77,10 +48,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     ) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
-        self._records = RolloutWriter(self.folder, tokenizer.backend)
-        self._lines = BackgroundWriter()
-        self._unsent: list[StepMessages] = []
-        self._sent_at = 0.0
+        self._writer = BackgroundWriter()
+        self._num_bytes = sum(path.stat().st_size for path in self.folder.glob("*.parquet"))
 
     @property
     def folder(self) -> Path:
@@ -90,14 +59,14 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     def is_over(self, num_bytes: float) -> bool:
         """Return True if all records of the run take more than this size.
 
-        Steps that are still being written are waited for only above half of it.
+        A step that is still being written is waited for only above half of it.
 
         Raises:
-            MsrlError: They could not be written.
+            MsrlError: It could not be written.
         """
-        if self._records.num_bytes > num_bytes / 2:
+        if self._num_bytes > num_bytes / 2:
             self.wait()
-        return self._records.num_bytes > num_bytes
+        return self._num_bytes > num_bytes
 
     def wait(self) -> None:
         """Wait until all rollouts are written.
@@ -105,9 +74,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         Raises:
             MsrlError: They could not be written.
         """
-        self._send()
-        self._records.wait()
-        self._lines.wait()
+        self._writer.wait()
 
     def __exit__(
         self,
@@ -120,10 +87,9 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             with nullcontext() if error is None else suppress(Exception):
                 self.wait()
         finally:
-            self._records.close()
-            self._lines.close()
+            self._writer.close()
 
-    def collect(
+    def write(
         self,
         step: int,
         groups: Sequence[ScoredGroup],
@@ -131,10 +97,10 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         dropped_groups: Sequence[ScoredGroup] = (),
         *,
         sequences: Sequences | None = None,
-    ) -> CollectedRollouts:
-        """Return the rollouts of a step in the form in which `write` writes them.
-
-        Called before the update, it finds their values in the caches of the processor.
+        values: LoggedValues | None = None,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begin to write the rollouts of a step, after the step before is written.
 
         Args:
             step: Step, counted from 1.
@@ -143,48 +109,27 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             dropped_groups: Groups without samples, whose rows come last.
             sequences: Sequences of `samples`, also with the log-probabilities of trainer and
                 reference as fields, for the format `parquet`.
-        """
-        if not self._is_on:
-            return CollectedRollouts()
-        if self._format == "jsonl":
-            lines = partial(self._write_lines, step, groups, samples, dropped_groups)
-            return CollectedRollouts(lines=lines)
-        own = rl_sequences(samples) if sequences is None else sequences
-        message = encoded(rollout_message(step, groups, own, dropped_groups))
-        return CollectedRollouts(step=step, message=message)
-
-    def write(
-        self,
-        rollouts: CollectedRollouts,
-        *,
-        times: Mapping[str, float] | None = None,
-        values: LoggedValues | None = None,
-    ) -> None:
-        """Begin to write the rollouts of a step, after those of the steps before.
-
-        Args:
-            rollouts: Rollouts of the step.
-            times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
             values: Further values of the first samples, for `parquet`.
+            times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
 
         Raises:
-            MsrlError: The rollouts of earlier steps could not be written.
+            MsrlError: The rollouts of the step before could not be written.
         """
-        if rollouts.lines is not None:
-            self._lines.begin(rollouts.lines)
-        if rollouts.message is None:
+        if not self._is_on:
             return
-        update = encoded(UpdateMessage(values or {}, times or {}))
-        self._unsent.append(StepMessages(rollouts.step, rollouts.message, update))
-        if time.monotonic() - self._sent_at >= _SEND_EVERY_S:
-            self._send()
+        if self._format == "jsonl":
+            self._writer.begin(partial(self._write_lines, step, groups, samples, dropped_groups))
+            return
+        own = rl_sequences(samples) if sequences is None else sequences
+        logged = LoggedStep(step, groups, own, dropped_groups, values or {}, times or {})
+        self._writer.begin(partial(self._write_record, logged))
 
-    def _send(self) -> None:
-        """Send all steps that the process has not received."""
-        unsent, self._unsent = self._unsent, []
-        if unsent:
-            self._records.begin(unsent)
-        self._sent_at = time.monotonic()
+    def _write_record(self, logged: LoggedStep) -> None:
+        path = self.folder / f"step_{logged.step:06d}.parquet"
+        columns = record_columns(logged, self._tokenizer.backend)
+        with _writing(path):
+            write_columns(path, columns)
+        self._num_bytes += path.stat().st_size
 
     def _write_lines(
         self,
@@ -226,11 +171,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         path = self._run_dir / folder / f"step_{step:06d}.jsonl"
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        try:
-            path.parent.mkdir(exist_ok=True)
+        with _writing(path):
             write_text(path, lines)
-        except OSError as error:
-            raise not_written_error(path, error.strerror or str(error)) from error
 
     def _rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, object]]:
         return [self._row(group, c) for group in groups for c in range(len(group.rewards))]
@@ -280,6 +222,19 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     def _text(self, prompt: Prompt) -> str:
         token_ids = prompt.token_ids.tolist()
         return self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Create the folder of a file. An error of the operating system names the file."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        yield
+    except OSError as error:
+        raise MsrlError(
+            f"{path}: the rollouts could not be written ({error.strerror or error}). Free some "
+            "space, and resume with --resume auto."
+        ) from error
 
 
 def _by_completion(
