@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msrl.data.render import Renderer
-from msrl.data.turns import THOUGHT
+from msrl.data.render import Renderer, opens_thought
+from msrl.thoughts import THOUGHT
 
 _RAISE = "{{- raise_exception(%s) -}}"
 
@@ -114,6 +114,9 @@ def _answer(renderer: Renderer) -> Iterator[str]:
         yield "{%- if turn.reasoning_content is defined and turn.reasoning_content -%}"
         start = "'<think>\\n' + turn.reasoning_content.strip('\\n')"
         yield f"{{%- set content = {start} + '\\n</think>\\n\\n' + content -%}}{{%- endif -%}}"
+        if opens_thought(template):
+            yield "{%- if content.lstrip().startswith('<think>') -%}"
+            yield "{%- set content = content.lstrip()[7:].lstrip('\\n') -%}{%- endif -%}"
     answer = _filled(renderer, template.assistant, "content")
     yield f"{{{{- {answer} + {_text(renderer, template.after_assistant)} -}}}}"
 
@@ -139,10 +142,11 @@ def _thought(renderer: Renderer) -> Iterator[str]:
     yield "{%- if turn.reasoning_content is defined and turn.reasoning_content -%}"
     yield "{%- set thought = turn.reasoning_content.strip('\\n') -%}"
     for opening, closing in delimiters:
-        head = f"content.split({closing!r})[0].rstrip('\\n')"
-        yield f"{{%- elif {closing!r} in content -%}}"
-        yield f"{{%- set thought = {head}.split({opening!r})[-1].strip('\\n') -%}}"
-        yield f"{{%- set content = content.split({closing!r})[-1].lstrip('\\n') -%}}"
+        begins = f"content.lstrip().startswith({opening!r})"
+        yield f"{{%- elif {begins} and {closing!r} in content -%}}"
+        inside = f"content.lstrip()[{len(opening)}:].split({closing!r}, 1)"
+        yield f"{{%- set thought = {inside}[0].strip('\\n') -%}}"
+        yield f"{{%- set content = {inside}[1].lstrip('\\n') -%}}"
     yield "{%- endif -%}"
     yield "{%- set keeps = not add_generation_prompt or loop.index0 > ns.question -%}"
     yield f"{{%- if thought and keeps and not ({_is_thinking_disabled(renderer)}) -%}}"

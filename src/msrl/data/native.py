@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,15 +21,16 @@ import numpy as np
 
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
-from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.limits import printable, run_within
+from msrl.thoughts import THOUGHT, SplitAnswer, split_thought, split_trained_answer
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
 # A noncharacter of Unicode. It divides each control token of a row after its first character.
 MARK = "\ufdd0"
 _TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
 _MAX_CHARACTERS = 50_000_000
+_THOUGHT_FIELDS = ("reasoning_content", "thinking")  # of Qwen, GLM and others; of gpt-oss
 _Bounds = tuple[int, int]  # first character of an answer, and the one after its last
 
 
@@ -39,6 +40,7 @@ class _Turns:
 
     messages: list[dict[str, Any]]
     options: dict[str, Any]
+    opens_thought: bool = False  # the generation prompt begins a thought
 
 
 def native_prompts(
@@ -64,7 +66,7 @@ def native_examples(
     """Return the token ids and loss mask of each conversation.
 
     With `only_last`, the loss mask covers the last answer only. It is empty if the template removes
-    the thought of that answer.
+    the thought of that answer, as that of every such answer.
 
     Raises:
         MsrlError: the template does not allow to locate the answers.
@@ -75,6 +77,7 @@ def native_examples(
     answers: list[list[_Bounds]] = []
     for conversation in conversations:
         turns = _prepare(tokenizer, conversation, enable_thinking)
+        _check_thoughts(template, conversation, opens_thought=turns.opens_thought)
         text, located = locate(tokenizer, turns)
         rows.append(text.split(MARK))
         chosen = located[-1:] if only_last else located
@@ -125,7 +128,21 @@ def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_
     for start, end in bounds[0]:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
         joined.append((int(first), int(end)))
-    return texts[0], [*joined]
+    return texts[0], _without_removed_thoughts(turns, texts[0], joined)
+
+
+def _without_removed_thoughts(
+    turns: _Turns, text: str, blocks: Sequence[_Bounds]
+) -> list[_Bounds | None]:
+    """Return the blocks of a conversation; None for answers that lost their thoughts."""
+    answers = [message for message in turns.messages if message["role"] == "assistant"]
+    if len(answers) != len(blocks):
+        return [*blocks]
+    bounds: list[_Bounds | None] = []
+    for message, (start, end) in zip(answers, blocks, strict=True):
+        thought, _ = _thought_and_content(message, opens_thought=turns.opens_thought)
+        bounds.append((start, end) if thought in text[start:end] else None)
+    return bounds
 
 
 def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_Bounds | None]]:
@@ -148,7 +165,7 @@ def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[
                 "Use the packaged template of the model's family (qwen, qwen3, llama3, ...)."
             )
         position = _find_answer_end(text, start, tokenizer.eos_token)
-        thought, content = _thought_and_content(message)
+        thought, content = _thought_and_content(message, opens_thought=turns.opens_thought)
         _check_answer(tokenizer, text[start:position], content, number)
         bounds.append((start, position) if thought in text[start:position] else None)
     return text, bounds
@@ -166,7 +183,7 @@ def _find_answer_start(
         unset = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
         modes += [unset, {**unset, "enable_thinking": True}]
     for options in modes:
-        mode = _Turns(turns.messages, options)
+        mode = replace(turns, options=options)
         prompt = _render(tokenizer, mode, number, generation=True)
         if text.startswith(prompt):
             return len(prompt)
@@ -188,14 +205,33 @@ def _find_answer_end(text: str, start: int, eos: str | None) -> int:
     return position + len(eos)
 
 
-def _thought_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
+def _thought_and_content(message: Mapping[str, Any], *, opens_thought: bool) -> tuple[str, str]:
     """Return the thought and the answer of a turn, without the white space around them."""
     content = str(message.get("content") or "")
-    thought = str(message.get("reasoning_content") or "")
-    if THOUGHT[1] in content and not thought:
-        head, _, content = content.rpartition(THOUGHT[1])
-        thought = head.partition(THOUGHT[0])[2] or head
-    return thought.strip(), content.strip()
+    thoughts = [str(message[key]) for key in _THOUGHT_FIELDS if message.get(key) is not None]
+    if thoughts:
+        return thoughts[0].strip(), content.strip()
+    split = _split_content(content, opens_thought=opens_thought)
+    return (split.thought or "").strip(), split.text.strip()
+
+
+def _split_content(content: str, *, opens_thought: bool) -> SplitAnswer:
+    """Return the terminated thought of a content, and the text after it."""
+    split = split_thought(content, is_open=opens_thought and THOUGHT[1] in content)
+    return split if split.is_terminated else SplitAnswer(None, content)
+
+
+def _check_thoughts(template: str, conversation: Conversation, *, opens_thought: bool) -> None:
+    """Raise MsrlError if a trained answer has a thought without beginning, end or answer.
+
+    A template without thoughts shows them as text.
+    """
+    if THOUGHT[1] not in template and _thought_field(template) is None:
+        return
+    for message in conversation.messages:
+        if message.role == "assistant":
+            is_open = opens_thought and THOUGHT[1] in message.content
+            split_trained_answer(message.content, is_open=is_open)
 
 
 def _check_answer(tokenizer: TextTokenizer, answer: str, content: str, number: int) -> None:
@@ -212,7 +248,10 @@ def _prepare(
 ) -> _Turns:
     """Return a conversation in the form of the chat template, with marked control tokens."""
     template = _template(tokenizer)
-    messages = [turn_fields(message, template) for message in conversation.messages]
+    is_open = _opens_thought(tokenizer.folder, enable_thinking)
+    messages = [
+        turn_fields(message, template, opens_thought=is_open) for message in conversation.messages
+    ]
     options: dict[str, Any] = {}
     if tools := conversation.extra.get("tools"):
         if not re.search(r"\btools\b", template):
@@ -225,15 +264,54 @@ def _prepare(
         options["enable_thinking"] = enable_thinking
     pattern = control_pattern(tokenizer.special_tokens())
     marked = [mark_controls(message, pattern) for message in messages]
-    return _Turns(marked, mark_controls(options, pattern))
+    return _Turns(marked, mark_controls(options, pattern), is_open)
 
 
-def turn_fields(message: Message, template: str) -> dict[str, Any]:
-    """Return a turn with the fields that the template shows. Other fields are in the content."""
-    fields = dict(message.fields or {})
-    if any(key in fields and key not in template for key in ("tool_calls", "reasoning_content")):
-        return {"role": message.role, "content": message.content}
-    return fields or {"role": message.role, "content": message.content}
+@lru_cache(maxsize=8)
+def _opens_thought(folder: str, enable_thinking: bool | None) -> bool:
+    """Return True if the generation prompt of a chat template begins a thought."""
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    question = [{"role": "user", "content": "q"}]
+    try:
+        text: str = _hf(folder).apply_chat_template(
+            question, **options, tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # rendering the rows reports what is wrong with the template
+        return False
+    return text.rstrip().endswith(THOUGHT[0])
+
+
+def turn_fields(message: Message, template: str, *, opens_thought: bool = False) -> dict[str, Any]:
+    """Return a turn with the fields that the template shows. Other fields are in the content.
+
+    A thought is passed in the field that the template reads, because templates differ in how they
+    split a content.
+    """
+    plain = {"role": message.role, "content": message.content}
+    fields = dict(message.fields or plain)
+    if message.role != "assistant":
+        return fields
+    if "tool_calls" in fields and "tool_calls" not in template:
+        fields = plain
+    key, thought = _thought_field(template), fields.pop("reasoning_content", None)
+    content = str(fields.get("content") or "")
+    if key is None:
+        if thought is not None:
+            fields["content"] = f"{THOUGHT[0]}\n{thought}\n{THOUGHT[1]}\n\n{content}"
+        return fields
+    if thought is None:
+        thought, content = _split_content(content, opens_thought=opens_thought)[:2]
+    if thought is not None:
+        return {**fields, "content": content.lstrip("\n"), key: thought.strip("\n")}
+    # An empty field keeps Qwen's and GLM's templates from splitting the content at a stray tag.
+    is_split = key == "reasoning_content" and THOUGHT[1] in content
+    return {**fields, key: ""} if is_split else fields
+
+
+def _thought_field(template: str) -> str | None:
+    """Return the field of a message in which a chat template reads the thought, or None."""
+    forms = ((key, rf"\.{key}\b|\[['\"]{key}['\"]\]") for key in _THOUGHT_FIELDS)
+    return next((key for key, form in forms if re.search(form, template)), None)
 
 
 def mark_controls(value: Any, marker: re.Pattern[str] | None) -> Any:

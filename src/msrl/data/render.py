@@ -15,8 +15,8 @@ from msrl.data.preferences import last_answer_only
 from msrl.data.spans import Span, encode
 from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer
-from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
+from msrl.thoughts import THOUGHT, SplitAnswer, split_thought, split_trained_answer
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
 
@@ -56,8 +56,9 @@ class Renderer:
     def has_thought(self, answer: str) -> bool:
         """Return True if an answer contains a thought that the template renders."""
         if self.template.thought_start:
-            return bool(_split_thought(answer, self.template)[0])
-        return self.template.native and THOUGHT[1] in answer
+            tags = _thought_tags(self.template, answer)
+            return bool((split_thought(answer, tags).thought or "").strip("\n"))
+        return self.template.native and split_thought(answer).thought is not None
 
     def prompts(self, conversations: Sequence[Conversation]) -> list[Ints]:
         """Return the token ids [P] of each conversation, including the generation prompt.
@@ -115,9 +116,11 @@ class Renderer:
         template = self.template
         prompt = [Span(template.assistant_start)]
         before: list[Span] = []
-        if template.thought_start:
+        if opens_thought(template):
+            content = _continued_thought(content, is_trained=not is_prompt)
+        elif template.thought_start:
             start, end = Span(template.thought_start), Span(template.thought_end)
-            thought, content = _split_thought(content, template)
+            thought, content = _split_answer(template, content, is_trained=not is_prompt)
             if self.enable_thinking is not False and keeps_thought and thought:
                 before = [start, Span(thought.strip("\n"), is_quoted=True), end]
             elif not is_prompt:
@@ -294,17 +297,38 @@ def _fill(form: str, content: str, before: Sequence[Span] = ()) -> list[Span]:
     return [Span(head), *before, Span(content, is_quoted=True), Span(tail)]
 
 
-def _split_thought(content: str, template: Template) -> tuple[str, str]:
+def opens_thought(template: Template) -> bool:
+    """Return True if the generation prompt of a template begins the thought of every answer."""
+    return not template.thought_start and template.assistant_start.rstrip().endswith(THOUGHT[0])
+
+
+def _continued_thought(content: str, *, is_trained: bool) -> str:
+    """Return an answer without the start tag of its thought, which the prompt contains."""
+    if is_trained:
+        split_trained_answer(content, is_open=True)
+    stripped = content.lstrip()
+    if not stripped.startswith(THOUGHT[0]):
+        return content
+    return stripped.removeprefix(THOUGHT[0]).lstrip("\n")
+
+
+def _split_answer(template: Template, content: str, *, is_trained: bool) -> tuple[str, str]:
     """Return (thought, answer). Without a thought, the answer is the unchanged content.
 
-    A thought stands between the delimiters of the template or in `<think>` tags.
+    An unterminated thought of an earlier answer stays text.
     """
-    delimiters = (template.thought_start.strip(), template.thought_end.strip())
-    for start, end in dict.fromkeys((delimiters, THOUGHT)):
-        if end in content:
-            thought = content.split(end)[0].rstrip("\n").split(start)[-1].lstrip("\n")
-            return thought, content.split(end)[-1].lstrip("\n")
-    return "", content
+    tags = _thought_tags(template, content)
+    split: SplitAnswer = (split_trained_answer if is_trained else split_thought)(content, tags)
+    if split.thought is None or not split.is_terminated:
+        return "", content
+    return split.thought.strip("\n"), split.text.lstrip("\n")
+
+
+def _thought_tags(template: Template, content: str) -> tuple[str, str]:
+    """Return the tags of the thought of an answer: those of the template, or `<think>`."""
+    own = (template.thought_start.strip(), template.thought_end.strip())
+    begun = [tags for tags in (own, THOUGHT) if content.lstrip().startswith(tags[0])]
+    return next(iter(begun), own if own[1] in content else THOUGHT)
 
 
 def _starts_round(turns: Sequence[Message], number: int) -> bool:

@@ -29,8 +29,8 @@ from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.steps import StepTokens
 from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
-from msrl.data.turns import without_thought
 from msrl.errors import MsrlError
+from msrl.thoughts import split_thought, without_thought
 from msrl.types import (
     Bools,
     Conversation,
@@ -194,7 +194,8 @@ def _fit_to_kind(conversation: Conversation, kind: str) -> Conversation:
         messages = (*messages, Message("assistant", answer))
     if not any(m.role == "user" and m.content.strip() for m in messages):
         raise DroppedRow("empty_prompt")
-    if kind == "sft" and (messages[-1].role != "assistant" or not messages[-1].content.strip()):
+    last = messages[-1]
+    if kind == "sft" and (last.role != "assistant" or not split_thought(last.content).text.strip()):
         raise DroppedRow("empty_answer")
     if kind == "prompts" and answer is not None and not answer.strip():
         raise DroppedRow("empty_answer")

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, cast
 
 from msrl.data.columns import DroppedRow
 from msrl.errors import MsrlError, nearest
+from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import Message, Role
 
-THOUGHT = ("<think>", "</think>")
 ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -134,12 +134,6 @@ def check_order(messages: list[Message]) -> None:
             raise DroppedRow("turn_order")
 
 
-def without_thought(answer: str) -> str:
-    """Return an answer without the thought that it begins with, for use as ground truth."""
-    _, end, text = answer.partition(THOUGHT[1])
-    return text.lstrip() if end and answer.lstrip().startswith(THOUGHT[0]) else answer
-
-
 def tools_text(value: Any) -> str:
     """Return the tools as a JSON list in OpenAI's form, or "" if there are none.
 
@@ -233,9 +227,9 @@ def _result_text(block: dict[str, Any], location: str) -> str:
 
 def _read_function_call(content: str, thought: str, location: str) -> _Content:
     """Return the content of a `function_call` turn: JSON of one call or a list of calls."""
-    head, end, tail = content.partition(THOUGHT[1])
-    if end and head.lstrip().startswith(THOUGHT[0]):
-        thought, content = head.lstrip().removeprefix(THOUGHT[0]), tail
+    split = split_thought(content)
+    if split.thought is not None:
+        thought, content = split.thought, split.text
     loaded = _loads(content, location, "the function_call")
     items = loaded if isinstance(loaded, list) else [loaded]
     calls = tuple(_read_call(item, location) for item in items)

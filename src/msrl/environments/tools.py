@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from msrl import registry
-from msrl.data.turns import THOUGHT, ToolCall
+from msrl.data.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
+from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import JsonObject, Message
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -150,13 +151,10 @@ def visible_text(answer: str, *, opens_thought: bool = False) -> str:
 
 
 def split_thoughts(answer: str, *, opens_thought: bool = False) -> tuple[str, str, str]:
-    """Return the thoughts up to the last end of one, the visible text, and an open thought."""
-    start, end = THOUGHT
-    before, mark, after = answer.rpartition(end)
-    if opens_thought and not mark:
-        return answer, "", ""
-    visible, mark_of_open, thought = after.partition(start)
-    return before + mark, visible, mark_of_open + thought
+    """Return the thought, the visible text, and the text from a later start tag on."""
+    text = split_thought(answer, is_open=opens_thought).text
+    visible, start, rest = text.partition(THOUGHT[0])
+    return answer.removesuffix(text), visible, start + rest
 
 
 def _run_call(toolbox: Toolbox, call: ToolCall | MalformedCall) -> tuple[str, str | None]:

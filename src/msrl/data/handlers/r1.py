@@ -10,8 +10,9 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.handlers.alpaca import join_question
-from msrl.data.turns import check_order, read_messages, without_thought
+from msrl.data.turns import check_order, read_messages
 from msrl.errors import MsrlError
+from msrl.thoughts import without_thought
 from msrl.types import Conversation, Message
 
 KINDS = ("prompts", "sft")

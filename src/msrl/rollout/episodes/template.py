@@ -21,9 +21,9 @@ import numpy as np
 from msrl.data.native import MARK, control_pattern, mark_controls, turn_fields
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer, open_tokenizer
-from msrl.data.turns import THOUGHT
 from msrl.errors import MsrlError
 from msrl.limits import printable
+from msrl.thoughts import THOUGHT
 from msrl.types import Ints, JsonObject, Message
 
 _SENTINEL = "\u241fANSWER\u241f"
