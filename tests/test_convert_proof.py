@@ -211,7 +211,10 @@ def _assert_verified_layer_by_layer(
     families.save_models(root, {name: LAYERWISE[name]})
     layout = {"ep": 2} if name in MIXTURES else {"tp": 2}
     run(command="hf2mcore", load=root / name, save=root / "mcore", pp=2, **layout)
-    output = capsys.readouterr().out
+    output, progress = capsys.readouterr()
+    libraries = ("transformers", "Megatron")
+    assert_mentions(progress, *(f"computing logits with {name}: done" for name in libraries))
+    assert max(map(len, output.partition("Verified in")[2].splitlines())) <= 80
     assert_mentions(
         output, "layer by layer", "transformers, Megatron", "round trip", "distributions"
     )
@@ -259,7 +262,7 @@ def test_a_model_larger_than_memory_is_verified_layer_by_layer(
     monkeypatch.setattr(convert_report, "fits_in_memory", lambda shape: False)
     run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "mcore", tp=2, pp=2)
     run(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "back", dtype="bf16")
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     counts = {
         name: output.count(name)
         for name in (

@@ -149,7 +149,7 @@ def test_filters_keep_the_tokens_that_sampling_keeps() -> None:
 def test_the_output_has_differences_verdict_and_remedy() -> None:
     evidence = recorded.attention()
     verdict = judge(evidence)
-    text = as_text(verdict, evidence, width=100)
+    text = as_text(verdict, evidence)
     assert_mentions(text, "attention", "rope_theta=5000.0", "10000.0", "remedy", "tokens")
     report = json.loads(as_json(verdict, evidence))
     assert report["cause"]["name"] == "attention"

@@ -16,7 +16,7 @@ from msrl.config.schema import Config
 from msrl.workflows import preprocess
 from support import assert_mentions
 from test_cli import msrl
-from tiny_qwen2 import save_model
+from tiny_qwen2 import make_model, save_model
 from training_runs import write_rows
 
 Damage = Callable[[Path], object]
@@ -342,6 +342,20 @@ def test_a_dry_run_of_valid_inputs_prints_the_plan_and_writes_nothing(
     assert msrl(*_arguments(command, ()), "--dry-run") == 0
     assert_mentions(capfd.readouterr().out, command, "nothing was started", "inputs")
     assert sorted(folder.rglob("*")) == before
+
+
+def test_trainings_warn_about_a_model_that_can_generate_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    make_model(tied=False, head_dim=16, positions=256).save_pretrained("hf")
+    assert msrl(*_arguments("train-sft", ()), "--dry-run") == 0
+    shown = capfd.readouterr().err
+    assert_mentions(shown, "warning", "hidden_size=64 / num_attention_heads=4", "32", "train-grpo")
+    doctor = ("doctor", "--no-imports", "--platform", "cpu", "--for", "train-sft")
+    msrl(*doctor, "-c", "train-sft.yaml")
+    assert_mentions(capfd.readouterr().err, "warning", "num_attention_heads=4")
+    assert msrl(*_arguments("train-grpo", ()), "--dry-run") == 2
+    assert_mentions(capfd.readouterr().err, "num_attention_heads=4")
 
 
 def test_a_dry_run_needs_no_device(folder: Path, capfd: pytest.CaptureFixture[str]):

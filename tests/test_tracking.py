@@ -65,6 +65,16 @@ def test_progress_without_a_terminal_is_plain_lines_with_rate_and_remaining_time
     assert lines[-1].startswith("converting: done, 4.0 MB in ")
 
 
+def test_progress_without_a_terminal_has_lines_while_nothing_advances() -> None:
+    out = io.StringIO()
+    deadline = time.monotonic() + 60
+    with progress("loading", total=3, unit="sequences", stream=out, interval_s=0.01):
+        while not out.getvalue():
+            assert time.monotonic() < deadline, "no line in 60 s"
+            time.sleep(0.01)
+    assert out.getvalue().startswith("loading: 0 of 3 sequences (0%), ")
+
+
 def test_progress_of_quick_work_is_one_line() -> None:
     out = io.StringIO()
     with progress("reading", unit="rows", stream=out) as bar:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _CONFIG = "config.yaml"  # of a run
 # One model replica on this machine reproduces what many of them compute.
 _ONE_REPLICA = ("cluster.address=null", "cluster.nodes=1", "cluster.devices_per_node=null")
-_WIDTH = 100  # of the table, in characters
 
 app = typer.Typer(
     cls=Group,
@@ -69,7 +68,7 @@ def mismatch(
     if json:
         typer.echo(report.as_json(verdict, evidence))
     else:
-        typer.echo(printable(report.as_text(verdict, evidence, width=_WIDTH)), nl=False)
+        typer.echo(printable(report.as_text(verdict, evidence)))
     if verdict.cause is not None:
         raise typer.Exit(1)
 

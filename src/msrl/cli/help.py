@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from msrl.cli import hints
 from msrl.cli.keys import configured_command, option_key
+from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -51,15 +52,27 @@ class Command(TyperCommand):
             remaining = super().parse_args(ctx, args)
         except Exception as error:
             hints.explain_value(error, words)
-            hints.explain_option(
-                error,
-                configured_command(ctx),
-                [name for parameter in self.params for name in parameter.opts],
-            )
+            command = configured_command(ctx)
+            options = {
+                option: option_key(command, parameter.name or "")
+                for parameter in self.params
+                for option in parameter.opts
+                if option.startswith("-")
+            }
+            hints.explain_option(error, command, options)
             raise
         if ctx.args and not ctx.resilient_parsing:
-            ctx.fail(hints.extra_words(ctx.args, [parameter.name for parameter in self.params]))
+            ctx.fail(hints.extra_words(ctx.args, words, self.params))
         return remaining
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Errors name options as this command has them."""
+        try:
+            return super().invoke(ctx)
+        except MsrlError as error:
+            from msrl.cli.own_options import correct
+
+            raise correct(error, ctx) from error
 
 
 class Group(TyperGroup):

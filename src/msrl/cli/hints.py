@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 _RENAMED_OPTIONS = {"--layout": "--format"}
-_OTHER_OPTIONS = {
-    "--learning-rate": "--lr",
-    "--max-steps": "--steps",
-    "--num-steps": "--steps",
-    "--model-path": "--model",
-    "--model-name-or-path": "--model",
-    "--dataset": "--data",
-    "--train-data": "--data",
-    "--run-name": "--name",
-    "--tensor-parallel-size": "--tp",
-    "--pipeline-parallel-size": "--pp",
-    "--api-key": "--api-key-file",
-    "--lora-modules": "--lora",
+_OTHER_OPTIONS = {"--api-key": "--api-key-file", "--lora-modules": "--lora"}
+# Options of other tools without an equal here, by canonical name, and what to do instead.
+_NO_OPTIONS = {
+    "trust_remote_code": "Code of a checkpoint is never run. Remove it.",
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "accelerate_config", "zero_stage"),
+        "Megatron distributes the training: set train.parallel, train.offload and train.recompute.",
+    ),
+    **dict.fromkeys(
+        ("stage", "do_train", "task", "task_type"),
+        "The command is the stage: train-sft, train-dpo, train-rm or train-grpo. Remove it.",
+    ),
+    **dict.fromkeys(
+        ("do_eval", "eval_strategy", "evaluation_strategy"), "Set data.eval and eval.every_steps."
+    ),
+    **dict.fromkeys(("save_strategy", "logging_strategy"), "Intervals are in steps. Remove it."),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits", "qlora_nf4"),
+        "msrl does not train quantized weights. Remove it.",
+    ),
+    **dict.fromkeys(
+        ("flash_attn", "attn_implementation", "attn_impl", "use_flash_attn", "enable_liger_kernel"),
+        "msrl selects the kernels for the platform. Remove it.",
+    ),
+    **dict.fromkeys(
+        ("use_vllm", "vllm_mode", "infer_backend"), "vLLM always generates. Remove it."
+    ),
+    **dict.fromkeys(
+        ("nproc_per_node", "num_processes", "nnodes", "num_gpus", "n_gpus_per_node"),
+        "Set cluster.devices_per_node and cluster.nodes.",
+    ),
+    **dict.fromkeys(
+        ("plot_loss", "ddp_timeout", "dataloader_num_workers", "remove_unused_columns"),
+        "msrl needs no such setting. Remove it.",
+    ),
+}
+# Sections of the table of MindSpeed-LLM's flags that belong to a command; of trainings: train.
+_MINDSPEED_SECTIONS = {
+    "convert-ckpt": "convert",
+    "preprocess": "preprocess",
+    "generate": "inference",
+    "chat": "inference",
 }
 _OTHER_WORDS = {
     "sft": ("train-sft",),
@@ -95,16 +124,37 @@ def _alternatives(names: Sequence[str]) -> str:
     return " or ".join(f"`msrl {name}`" for name in names)
 
 
-def extra_words(words: Sequence[str], parameters: Sequence[str | None]) -> str:
-    """Return the error message about unexpected arguments, with the option that is missing."""
+def extra_words(words: Sequence[str], line: Sequence[str], parameters: Sequence[Any]) -> str:
+    """Return the error message about unexpected arguments, with the option that is missing.
+
+    `line` are all words of the command line.
+    """
     message = f"Unexpected extra argument{'s' if len(words) > 1 else ''}: {' '.join(words)}."
-    word = words[0]
-    if "config" in parameters and _is_configuration(word):
+    word, names = words[0], [parameter.name for parameter in parameters]
+    split = _split_value(words, line, parameters)
+    if split:
+        return f"{message} {split}"
+    if "config" in names and _is_configuration(word):
         return f"{message} Did you mean -c {word}?"
-    if "sets" not in parameters or "=" not in word:
+    if "sets" not in names or "=" not in word:
         return message
     suggestion = f" Did you mean --set {word}?" if _is_section(word.partition(".")[0]) else ""
     return f"{message}{suggestion} Configuration keys are set by --set KEY=VALUE."
+
+
+def _split_value(words: Sequence[str], line: Sequence[str], parameters: Sequence[Any]) -> str:
+    """Return how to write a value of which the first extra word seems to be a part."""
+    index = next((i for i, word in enumerate(line) if word == words[0]), 0)
+    if index < 2:
+        return ""
+    option, value = line[index - 2 : index]
+    if option == "--set" and "=" not in value:
+        return f"Write --set {value}={words[0]}."
+    lists = [name for each in parameters if "," in (each.metavar or "") for name in each.opts]
+    if value.endswith(",") or option in lists:
+        items = ",".join(word.strip(",") for word in (value, *words))
+        return f"Write a list without spaces: {option} {items}."
+    return ""
 
 
 def _is_section(word: str) -> bool:
@@ -140,27 +190,76 @@ def explain_value(error: Exception, words: Sequence[str]) -> None:
             error.message = f"{value!r} must be {kind}."  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def explain_option(error: Exception, command: str, options: Collection[str]) -> None:
+def explain_option(error: Exception, command: str, options: Mapping[str, str | None]) -> None:
     """Add a suggestion to an error about an unknown option.
 
     The suggestion is an option, a configuration key, or the import of a MindSpeed script.
+    `options` are those of the command, with the keys that they set.
     """
     flag = str(getattr(error, "option_name", ""))
     if not flag.startswith("--") or not hasattr(error, "possibilities"):
         return
     hint = _option_hint(flag, command, options)
     if hint:
+        error.possibilities = None  # pyright: ignore[reportAttributeAccessIssue]
         error.message = f"{str(error.message).rstrip('.')}. {hint}"  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 
 
-def _option_hint(flag: str, command: str, options: Collection[str]) -> str:
+def _option_hint(flag: str, command: str, options: Mapping[str, str | None]) -> str:
+    from msrl.config.foreign_names import OTHER_NAMES
+    from msrl.importers.table import canonical
+
     if _RENAMED_OPTIONS.get(flag) in options:
         return f"It is now called {_RENAMED_OPTIONS[flag]}."
-    if _OTHER_OPTIONS.get(flag) in options:
-        return f"Did you mean {_OTHER_OPTIONS[flag]}?"
-    if is_flag_of_mindspeed(flag):
-        return "MindSpeed-LLM's scripts are read by: msrl config import --from mindspeed-llm FILE"
+    name = canonical(flag)
+    same = [option for option in options if canonical(option) == name]
+    if same or _OTHER_OPTIONS.get(flag) in options:
+        return f"Did you mean {[*same, _OTHER_OPTIONS.get(flag)][0]}?"
+    setting = _setting(OTHER_NAMES.get(name, ()), command, options)
+    is_spelled_otherwise = bool(setting) and "_" in flag
+    if is_flag_of_mindspeed(flag) and not is_spelled_otherwise:
+        return _mindspeed_hint(flag, command, options, setting)
+    if setting:
+        return f"Did you mean {setting}?"
+    if name in _NO_OPTIONS:
+        return _NO_OPTIONS[name]
     return _key_hint(flag) if command.startswith("train-") else ""
+
+
+def _setting(keys: Sequence[str], command: str, options: Mapping[str, str | None]) -> str:
+    """Return the option of a command that sets one of the keys, or `--set`; else nothing."""
+    from msrl.cli.keys import reads_section
+    from msrl.config.unsupported import not_yet
+
+    named = [option for option, key in options.items() if key in keys]
+    if named:
+        return named[0]
+    own = [
+        key
+        for key in keys
+        if reads_section(command, key.partition(".")[0]) and not_yet(key) is None
+    ]
+    return f"--set {own[0]}=VALUE" if own else ""
+
+
+def _mindspeed_hint(
+    flag: str, command: str, options: Mapping[str, str | None], setting: str
+) -> str:
+    """Return what a flag of MindSpeed-LLM is here, and how its scripts are read."""
+    from msrl.importers.table import canonical, load_table
+
+    scripts = "MindSpeed-LLM's scripts are read by: msrl config import --from mindspeed-llm FILE"
+    section = _MINDSPEED_SECTIONS.get(command, "train")
+    row = load_table("mindspeed_llm").row(section, canonical(flag))
+    setting = setting or (_setting(row.to, command, options) if row is not None else "")
+    if setting:
+        return f"It is {setting} here. {scripts}"
+    if row is None:
+        return scripts
+    if row.refuse:
+        return f"Not supported: {row.refuse}. {scripts}"
+    reason = row.neutral[1] or row.dead or row.by
+    return f"Remove it: {reason}. {scripts}" if reason and not row.to else scripts
 
 
 def _key_hint(flag: str) -> str:

@@ -83,6 +83,17 @@ def option_key(command: str, parameter: str) -> str | None:
     return key or (f"{section}.{parameter}" if section else None)
 
 
+def reads_section(command: str, section: str) -> bool:
+    """Return True if a command may read a section.
+
+    Trainings and `eval` read all common ones, and that of `preprocess` for data in rows.
+    """
+    own = _SECTIONS.get(command)
+    is_common = section == "preprocess" or section not in _SECTIONS.values()
+    is_training = command in _KEYS and own in (None, "evaluate")
+    return section == own or (is_training and is_common)
+
+
 def _top_command(ctx: typer.Context) -> str:
     """Return the name of the command below `msrl` of this call; empty for `msrl` itself."""
     name = ""

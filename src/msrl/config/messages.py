@@ -9,6 +9,7 @@ from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from msrl.config.foreign_names import OTHER_NAMES
 from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, printable_value
@@ -219,24 +220,6 @@ def description(loc: Sequence[int | str]) -> str:
     return (field.description or "").removesuffix(".") if field else ""
 
 
-# Names of common settings in other tools.
-_OTHER_NAMES = {
-    **dict.fromkeys(("learning_rate", "actor_lr", "max_lr"), "train.optimizer.lr"),
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "train.global_batch"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train.micro_batch"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), "train.steps"),
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "total_epochs"), "train.epochs"),
-    **dict.fromkeys(("num_generations", "group_size"), "rollout.samples_per_prompt"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "train.optimizer.warmup"),
-    **dict.fromkeys(("max_new_tokens", "max_completion_length"), "rollout.max_response_tokens"),
-    **dict.fromkeys(("output_dir", "save_dir"), "run.dir"),
-    "save_steps": "checkpoint.every_steps",
-    "save_interval": "checkpoint.every_steps",
-    "max_length": "data.seq_length",
-    "report_to": "log.trackers",
-}
-
-
 def _nearest_key(loc: Loc) -> str:
     """Return a hint for an unknown key.
 
@@ -249,8 +232,8 @@ def _nearest_key(loc: Loc) -> str:
     siblings = list(model.model_fields) if model else []
     elsewhere = [key for key in keys() if key.rsplit(".", 1)[-1] == word]
     below = [key for key in elsewhere if key.startswith(f"{loc[0]}.")]
-    if not below and word in _OTHER_NAMES:
-        return f"did you mean {_OTHER_NAMES[word]!r}?"
+    if not below and word in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[word][0]!r}?"
     close = [] if below else difflib.get_close_matches(word, siblings, n=1)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -47,15 +47,24 @@ def check_limits(
     length = model_length(settings, shape)
     check_platform(settings.engine, platform)
     _check_dtype(settings, settings.dtype or shape.dtype)
-    _check_attention(config, shape, platform)
+    check_model(config, shape, platform)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)
     if settings.records_routes and not platform.shows_routes:
         raise MsrlError(f"train.router.replay=engine: on {platform.name}: {HIDDEN_ROUTES}.")
     if not is_eager(settings.engine, platform):
         _check_compilation(settings, platform)
+
+
+def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
+    """Check that vLLM has the model and its kernels on a platform, whatever the settings are.
+
+    Raises:
+        MsrlError: vLLM cannot serve this model.
+    """
+    _check_attention(config, shape, platform)
     if platform.missing() is None:  # else the engine runs elsewhere, with another vLLM
-        _check_architecture(settings, config)
+        _check_architecture(config)
 
 
 def model_length(settings: EngineSettings, shape: Shape) -> int:
@@ -179,7 +188,7 @@ def _check_compilation(settings: EngineSettings, platform: Platform) -> None:
         )
 
 
-def _check_architecture(settings: EngineSettings, config: HfConfig) -> None:
+def _check_architecture(config: HfConfig) -> None:
     """Check that vLLM has the model's class, and that transformers or vLLM has its config class.
 
     Code that comes with a checkpoint is never run.
@@ -187,7 +196,7 @@ def _check_architecture(settings: EngineSettings, config: HfConfig) -> None:
     architectures = engine_source.architectures()
     name, model_type = config.architecture(), config.values.get("model_type")
     if architectures is not None and name not in architectures:
-        raise MsrlError(f"{settings.model_dir}: the installed vLLM has no {name}. {_NOT_GENERATED}")
+        raise MsrlError(f"{config.where}: the installed vLLM has no {name}. {_NOT_GENERATED}")
     config_types = engine_source.config_types()
     if config_types is None or not isinstance(model_type, str) or model_type in config_types:
         return
@@ -195,6 +204,6 @@ def _check_architecture(settings: EngineSettings, config: HfConfig) -> None:
 
     if model_type not in CONFIG_MAPPING:
         raise MsrlError(
-            f"{settings.model_dir}: neither the installed vLLM nor transformers has a config class "
+            f"{config.where}: neither the installed vLLM nor transformers has a config class "
             f"for model_type {model_type}, and code of the checkpoint is not run. {_NOT_GENERATED}"
         )

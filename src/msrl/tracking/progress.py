@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from typing import IO, Protocol
 
 BYTES = "B"
+_MIN_INTERVAL_S = 0.05  # time between two looks at the clock, in seconds
 
 
 class Progress(Protocol):
@@ -74,6 +75,11 @@ class _LineProgress:
                 self._last_write = now
                 self._write(self._line(now - self._start))
 
+    def tick(self, is_over: threading.Event) -> None:
+        """Write lines while nothing advances, too."""
+        while not is_over.wait(max(self._interval_s, _MIN_INTERVAL_S)):
+            self.advance(0)
+
     def finish(self, status: str) -> None:
         """Write the last line: status, amount and duration."""
         duration = duration_text(time.monotonic() - self._start)
@@ -82,10 +88,14 @@ class _LineProgress:
 
     def _line(self, elapsed_s: float) -> str:
         rate = self._done / elapsed_s
-        fields = [amount_text(self._done, self._unit), f"{amount_text(rate, self._unit)}/s"]
+        fields = [amount_text(self._done, self._unit)]
+        fields.append(
+            f"{amount_text(rate, self._unit)}/s" if rate >= 1 else duration_text(elapsed_s)
+        )
         if self._total:
+            done = fields[0].removesuffix(f" {self._unit}") if self._unit != BYTES else fields[0]
             percent = 100 * self._done / self._total
-            fields[0] += f" of {amount_text(self._total, self._unit)} ({percent:.0f}%)"
+            fields[0] = f"{done} of {amount_text(self._total, self._unit)} ({percent:.0f}%)"
             if rate > 0:
                 fields.append(f"{duration_text((self._total - self._done) / rate)} left")
         return f"{self._description}: {', '.join(fields)}\n"
@@ -100,12 +110,17 @@ def _show_lines(
         out.flush()
 
     lines = _LineProgress(description, total, unit, write, interval_s)
+    is_over = threading.Event()
+    ticker = threading.Thread(target=lines.tick, args=(is_over,), daemon=True)
+    ticker.start()
+    status = "stopped"
     try:
         yield lines
-    except BaseException:
-        lines.finish("stopped")
-        raise
-    lines.finish("done")
+        status = "done"
+    finally:
+        is_over.set()
+        ticker.join()
+        lines.finish(status)
 
 
 class _Bar:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from msrl.models.parallel_layout import SINGLE_RANK
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.temporary import owned_folder
+from msrl.tracking.progress import Progress, progress
 from msrl.verification import layerwise
 
 
@@ -46,18 +48,22 @@ class LogitSource:
 
         transformers loads quantized weights only on some devices, so it receives them dequantized.
         """
-        if self.in_memory and "quantization_config" not in read_hf_config(folder).values:
-            return _logits_from_folder(folder, self.token_ids)
-        return self.from_weights(source, None)
+        if not self.in_memory or "quantization_config" in read_hf_config(folder).values:
+            return self.from_weights(source, None)
+        with self._progress("transformers") as bar:
+            return _logits_from_folder(folder, self.token_ids, bar.advance)
 
     def from_weights(self, source: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
         """Return the logits of transformers with the tensors of `source`, rounded to `dtype`.
 
         `dtype` None means no rounding.
         """
-        if self.in_memory:
-            return _logits_from_weights(source, self.token_ids, dtype)
-        return layerwise.transformers_logits(source, self.token_ids, dtype)
+        with self._progress("transformers") as bar:
+            if self.in_memory:
+                return _logits_from_weights(source, self.token_ids, dtype, bar.advance)
+            logits = layerwise.transformers_logits(source, self.token_ids, dtype)
+            bar.advance(len(logits))
+            return logits
 
     def from_megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
         """Return the logits of Megatron, which loads an mcore checkpoint.
@@ -73,11 +79,18 @@ class LogitSource:
         has_devices = self.in_memory and (
             platform.name == "cpu" or platform.device_count() >= layout.ranks_per_model
         )
-        with _with_config(checkpoint, hf_dir) as folder:
-            name = platform.name if has_devices else "cpu"
-            return megatron_logits(
+        name = platform.name if has_devices else "cpu"
+        with _with_config(checkpoint, hf_dir) as folder, self._progress("Megatron") as bar:
+            logits = megatron_logits(
                 folder, self.token_ids, layout, platform=name, layerwise=not self.in_memory
             )
+            bar.advance(len(logits))
+            return logits
+
+    def _progress(self, library: str) -> AbstractContextManager[Progress]:
+        """Show the progress of a computation, most of which is the start of the library."""
+        total = len(self.token_ids)
+        return progress(f"computing logits with {library}", total=total, unit="sequences")
 
 
 @contextlib.contextmanager
@@ -93,7 +106,9 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def _logits_from_folder(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
+def _logits_from_folder(
+    folder: Path, tokens: list[list[int]], advance: Callable[[], None] = lambda: None
+) -> list[Tensor]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -106,17 +121,23 @@ def _logits_from_folder(folder: Path, tokens: list[list[int]]) -> list[Tensor]:
         local_files_only=True,
         attn_implementation=layerwise.ATTENTION,
     )
-    return _forward(model, tokens, shape)
+    return _forward(model, tokens, shape, advance)
 
 
 def _logits_from_weights(
-    source: WeightSource, tokens: list[list[int]], dtype: torch.dtype | None
+    source: WeightSource,
+    tokens: list[list[int]],
+    dtype: torch.dtype | None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    return _forward(transformers_model(source, dtype), tokens, source.shape)
+    return _forward(transformers_model(source, dtype), tokens, source.shape, advance)
 
 
 def transformers_model(source: WeightSource, dtype: torch.dtype | None) -> Any:
     """Return transformers' model in float32 with the tensors of `source`, rounded to `dtype`."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     config = layerwise.model_config(source.shape, source.hf_dir)
     tensors = (
         named_tensor
@@ -159,11 +180,16 @@ def _cast(
         yield name, tensor if target_dtype is None else tensor.to(target_dtype)
 
 
-def _forward(model: Any, tokens: list[list[int]], shape: Shape) -> list[Tensor]:
+def _forward(
+    model: Any, tokens: list[list[int]], shape: Shape, advance: Callable[[], None]
+) -> list[Tensor]:
     """Return each sequence's logits, [T, vocabulary], or scores, [T, 1], and release the model."""
     model.eval()
+    logits = list[Tensor]()
     with torch.inference_mode():
-        logits = [layerwise.outputs(model, torch.tensor([ids]), shape)[0].clone() for ids in tokens]
+        for ids in tokens:
+            logits.append(layerwise.outputs(model, torch.tensor([ids]), shape)[0].clone())
+            advance()
     del model
     gc.collect()
     return logits

@@ -7,7 +7,7 @@ swapped both ways, passes the first comparison and fails the second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +135,11 @@ def _check_copies(result: ShardedSource) -> list[Check]:
     Returns:
         The check; none if each tensor is on one rank only.
     """
-    num_copies, unequal = find_unequal_copies(result)
-    if not num_copies:
+    num_bytes = sum(copy.other.nbytes for copy in result.copies())
+    if not num_bytes:
         return []
+    with progress("comparing copies on other ranks", total=num_bytes, unit="B") as bar:
+        num_copies, unequal = find_unequal_copies(result, bar.advance)
     compared = f"{num_copies} copies on other ranks"
     if not unequal:
         return [Check("copies", compared, "equal bit for bit", passed=True)]
@@ -151,17 +153,13 @@ def _check_merge(source: MergedSource) -> Check:
     They may differ in the last bit of the weights' type, because of the rounding in float32.
     """
     worst, count, limit = 0.0, 0, 0.0
-    for rule in all_rules(source.shape):
-        exact_tensors = source.merged(rule, torch.float64)
-        for name, merged, exact in zip(
-            rule.hf, source.hf_tensors(rule), exact_tensors, strict=True
-        ):
-            if name not in source.adapter.deltas:
-                continue
+    with progress("merging again", total=len(source.adapter.deltas), unit="weights") as bar:
+        for merged, exact in _merged_weights(source):
             scale = exact.abs().max().clamp(min=1e-30).double()
             difference = (merged.double() - exact.double()).abs().max()
             worst, count = max(worst, float(difference / scale)), count + 1
             limit = max(limit, 8 * torch.finfo(merged.dtype).eps)
+            bar.advance()
     compared = f"{count} merged weights, again in float64"
     return Check(
         "merge",
@@ -169,6 +167,17 @@ def _check_merge(source: MergedSource) -> Check:
         f"largest difference {worst:.1e} of the largest weight (limit {limit:.0e})",
         worst <= limit,
     )
+
+
+def _merged_weights(source: MergedSource) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every weight that has an adapter, merged as in the result and in float64."""
+    for rule in all_rules(source.shape):
+        exact_tensors = source.merged(rule, torch.float64)
+        for name, merged, exact in zip(
+            rule.hf, source.hf_tensors(rule), exact_tensors, strict=True
+        ):
+            if name in source.adapter.deltas:
+                yield merged, exact
 
 
 def _check_logits(

@@ -80,7 +80,9 @@ class Classifier:
     def __init__(self, settings: Settings) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path)
         model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -20,6 +20,7 @@ from msrl.models.parallel_layout import Coords
 from msrl.models.reward_head import OUTPUT_LAYER, WEIGHT
 from msrl.models.stages import split_chunk_name
 from msrl.tracking.progress import amount_text
+from msrl.tracking.tables import table_lines
 from msrl.workflows.training.integrity import verify_files
 
 _SHOWN_ARGUMENTS = (
@@ -149,11 +150,9 @@ def _has_unused_output_layer(path: Path) -> bool:
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows of cells; each column is as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print_line("  ".join(cells).rstrip())
+    """Print rows of cells, of which the first one is the head."""
+    for line in table_lines(rows):
+        print_line(line)
 
 
 def _file_row(save: Path, path: Path) -> tuple[str, ...]:

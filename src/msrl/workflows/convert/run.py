@@ -261,8 +261,8 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
         print_line(f"Wrote {save}, but did not verify it: the verification was interrupted")
         raise
     print_line(f"Verified in {duration_text(time.perf_counter() - start)}:")
-    rows = [(check.name, check.compared, check.result) for check in checks]
-    print_table([("check", "compared", "result"), *rows])
+    rows = [(check.name, check.result, check.compared) for check in checks]
+    print_table([("check", "result", "compared"), *rows])
     if all(check.passed for check in checks):
         return
     rejected = save.with_name(f"{save.name}.failed-verification")

@@ -62,7 +62,6 @@ def score(
     The layers of sequence `recorded` are recorded, if the model fits into memory.
     """
     import torch
-    from transformers.utils import logging
 
     from msrl.checkpoint.dtypes import BY_HF_NAME
     from msrl.verification import layerwise
@@ -79,7 +78,6 @@ def score(
         print("The model does not fit into memory: scoring layer by layer", file=sys.stderr)
         logits = layerwise.transformers_logits(source, tokens, rounding)
         return _scores(logits, sequences, sampling, {}, {})
-    logging.disable_progress_bar()
     model = transformers_model(source, rounding)
     recorder = Recorder()
     with torch.inference_mode():

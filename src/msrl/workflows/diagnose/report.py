@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from io import StringIO
 from typing import Any
 
 from msrl.diagnose.evidence import Evidence
 from msrl.diagnose.verdict import Verdict
+from msrl.tracking.tables import table_lines
 
 
 def as_json(verdict: Verdict, evidence: Evidence) -> str:
@@ -33,22 +33,14 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
-def as_text(verdict: Verdict, evidence: Evidence, *, width: int) -> str:
+def as_text(verdict: Verdict, evidence: Evidence) -> str:
     """Return a table of the differences, the verdict and the remedy."""
-    from rich.console import Console
-
-    out = Console(file=StringIO(), width=width, force_terminal=False, highlight=False)
-    out.print(_table(verdict))
     limits = verdict.limits
-    out.print(
+    rounding = (
         f"engine {evidence.engine.dtype}, trainer {evidence.trainer.dtype}: up to mean "
         f"{limits.mean:g} and p99 {limits.p99:g} nats is rounding"
     )
-    for line in verdict_lines(verdict):
-        out.print(line, markup=False, soft_wrap=True)
-    file = out.file
-    assert isinstance(file, StringIO)
-    return file.getvalue()
+    return "\n".join([*table_lines(_rows(verdict)), "", rounding, *verdict_lines(verdict)])
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
@@ -59,19 +51,12 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     return [f"verdict: {cause.name} ({cause.where}): {cause.problem}.", f"remedy: {cause.remedy}"]
 
 
-def _table(verdict: Verdict) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("log-probabilities of the same tokens")
-    for name in ("tokens", "mean", "p99", "largest"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+def _rows(verdict: Verdict) -> list[tuple[str, ...]]:
+    rows = [("log-probabilities of the same tokens", "tokens", "mean", "p99", "largest", "")]
     for each in verdict.comparisons:
         numbers = (each.gap.mean, each.gap.p99, each.gap.largest)
         state = "healthy" if each.is_healthy else "differs"
-        table.add_row(
-            each.compared, str(each.gap.num_tokens), *(f"{x:.1e}" for x in numbers), state
+        rows.append(
+            (each.compared, str(each.gap.num_tokens), *(f"{x:.1e}" for x in numbers), state)
         )
-    return table
+    return rows

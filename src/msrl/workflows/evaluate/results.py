@@ -19,6 +19,7 @@ from typing import Any
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import why_not_writable, write_text
 from msrl.tracking.curves import Point, plot_curves
+from msrl.tracking.tables import table_lines
 
 FILE, CURVE, SAMPLES = "results.json", "curve.png", "samples"
 _FORMAT = 1
@@ -177,13 +178,7 @@ def result_table(results: Iterable[Result]) -> list[str]:
     names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
     columns = [name for name in _MEANS if any(name in entry.metrics for entry in entries)]
     header = ["checkpoint", *names, *(_MEANS[name][0] for name in columns)]
-    rows = [header, *(_row(entry, names, columns) for entry in entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return table_lines([header, *(_row(entry, names, columns) for entry in entries)])
 
 
 def _row(entry: Result, names: Iterable[str], columns: Iterable[str]) -> list[str]:

@@ -46,9 +46,12 @@ class Fit:
     @property
     def head(self) -> str:
         """Needed and available memory as text."""
-        if self.level == "wrong":
-            return f"the run needs at least {bytes_text(self.certain)} of {bytes_text(self.total)}"
-        return f"the run needs at most {bytes_text(self.needed)} of {bytes_text(self.total)}"
+        total = bytes_text(self.total)
+        if self.level == "ok":
+            return f"the run needs at most {bytes_text(self.needed)} of {total}"
+        if self.level == "note":
+            return f"the run may need {bytes_text(self.needed)}, more than the available {total}"
+        return f"the run needs at least {bytes_text(self.certain)}, more than the available {total}"
 
 
 def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from msrl.config.messages import written
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
 from msrl.hub import is_without_weights
+from msrl.limits import printable
 from msrl.models.families import all_rules
+from msrl.models.hf_config import read_hf_config
 from msrl.models.select import is_layer
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get, resolve
@@ -16,6 +19,7 @@ from msrl.platforms.base import Platform
 from msrl.rewards.score import check_functions
 from msrl.rewards.sources import Source
 from msrl.rollout.engine import check_platform
+from msrl.rollout.engine_limits import check_model
 from msrl.tracking.run import RunFolder
 from msrl.tracking.tracker import check_trackers
 from msrl.trainer.checkpointing.resume import SavedTraining
@@ -56,6 +60,18 @@ def check_start(
         _check_weights(plan)
     if plan.start_adapters is not None:
         _check_start_adapters(plan, plan.start_adapters)
+    _warn_about_generation(plan, platform)
+
+
+def _warn_about_generation(plan: RunPlan, platform: Platform) -> None:
+    """Print a warning if a trained model can generate nothing on the platform of its training."""
+    if plan.has_rollouts or plan.is_reward_model:
+        return
+    try:
+        check_model(read_hf_config(plan.model.hf_dir), plan.shape, platform)
+    except MsrlError as error:
+        text = f"{error} train-grpo, generate, chat, serve and eval will refuse this model here."
+        print(printable(f"warning: {text}"), file=sys.stderr)
 
 
 def check_run_folder(config: Config) -> None:
