@@ -14,17 +14,14 @@ from msrl.tracking.tables import WIDTH, table_lines
 from msrl.workflows.diagnose.report import as_text
 from msrl.workflows.evaluate.results import Result, result_table
 
-LOGITS = (
-    "transformers, Megatron: 4 texts and 2 rows of random tokens, 192 positions x 151,936",
-    "largest difference 1.1e-05 (limit 1e-04), standard deviation 2.3, 12 positions beyond it "
-    "(limit 25%, for experts that tie)",
-)
+# As long as the longest cells of a verification: sizes, and a result with outliers.
+COMPARED, OUTLIERS = "compared " * 10 + "151,936", "1.1e-05 (limit 1e-04), " * 6 + "25%"
 RANK_FILE = "iter_0000001/mp_rank_00_000_000/model_optim_rng.pt"
 TABLES = {
     "verification": [
         ("check", "result", "compared"),
-        ("round trip", "equal bit for bit", "18,867 tensors, 1.3 TB"),
-        ("logits, fp32", *LOGITS[::-1]),
+        ("round trip", "equal", "18,867 tensors, 1.3 TB"),
+        ("logits, fp32", OUTLIERS, COMPARED),
     ],
     "plan": [
         ("file", "tensors", "parameters", "size"),

@@ -25,7 +25,6 @@ from msrl.cli import (
     report,
     serve,
     train,
-    view,
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
@@ -104,8 +103,8 @@ app.command(cls=Command, epilog=generate.GENERATE_EXAMPLES)(generate.generate)
 app.command(cls=Command, epilog=generate.CHAT_EXAMPLES)(generate.chat)
 app.command(cls=Command, epilog=serve.EXAMPLES)(serve.serve)
 app.command("eval", cls=Command, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command(cls=Command, epilog=report.EXAMPLES)(report.report)
-app.command(cls=Command, epilog=view.EXAMPLES)(view.view)
+app.command(cls=Command, epilog=report.REPORT_EXAMPLES)(report.report)
+app.command(cls=Command, epilog=report.VIEW_EXAMPLES)(report.view)
 app.add_typer(diagnose.app, name="diagnose")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")

@@ -1,4 +1,4 @@
-"""msrl report: write the report of a run."""
+"""msrl report and msrl view: the report of a run, and pages about runs in a browser."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import typer
 
 from msrl.cli import options as o
 from msrl.cli.help import examples
+from msrl.errors import MsrlError
 from msrl.limits import require_open_files
 
-EXAMPLES = examples("msrl report runs/sft", "msrl report runs/grpo")
+REPORT_EXAMPLES = examples("msrl report runs/sft", "msrl report runs/grpo")
+VIEW_EXAMPLES = examples(
+    "msrl view runs/grpo",
+    "msrl view runs/grpo runs/dapo --output compared",
+    "msrl view runs/grpo --serve",
+    "msrl view runs/grpo --single-file --output grpo.html",
+)
 
 
 def report(ctx: typer.Context, run: o.RunFolder) -> None:
@@ -22,3 +29,34 @@ def report(ctx: typer.Context, run: o.RunFolder) -> None:
 
     require_open_files()
     write(Path(run))
+
+
+def view(
+    ctx: typer.Context,
+    runs: o.RunFolders,
+    output: o.ViewOutput = None,
+    single_file: o.SingleFile = False,
+    serve: o.Serve = False,
+    port: o.ViewPort = 0,
+) -> None:
+    """Write pages about runs for a browser: curves, steps, rollouts, tokens and evaluations.
+
+    The pages open from disk, need no network, and can be copied to another machine.
+    """
+    from pathlib import Path
+
+    from msrl.workflows.view.build import View, write_folder, write_single_file
+    from msrl.workflows.view.serve import serve as serve_view
+
+    if single_file and serve:
+        raise MsrlError("--single-file and --serve exclude each other. Leave one of them out.")
+    require_open_files()
+    folders = [Path(run) for run in runs]
+    default = folders[0] / ("view.html" if single_file else "view")
+    target = Path(output) if output is not None else default
+    if single_file:
+        print(write_single_file(folders, target))
+    elif serve:
+        serve_view(View(folders, target, is_live=True), port)
+    else:
+        print(write_folder(folders, target))
