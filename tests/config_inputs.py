@@ -11,6 +11,7 @@ import pytest
 
 from msrl.data.manifest import manifest_path, manifest_text
 from msrl.types import DatasetManifest
+from msrl.workflows import preflight
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -66,8 +67,8 @@ def make_data(prefix: Path) -> Path:
 def skip_input_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `--dry-run` check the configuration only: these inputs have neither weights nor rows."""
 
-    def check(plan: object) -> str:
-        return "not checked"
+    def check(plan: object) -> preflight.Inputs:
+        return preflight.Inputs("not checked")
 
     monkeypatch.setattr("msrl.workflows.preflight.check", check)
 

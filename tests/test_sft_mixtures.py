@@ -12,6 +12,7 @@ from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
 from msrl.data.order import BlendOrder
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
 from msrl.workflows.preprocess import run
 from msrl.workflows.sft.rows import MixedRows
 from msrl.workflows.sft.setup import row_order, training_rows
@@ -43,7 +44,7 @@ def config(blend: dict[str, float]) -> Config:
 def test_a_step_reads_each_sft_dataset_in_proportion_to_its_weight(tmp_path: Path):
     prefixes = [write(tmp_path, "a", 5), write(tmp_path, "b", 40)]
     settings = config({prefixes[0]: 3.0, prefixes[1]: 1.0})
-    rows, held_out = training_rows(settings)
+    rows, held_out = training_rows(resolve(settings, "train-sft"))
     assert isinstance(rows, MixedRows) and held_out is None
     assert (len(rows), rows.num_rows) == (45, (5, 40))
     order = row_order(settings, rows)
@@ -60,4 +61,4 @@ def test_a_step_reads_each_sft_dataset_in_proportion_to_its_weight(tmp_path: Pat
 def test_a_mixture_of_different_templates_is_refused(tmp_path: Path):
     prefixes = [write(tmp_path, "a", 2), write(tmp_path, "b", 2, template="qwen_math_r1")]
     with pytest.raises(MsrlError, match=mentions("data.blend", "qwen", "qwen_math_r1")):
-        training_rows(config(dict.fromkeys(prefixes, 1.0)))
+        training_rows(resolve(config(dict.fromkeys(prefixes, 1.0)), "train-sft"))

@@ -109,8 +109,9 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
         "preprocess.input",
         "preprocess.tokenizer",
         "preprocess.handler",
-        "preprocess.output_prefix",
     )
+    if preprocess.show is None:
+        yield from check_required(resolved, "preprocess.output_prefix")
     if preprocess.output_prefix is not None and preprocess.output_prefix.endswith("/"):
         yield resolved.mistake(
             "preprocess.output_prefix",

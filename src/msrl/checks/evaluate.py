@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from msrl.checks.evaluation import check_eval_sampling, check_eval_source
 from msrl.checks.inputs import path_hint
 from msrl.checks.rollout import check_temperature
 from msrl.config.loader import Resolved
+from msrl.data.rows import location
 from msrl.errors import hub_hint
 from msrl.models.paths import (
     TRACKER,
@@ -62,22 +62,18 @@ def _run_hint(resolved: Resolved) -> str:
 
 
 def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    """Check that data.eval has preprocessed prompts."""
-    prefix = resolved.config.data.eval
-    if prefix is None:
+    """Check that data.eval has prompts, or rows to preprocess."""
+    name = resolved.config.data.eval
+    if name is None:
         yield (
-            "data.eval: missing. Use --data PREFIX, held-out prompts of `msrl preprocess`."
+            "data.eval: missing. Use --data PREFIX, held-out prompts of `msrl preprocess`, or rows."
             f"{_run_hint(resolved)}"
         )
         return
-    if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
-        yield resolved.mistake(
-            "data.eval",
-            f"no preprocessed data with this prefix ({prefix}_*.idx). "
-            "Create it with `msrl preprocess`.",
-        )
+    if problem := location.mistake(name):
+        yield resolved.mistake("data.eval", problem)
         return
-    manifest = plan.datasets[prefix].manifest  # an error is reported when the data is opened
+    manifest = plan.datasets[name].manifest  # an error is reported when the data is opened
     if manifest is not None and manifest.kind != "prompts":
         yield resolved.mistake(
             "data.eval",

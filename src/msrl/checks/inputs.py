@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -12,8 +11,11 @@ from pathlib import Path
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
 from msrl.config.templates import find_template
+from msrl.data.handlers import handler_mistake
+from msrl.data.rows import location
 from msrl.errors import MsrlError, hub_hint
 from msrl.models.paths import TRACKER, is_hf, is_mcore
+from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import RunPlan
 
 
@@ -74,34 +76,46 @@ def check_template(resolved: Resolved, key: str) -> Iterator[str]:
             yield resolved.mistake(key, str(error))
 
 
-def _data_prefixes(resolved: Resolved) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Yield each data prefix with a function that formats an error line for it."""
+def _data_names(resolved: Resolved) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """Yield each name of data with a function that formats an error line for it."""
     data = resolved.config.data
-    for key, prefix in (("data.train", data.train), ("data.eval", data.eval)):
-        if prefix is not None:
-            yield prefix, partial(resolved.mistake, key)
-    for (
-        prefix,
-        weight,
-    ) in data.blend.items():  # a prefix may contain dots, so its key is not a dotted path
-        key = f"data.blend.{prefix}"
-        yield prefix, partial("{}: {}={}: {}".format, resolved.origins[key], key, weight)
+    for key, name in (("data.train", data.train), ("data.eval", data.eval)):
+        if name is not None:
+            yield name, partial(resolved.mistake, key)
+    for name, weight in data.blend.items():  # a name may contain dots: no dotted path
+        key = f"data.blend.{name}"
+        origin = resolved.origins.get(key)  # absent for a dataset of a hub
+        location_text = "" if origin is None else f"{origin}: "
+        yield name, partial("{}{}={}: {}".format, location_text, key, weight)
 
 
 def check_data(resolved: Resolved) -> Iterator[str]:
-    """Check that each data prefix has preprocessed files."""
-    for prefix, mistake in _data_prefixes(resolved):
-        if not any(Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}_*.idx")):
-            yield mistake(
-                f"no preprocessed data with this prefix ({prefix}_*.idx). "
-                "Create it with `msrl preprocess`."
-            )
+    """Check that all data is preprocessed, or rows to preprocess."""
+    for name, mistake in _data_names(resolved):
+        problem = location.mistake(name)
+        if problem is not None:
+            yield mistake(problem)
+
+
+def check_rows(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check the settings that rows are preprocessed with, if the run reads rows."""
+    if not any(location.names_rows(name) for name, _ in _data_names(resolved)):
+        return
+    preprocess, kind = resolved.config.preprocess, data_kind(resolved.config, plan.command)
+    yield from check_folder(resolved, "preprocess.tokenizer")
+    yield from check_template(resolved, "preprocess.template")
+    if preprocess.kind not in (None, kind):
+        yield resolved.mistake(
+            "preprocess.kind", f"{plan.command} reads {kind} data here. Remove this key."
+        )
+    if preprocess.handler is not None and (problem := handler_mistake(preprocess.handler)):
+        yield resolved.mistake("preprocess.handler", problem)
 
 
 def check_kind(resolved: Resolved, plan: RunPlan, expected: str, remedy: str) -> Iterator[str]:
     """Check the kind of all data that has a manifest; data of other systems has none."""
-    for prefix, mistake in _data_prefixes(resolved):
-        manifest = plan.datasets[prefix].manifest  # an error is reported when the data is opened
+    for name, mistake in _data_names(resolved):
+        manifest = plan.datasets[name].manifest  # an error is reported when the data is opened
         if manifest is not None and manifest.kind != expected:
             yield mistake(
                 f"contains {manifest.kind} data instead of {expected} data. Preprocess it {remedy}."

@@ -31,7 +31,7 @@ from msrl.checks.evaluation import (
     check_grpo_only_keys,
     check_sft_evaluation,
 )
-from msrl.checks.inputs import check_examples, check_prompts
+from msrl.checks.inputs import check_examples, check_prompts, check_rows
 from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_no_roles, check_roles
@@ -187,6 +187,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 }
 
 _MODEL: tuple[PlanCheck, ...] = (
+    check_rows,
     check_batch_keys,
     check_model,
     check_freeze,
@@ -216,5 +217,5 @@ PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
     "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": _ROLLOUTS,
     "train-distill": _ROLLOUTS,
-    "eval": (check_evaluation_prompts, check_evaluation_sources),
+    "eval": (check_rows, check_evaluation_prompts, check_evaluation_sources),
 }

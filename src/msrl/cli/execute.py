@@ -70,15 +70,22 @@ def execute(
     if ctx.params.get("dry_run"):
         from msrl.workflows import preflight
 
-        summary = preflight.check(run_plan)
+        inputs = preflight.check(run_plan)
         show_plan(resolved, command, run_plan)
-        typer.echo(printable(f"inputs: {summary}"))
+        typer.echo(printable(f"inputs: {inputs.summary}"))
+        inputs.show()
         if plan is not None:
             importlib.import_module(plan).show(resolved.config)
         return
     download_weights(resolved, local.values)
     workflow = importlib.import_module(WORKFLOWS[command])
-    workflow.run(run_plan if run_plan.is_training else resolved.config)
+    if run_plan.reads_data:
+        from msrl.workflows.row_cache import prepared
+
+        with prepared(run_plan, keep=True) as ready:
+            workflow.run(ready if run_plan.is_training else ready.config)
+        return
+    workflow.run(resolved.config)
 
 
 def resolve(

@@ -417,6 +417,13 @@ AppendEod = Annotated[
         help="End every pretraining document with the end-of-text token.",
     ),
 ]  # fmt: skip
+Show = Annotated[
+    int | None,
+    _option(
+        "--show", panel=ROWS, metavar="N",
+        help="Show the first N rows as they are rendered, and write nothing.",
+    ),
+]  # fmt: skip
 
 # Generation.
 Model = Annotated[

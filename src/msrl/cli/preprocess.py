@@ -36,6 +36,7 @@ def preprocess(
     workers: o.Workers = None,
     overwrite: o.Overwrite = None,
     append_eod: o.AppendEod = None,
+    show: o.Show = None,
     config: o.Files = None,
     sets: o.Sets = None,
     platform: o.Platform = None,

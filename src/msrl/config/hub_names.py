@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -43,6 +44,8 @@ _KEYS: dict[str, tuple[tuple[str, Content], ...]] = {
 }
 _KEYS["train-distill"] = _KEYS["train-grpo"]
 _SHOWN_FILES = 5
+_BLEND = "data.blend."
+_NO_ROWS = "neither preprocessed data with this prefix nor rows on this machine; as a dataset"
 _NO_DATA = ("dataset_infos.json", "dataset_dict.json")  # descriptions of a dataset
 
 
@@ -86,9 +89,16 @@ def with_local_folders(resolved: Resolved, command: str) -> LocalConfig:
         try:
             snapshot, path = _downloaded(value)
         except MsrlError as error:
-            errors[value.key] = resolved.mistake(value.key, str(error))
+            problem = f"{_NO_ROWS}: {error}" if value.key.startswith("data.") else str(error)
+            errors[value.key] = resolved.mistake(value.key, problem)
             continue
         values.append(replace(value, name=snapshot.name))
+        if value.key.startswith(_BLEND):
+            blend = config.data.blend
+            names = {name: path if f"{_BLEND}{name}" == value.key else name for name in blend}
+            renamed = {names[name]: weight for name, weight in blend.items()}
+            config = _with_value(config, ["data", "blend"], renamed)
+            continue
         config = _with_value(config, value.key.split("."), path)
         suffix = f":{value.pattern}" if value.pattern else ""
         references.setdefault(value.key, f"{snapshot.name}{suffix}")
@@ -122,17 +132,34 @@ def _hub_values(config: Config, command: str) -> Iterator[HubValue]:
             keys.append((f"reward.sources.{number}.model", "weights"))
         for number in range(len(config.algo.distill.teachers)):
             keys.append((f"algo.distill.teachers.{number}.model", "weights"))
+    datasets = list(_datasets(config, command))
+    yield from datasets
+    names = (config.data.train, config.data.eval, *config.data.blend)
+    has_rows = bool(datasets) or any(name and Path(name).exists() for name in names)
+    if has_rows and command != "preprocess":
+        keys.append(("preprocess.tokenizer", "metadata"))
     for key, content in keys:
         text = _value(config, key.split("."))
         name = parse_name(text) if isinstance(text, str) else None
         if name is not None:
             yield HubValue(key, name, content)
+
+
+def _datasets(config: Config, command: str) -> Iterator[HubValue]:
+    """Yield the values that are names of datasets."""
+    texts: dict[str, str | None] = {}
     if command == "preprocess":
-        for number, text in enumerate(config.preprocess.input):
-            repository, _, pattern = text.partition(":")
-            name = parse_name(repository)
-            if name is not None:
-                yield HubValue(f"preprocess.input.{number}", name, "dataset", pattern)
+        texts = {f"preprocess.input.{i}": text for i, text in enumerate(config.preprocess.input)}
+    elif command.startswith("train-"):
+        texts = {"data.train": config.data.train, "data.eval": config.data.eval}
+        texts |= {f"{_BLEND}{name}": name for name in config.data.blend}
+    elif command == "eval":
+        texts = {"data.eval": config.data.eval}
+    for key, text in texts.items():
+        repository, _, pattern = (text or "").partition(":")
+        name = parse_name(repository)
+        if name is not None:
+            yield HubValue(key, name, "dataset", pattern)
 
 
 def _downloaded(value: HubValue) -> tuple[Snapshot, str]:

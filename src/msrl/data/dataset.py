@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 
 from msrl.data.indexed import IndexedReader
 from msrl.data.integrity import StrayToken, stray_token
-from msrl.data.manifest import answers_path, dataset_name, manifest_path, read_manifest
+from msrl.data.manifest import (
+    answers_path,
+    dataset_name,
+    existing_prefixes,
+    manifest_path,
+    read_manifest,
+)
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest, Ints, Prompt, RenderedExample
 
@@ -243,7 +249,7 @@ def _open(prefix: str, key: str) -> IndexedReader:
 def open_reader(prefix: str, name: str) -> IndexedReader:
     """Open one file of a dataset. Raises MsrlError if it is missing or empty."""
     if not Path(f"{name}.idx").is_file():
-        prefixes = _existing_prefixes(Path(prefix).parent)
+        prefixes = existing_prefixes(Path(prefix).parent)
         hint = "Write it with `msrl preprocess`."
         if prefixes:
             hint = f"Prefixes in this folder: {', '.join(prefixes)}"
@@ -254,19 +260,6 @@ def open_reader(prefix: str, name: str) -> IndexedReader:
             f"data prefix {prefix}: {name}.idx contains no rows. Preprocess files that have rows."
         )
     return reader
-
-
-def _existing_prefixes(folder: Path) -> list[str]:
-    """Return the prefixes of all datasets in a folder."""
-    prefixes: set[str] = set()
-    if folder.is_dir():
-        for end in (
-            "_packed_input_ids_document.idx",
-            "_packed_chosen_input_ids_document.idx",
-            "_text_document.idx",
-        ):
-            prefixes.update(str(folder / f.name.removesuffix(end)) for f in folder.glob(f"*{end}"))
-    return sorted(prefixes)
 
 
 def require_kind(prefix: str, kind: str) -> DatasetManifest | None:

@@ -7,6 +7,7 @@ their final names: a dataset with this file is incomplete.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,20 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
     names = {dataset_name(prefix, kind, key) for kind, keys in KEYS.items() for key in keys}
     data = [Path(f"{name}.{suffix}") for name in sorted(names) for suffix in ("bin", "idx")]
     return (*data, answers_path(prefix), manifest_path(prefix))
+
+
+def has_data(prefix: str) -> bool:
+    """Return True if preprocessed data with this prefix exists."""
+    path = Path(prefix)
+    return not prefix.endswith("/") and any(path.parent.glob(f"{glob.escape(path.name)}_*.idx"))
+
+
+def existing_prefixes(folder: Path) -> list[str]:
+    """Return the prefixes of all datasets in a folder."""
+    ends = {f"{dataset_name('', kind, keys[0])}.idx" for kind, keys in KEYS.items()}
+    names = [path.name for path in folder.glob("*.idx")] if folder.is_dir() else []
+    stems = {name.removesuffix(end) for name in names for end in ends if name.endswith(end)}
+    return sorted(str(folder / stem) for stem in stems)
 
 
 def record_name(prefix: str, path: Path) -> str:

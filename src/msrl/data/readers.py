@@ -93,7 +93,7 @@ def _expand_input(item: str) -> list[Path]:
     """Return the files of one input."""
     path = Path(item)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if _is_data_file(p))
+        files = sorted(p for p in path.rglob("*") if is_data_file(p))
         # Text files beside other data are usually notes about it.
         files = [file for file in files if _suffix(file) != ".txt"] or files
         problem = f"the folder contains no {', '.join(SUFFIXES)} file"
@@ -111,7 +111,8 @@ def _expand_input(item: str) -> list[Path]:
     return files
 
 
-def _is_data_file(path: Path) -> bool:
+def is_data_file(path: Path) -> bool:
+    """Return True for a visible file with the suffix of a known format."""
     return _is_known(path) and path.is_file() and not path.name.startswith(".")
 
 

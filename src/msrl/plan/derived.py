@@ -192,6 +192,17 @@ def has_pairs(config: Config, command: str) -> bool:
     return is_pairwise or (command == "train-rm" and not trains_steps(config, command))
 
 
+def data_kind(config: Config, command: str) -> str:
+    """Return the kind of preprocessed data that a command reads."""
+    if command == "train-dpo":
+        return preference_plan(config).data
+    if command == "train-rm":
+        return "steps" if trains_steps(config, command) else "pairs"
+    if has_rollouts(command) or command == "eval":
+        return "prompts"
+    return "pretrain" if config.data.handler == "pretrain" else "sft"
+
+
 def trains_steps(config: Config, command: str) -> bool:
     """Return True if a training trains a process reward model, which labels steps."""
     return command == "train-rm" and config.algo.reward_model.kind == "process"

@@ -7,8 +7,9 @@ memory estimates and workflows take them from the plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from msrl.cluster.placement import Placement, Role
 from msrl.cluster.placement import plan as place
@@ -82,12 +83,17 @@ class ModelPlan:
 class DatasetPlan:
     """A preprocessed dataset. Data of other systems has no manifest.
 
-    `error` is the reason why the manifest is unreadable; empty otherwise.
+    Attributes:
+        prefix: Prefix of its files.
+        manifest: Its manifest, if it has one.
+        error: Reason why the manifest is unreadable; empty otherwise.
+        source: Rows that the run preprocessed, for its record; empty for data that exists already.
     """
 
     prefix: str
     manifest: DatasetManifest | None
     error: str = ""
+    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,8 @@ class RunPlan:
         reference: Model of the KL terms or of a preference loss; None for a run without one.
         reward_models: Models of the reward sources, by `model` of the source.
         teachers: Models to distill from on the ranks, by `model` of the teacher.
-        datasets: Training and evaluation data, by prefix.
+        datasets: Training and evaluation data, by the values of `data.train`, `data.eval` and
+            `data.blend`: prefixes, or rows that the run preprocesses.
         run_dir: Folder of the run.
         checkpoint_dir: Folder of the run's checkpoints.
         layout: Parallel layout of the policy.
@@ -135,6 +142,11 @@ class RunPlan:
     @property
     def is_training(self) -> bool:
         return self.command in TRAININGS
+
+    @property
+    def reads_data(self) -> bool:
+        """True if the command reads the data of the section `data`."""
+        return self.is_training or self.command == "eval"
 
     @property
     def has_rollouts(self) -> bool:
@@ -200,6 +212,15 @@ class RunPlan:
         num_separate = sum(role.num_workers * role.devices_per_worker for role in separate)
         num_shared = self.world_size // self.config.cluster.nodes
         return num_shared + (num_separate if self.config.cluster.address is None else 0)
+
+    def prefix(self, name: str) -> str:
+        """Return the prefix of the data that a value of the section `data` names."""
+        return self.datasets[name].prefix
+
+    def with_datasets(self, datasets: Mapping[str, DatasetPlan]) -> RunPlan:
+        """Return the plan with these datasets instead of those with the same names."""
+        merged = {**self.datasets, **datasets}
+        return replace(self, datasets=merged, sampling=_sampling(self.config, merged))
 
     def models(self, role: str) -> tuple[ModelPlan, ...]:
         """Return the models of a role: reference, critic or reward."""

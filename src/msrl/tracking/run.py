@@ -4,6 +4,8 @@
     attempts.jsonl    one line per start: time, command line, versions of the stack; after its end
                       also outcome (completed, interrupted or failed), last step and time. A killed
                       process leaves no outcome
+    data.json         the rows that the run preprocessed: files, settings and digests, by their
+                      names in the configuration; absent for data of `msrl preprocess`
     log.txt           all lines that the run printed, with their time
     metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: written by other modules
 
@@ -34,6 +36,7 @@ from msrl.files import take_lock, why_not_writable, write_text
 from msrl.tracking.metrics import FILE_NAME as METRICS
 
 CONFIG = "config.yaml"
+DATA = "data.json"
 ATTEMPTS = "attempts.jsonl"
 LOCK = ".lock"
 STACK = (

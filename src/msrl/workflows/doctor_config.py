@@ -109,7 +109,7 @@ def _inputs(plan: RunPlan) -> Iterator[ConfigFinding]:
     from msrl.workflows import preflight
 
     try:
-        summary = preflight.check(plan)
+        summary = preflight.check(plan).summary
     except MsrlError as error:
         for line in str(error).splitlines():
             yield "wrong", "inputs", line

@@ -6,33 +6,62 @@ messages. They need no device and write nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.hub import is_without_weights
+from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import RunPlan
 
 if TYPE_CHECKING:
+    from msrl.data.tokenizer import TextTokenizer
+    from msrl.workflows.shown_examples import ShownExample
     from msrl.workflows.training.supervised import SupervisedTask
 
 
-def check(plan: RunPlan) -> str:
-    """Check the inputs of a planned command as the command does.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Checked inputs of a command.
 
-    Returns:
-        A summary of the inputs.
+    Attributes:
+        summary: Their amount, in one line.
+        examples: Rendered rows of the training data, as text.
+    """
+
+    summary: str
+    examples: tuple[ShownExample, ...] = ()
+    tokenizer: TextTokenizer | None = None
+
+    def show(self) -> None:
+        """Print the examples."""
+        from msrl.workflows.shown_examples import print_examples
+
+        print_examples(self.examples, self.tokenizer)
+
+
+def check(plan: RunPlan) -> Inputs:
+    """Check the inputs of a planned command as the command does, and return them.
 
     Raises:
         MsrlError: the command would refuse them.
     """
     try:
         if plan.command in ("generate", "chat", "serve") and _is_later(plan):
-            return "not checked, because the command downloads the weights of its model first"
-        if plan.is_training:
-            return _TRAININGS[plan.command](plan)
-        return _CHECKS[plan.command](plan.config)
+            text = "not checked, because the command downloads the weights of its model first"
+            return Inputs(text)
+        if plan.command == "preprocess":
+            return _preprocess(plan.config)
+        if not plan.reads_data:
+            return Inputs(_CHECKS[plan.command](plan.config))
+        from msrl.workflows.row_cache import prepared
+
+        with prepared(plan, keep=False) as ready:
+            if plan.is_training:
+                return _with_examples(_TRAININGS[plan.command](ready), ready)
+            return Inputs(_CHECKS[plan.command](ready.config))
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise MsrlError(f"{name}cannot be read or written: {error.strerror or error}") from error
@@ -89,10 +118,35 @@ def _train_grpo(plan: RunPlan) -> str:
     )
 
 
-def _preprocess(config: Config) -> str:
-    from msrl.workflows.preprocess import check as check_rows
+def _with_examples(summary: str, plan: RunPlan) -> Inputs:
+    """Return the inputs of a training with the first rows of its data."""
+    from msrl.data.tokenizer import open_tokenizer
+    from msrl.workflows.shown_examples import show_data
 
-    return f"the first {check_rows(config):,} rows can be preprocessed"
+    try:
+        tokenizer = open_tokenizer(plan.tokenizer_dir)
+    except MsrlError:  # the checks of the training have reported it
+        tokenizer = None
+    kind, count = data_kind(plan.config, plan.command), plan.config.preprocess.show or 1
+    names = [*plan.data.blend] or [str(plan.data.train)]
+    examples = [
+        example
+        for name in names
+        for example in show_data(plan.prefix(name), name, kind, tokenizer, count)
+    ]
+    return Inputs(summary, tuple(examples), tokenizer)
+
+
+def _preprocess(config: Config) -> Inputs:
+    from msrl.data.tokenizer import open_tokenizer
+    from msrl.workflows.preprocess import check as check_rows
+    from msrl.workflows.preprocess import examples
+
+    summary = f"the first {check_rows(config):,} rows can be preprocessed"
+    settings = config.preprocess
+    if settings.show is None:
+        return Inputs(summary)
+    return Inputs(summary, tuple(examples(settings)), open_tokenizer(str(settings.tokenizer)))
 
 
 def _generate(config: Config) -> str:
@@ -139,7 +193,6 @@ _TRAININGS = {
     "train-distill": _train_grpo,
 }
 _CHECKS = {
-    "preprocess": _preprocess,
     "generate": _generate,
     "chat": _chat,
     "serve": _serve,

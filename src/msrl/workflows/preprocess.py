@@ -35,6 +35,7 @@ from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
+from msrl.workflows.shown_examples import ShownExample, print_examples, show_rows
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 _REPORT_EVERY_S = 5.0
@@ -43,24 +44,46 @@ _PROCESS_BYTES = 64 << 20  # of input for each worker process
 _THREADS = 2  # one converts rows while the other one waits for the tokenizer
 
 
-def run(config: Config) -> DatasetManifest:
-    """Preprocess the data of `config.preprocess`.
+def run(config: Config) -> DatasetManifest | None:
+    """Preprocess the data of `config.preprocess`, or show its first rows.
 
     Raises:
         MsrlError: the configuration or the data is not valid. No data is written then.
     """
-    settings = config.preprocess
+    settings, start = config.preprocess, time.perf_counter()
+    if settings.show is not None:
+        print_examples(examples(settings), open_tokenizer(str(settings.tokenizer)))
+        return None
+    prefix = _required("output_prefix", settings.output_prefix)
+    manifest = write(settings, prefix)
+    print(summary(prefix, manifest, time.perf_counter() - start))
+    return manifest
+
+
+def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
+    """Yield the first `settings.show` rows as they are rendered.
+
+    Raises:
+        MsrlError: a setting or a row is not valid.
+    """
+    yield from show_rows(make_job(settings), find_files(settings.input), settings.show or 0)
+
+
+def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
+    """Preprocess the rows of `settings.input` to data with this prefix.
+
+    Raises:
+        MsrlError: a setting or the data is not valid. No data is written then.
+    """
     files = find_files(settings.input)
     job = make_job(settings)
-    prefix = _required("output_prefix", settings.output_prefix)
     capacity = settings.seq_length if settings.pack else None
-    start = time.perf_counter()
     pad = job.tokenizer.pad_token_id
     dataset = DatasetWriter(
         prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite
     )
     with _exit_when_terminated(), dataset as writer:
-        progress = PreprocessProgress(start)
+        progress = PreprocessProgress(time.perf_counter())
         workers = settings.workers if needs_processes(job, files, settings.workers) else 1
         with contextlib.closing(tokenize_all(job, read_batches(files), workers)) as results:
             for result in results:
@@ -69,9 +92,7 @@ def run(config: Config) -> DatasetManifest:
         writer.finish()
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
-        manifest = writer.commit(manifest)
-    print(summary(prefix, manifest, time.perf_counter() - start))
-    return manifest
+        return writer.commit(manifest)
 
 
 def check(config: Config) -> int:
@@ -86,8 +107,9 @@ def check(config: Config) -> int:
     settings = config.preprocess
     files = find_files(settings.input)
     job = make_job(settings)
-    prefix = _required("output_prefix", settings.output_prefix)
-    check_prefix(prefix, overwrite=settings.overwrite)
+    if settings.show is None:
+        prefix = _required("output_prefix", settings.output_prefix)
+        check_prefix(prefix, overwrite=settings.overwrite)
     num_read = num_examples = 0
     dropped: Counter[str] = Counter()
     is_all = len(files) <= _CHECKED_FILES

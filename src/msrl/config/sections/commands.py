@@ -147,6 +147,12 @@ class PreprocessConfig(Section):
         description="Action on examples longer than preprocess.seq_length. "
         "Their number is reported.",
     )
+    show: Count | None = Field(
+        default=None,
+        description="Show this many rendered rows, with their tokens and which of them are "
+        "trained, and write nothing. Dry runs of trainings show this many rows of their data. "
+        "Default: preprocess writes data, and dry runs show one row.",
+    )
     enable_thinking: Bool | None = Field(
         default=None,
         description="Thinking mode of templates that support it. false gives the model an empty "

@@ -74,16 +74,16 @@ def checked_rows(
     """
     config, data = plan.config, plan.config.data
     datasets: dict[str, PreferenceDataset] = {}
-    trained_prefixes = tuple(data.blend) or (str(data.train),)
-    for prefix in dict.fromkeys((*trained_prefixes, data.eval)):
-        if prefix is not None:
-            dataset = datasets[prefix] = PreferenceDataset(prefix, kind)
-            check_data(dataset.manifest, plan, prefix)
+    trained = tuple(data.blend) or (str(data.train),)
+    for name in dict.fromkeys((*trained, data.eval)):
+        if name is not None:
+            dataset = datasets[name] = PreferenceDataset(plan.prefix(name), kind)
+            check_data(dataset.manifest, plan, dataset.prefix)
             verify_data(dataset, plan)
             if kind == "pairs" and not reads_margins:
                 _refuse_margins(dataset, config)
     if data.blend:
-        train, evaluated = _open_blend(config, [datasets[prefix] for prefix in data.blend]), None
+        train, evaluated = _open_blend(config, [datasets[name] for name in data.blend]), None
     else:
         train, evaluated = _open_split(config, datasets[str(data.train)])
     if data.eval is not None:

@@ -46,11 +46,11 @@ class StepTask:
     curves = CURVES["train-rm"]
 
     def open_rows(self, plan: RunPlan) -> tuple[ExampleRows, ExampleRows | None]:
-        for prefix in data_prefixes(plan.config):
+        for prefix in data_prefixes(plan):
             dataset = StepDataset(prefix)
             check_dataset(dataset, plan)
             _check_labels(dataset, plan)
-        train, held_out = example_rows(plan.config, StepDataset)
+        train, held_out = example_rows(plan, StepDataset)
         num_examples = max(_most_examples(rows) for rows in (train, held_out or train))
         check_and_note(plan.config, train, held_out, num_added=num_examples)
         return train, held_out

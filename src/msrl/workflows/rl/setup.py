@@ -187,10 +187,10 @@ def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
     config, data = plan.config, plan.data
     if data.train is None and not data.blend:
         raise MsrlError("data.train: not set. Set it to the output prefix of `msrl preprocess`.")
-    keys = {f"data.blend.{prefix}": prefix for prefix in data.blend}
+    keys = {f"data.blend.{name}": name for name in data.blend}
     if data.train is not None:
         keys = {"data.train": data.train}
-    fitting = [_fitting_prompts(plan, key, prefix, tokenizer) for key, prefix in keys.items()]
+    fitting = [_fitting_prompts(plan, key, name, tokenizer) for key, name in keys.items()]
     batch, seed, shuffle = config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
     if not data.blend:
         dataset, rows = fitting[0]
@@ -254,7 +254,7 @@ def _check_critic(plan: RunPlan, resume: SavedTraining) -> None:
 
 
 def _fitting_prompts(
-    plan: RunPlan, key: str, prefix: str, tokenizer: TextTokenizer, count: int | None = None
+    plan: RunPlan, key: str, name: str, tokenizer: TextTokenizer, count: int | None = None
 ) -> tuple[PromptDataset, tuple[int, ...]]:
     """Return a dataset that fits the model, and its rows that are not too long.
 
@@ -264,8 +264,8 @@ def _fitting_prompts(
         MsrlError: The data is damaged or does not fit the model, or the reward sources cannot score
             one of the rows.
     """
-    dataset, rows = _short_prompts(plan.config, prefix, tokenizer)
-    check_data(dataset.manifest, plan, prefix)
+    dataset, rows = _short_prompts(plan.config, plan.prefix(name), tokenizer)
+    check_data(dataset.manifest, plan, dataset.prefix)
     verify_data(dataset, plan)
     rows = rows[:count]
     sections = plan.config.reward.sources
@@ -277,7 +277,7 @@ def _fitting_prompts(
         sources.check(dataset[row] for row in rows)
         check_environment_names(plan.config.environment, (dataset[row] for row in rows))
     except MsrlError as error:
-        raise MsrlError(f"{key}={prefix}: {error}") from error
+        raise MsrlError(f"{key}={name}: {error}") from error
     return dataset, rows
 
 

@@ -15,7 +15,7 @@ from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch
 from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
-from msrl.workflows.sft.text_rows import weights_by_prefix
+from msrl.workflows.sft.text_rows import weights_by_name
 from msrl.workflows.training import supervised
 from msrl.workflows.training.data_checks import check_data, verify_data
 from msrl.workflows.training.session import TrainingSession
@@ -97,17 +97,17 @@ def _checked_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
         MsrlError: They or the held-out rows do not fit the model or the configuration.
     """
     dataset_type = TextDataset if plan.config.data.handler == "pretrain" else SftDataset
-    for prefix in data_prefixes(plan.config):
+    for prefix in data_prefixes(plan):
         check_dataset(dataset_type(prefix), plan)
-    train, held_out = training_rows(plan.config)
+    train, held_out = training_rows(plan)
     check_and_note(plan.config, train, held_out)
     return train, held_out
 
 
-def data_prefixes(config: Config) -> tuple[str, ...]:
+def data_prefixes(plan: RunPlan) -> tuple[str, ...]:
     """Return the prefixes of the data to train on and of the held-out data, each once."""
-    prefixes = dict.fromkeys((*weights_by_prefix(config), config.data.eval))
-    return tuple(prefix for prefix in prefixes if prefix is not None)
+    names = dict.fromkeys((*weights_by_name(plan.config), plan.data.eval))
+    return tuple(plan.prefix(name) for name in names if name is not None)
 
 
 def check_dataset(dataset: SftDataset | TextDataset, plan: RunPlan) -> None:
@@ -126,7 +126,7 @@ def check_and_note(
     Raises:
         MsrlError: A row does not fit.
     """
-    prefixes = ", ".join(weights_by_prefix(config))
+    prefixes = ", ".join(weights_by_name(config))
     check_lengths(config, prefixes, train, num_added)
     if held_out is not None:
         name = config.data.eval or f"the held-out part of {prefixes}"

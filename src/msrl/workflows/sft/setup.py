@@ -6,8 +6,9 @@ from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import RunPlan
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
-from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_prefix
+from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_name
 from msrl.workflows.training.data_checks import check_longest_row
 from msrl.workflows.training.supervised import SupervisedSetup
 
@@ -16,22 +17,23 @@ SftRows = ExampleRows | TextRows
 SftSetup = SupervisedSetup[SftRows]
 
 
-def training_rows(config: Config) -> tuple[SftRows, SftRows | None]:
+def training_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
-    return open_text(config) if config.data.handler == "pretrain" else example_rows(config)
+    return open_text(plan) if plan.data.handler == "pretrain" else example_rows(plan)
 
 
 def example_rows(
-    config: Config, dataset_type: type[SftDataset] = SftDataset
+    plan: RunPlan, dataset_type: type[SftDataset] = SftDataset
 ) -> tuple[ExampleRows, ExampleRows | None]:
     """Return the rows of examples to train on and the held-out ones, if any. Raises MsrlError."""
+    config = plan.config
+    datasets = [dataset_type(plan.prefix(name)) for name in weights_by_name(config)]
+    evaluated = config.data.eval and dataset_type(plan.prefix(config.data.eval))
     if config.data.blend:
-        datasets = [dataset_type(prefix) for prefix in config.data.blend]
         check_templates(datasets)
         mixed = tuple(open_rows(config, dataset) for dataset in datasets)
-        held_out = config.data.eval and open_rows(config, dataset_type(config.data.eval))
-        return MixedRows(mixed), held_out or None
-    dataset = dataset_type(str(config.data.train))
+        return MixedRows(mixed), open_rows(config, evaluated) if evaluated else None
+    [dataset] = datasets
     trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
     if held_out and not trained:
         raise MsrlError(
@@ -40,8 +42,8 @@ def example_rows(
             " set data.eval instead."
         )
     train = open_rows(config, dataset, trained)
-    if config.data.eval is not None:
-        return train, open_rows(config, dataset_type(config.data.eval))
+    if evaluated:
+        return train, open_rows(config, evaluated)
     return train, open_rows(config, dataset, held_out) if held_out else None
 
 
@@ -49,7 +51,7 @@ def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:
     """Return the order in which steps read the rows."""
     batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
     if isinstance(rows, TextRows | MixedRows):
-        weights = tuple(weights_by_prefix(config).values())
+        weights = tuple(weights_by_name(config).values())
         return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
     return RowOrder(len(rows), batch, seed, shuffle)
 

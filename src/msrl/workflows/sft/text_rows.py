@@ -19,6 +19,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import TextDataset
 from msrl.errors import MsrlError
+from msrl.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +109,18 @@ class TextRows:
         ]
 
 
-def weights_by_prefix(config: Config) -> Mapping[str, float]:
-    """Return the weights of the training datasets by prefix."""
+def weights_by_name(config: Config) -> Mapping[str, float]:
+    """Return the weights of the training datasets by the names that the configuration has."""
     if config.data.blend:
         return config.data.blend
     return {} if config.data.train is None else {config.data.train: 1.0}
 
 
-def open_text(config: Config) -> tuple[TextRows, TextRows | None]:
+def open_text(plan: RunPlan) -> tuple[TextRows, TextRows | None]:
     """Return the rows to train on and the held-out rows, if any. Raises MsrlError."""
-    data = config.data
+    data = plan.data
     assert data.seq_length is not None, "the configuration is checked before"
-    train = TextRows(tuple(weights_by_prefix(config)), data.seq_length)
-    return train, None if data.eval is None else TextRows([data.eval], data.seq_length)
+    train = TextRows([plan.prefix(name) for name in weights_by_name(plan.config)], data.seq_length)
+    if data.eval is None:
+        return train, None
+    return train, TextRows([plan.prefix(data.eval)], data.seq_length)

@@ -42,10 +42,10 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     Reads the beginning and end of data and weight files.
     """
     config = plan.config
-    prefixes = (
+    names = (
         {"data.train": config.data.train}
         if config.data.train
-        else {f"data.blend.{prefix}": prefix for prefix in config.data.blend}
+        else {f"data.blend.{name}": name for name in config.data.blend}
     )
     lora = config.train.lora
     keys: dict[str, Any] = {
@@ -78,8 +78,8 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
     if plan.command in ("train-dpo", "train-rm") and config.data.eval is not None:
-        prefixes["data.eval"] = config.data.eval  # the best evaluation is that of the lowest loss
-    contents = {key: fingerprint(prefix) for key, prefix in prefixes.items()}
+        names["data.eval"] = config.data.eval  # the best evaluation is that of the lowest loss
+    contents = {key: fingerprint(plan.prefix(name)) for key, name in names.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = weights_digest(plan.model.weights)
     if plan.start_adapters is not None:

@@ -6,6 +6,7 @@ and writes the report. SFT and GRPO run their steps in it.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from msrl.errors import ProcessFailedError
+from msrl.files import write_text
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
 from msrl.tracking.log_file import SAVED
+from msrl.tracking.run import DATA
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.guard import GradientError
 from msrl.types import StepReport
@@ -249,9 +252,17 @@ def open_session(
         is_reward_model=plan.is_reward_model,
     )
     with lasting_output(), run_log as log, EndAtOnce():
+        _record_rows(plan, log.path)
         session = TrainingSession(
             plan, log, start_step=start_step, num_steps=num_steps, resume=resume
         )
         yield session
     if session.was_stopped:
         raise KeyboardInterrupt
+
+
+def _record_rows(plan: RunPlan, run_dir: Path) -> None:
+    """Write the sources of the rows that the run has preprocessed to its folder."""
+    sources = {name: data.source for name, data in plan.datasets.items() if data.source}
+    if sources:
+        write_text(run_dir / DATA, json.dumps(sources, ensure_ascii=False, indent=1) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 from msrl.checkpoint.hf.manifest import HF_MANIFEST
 from msrl.checkpoint.mcore.files import MANIFEST
 from msrl.errors import MsrlError
-from msrl.tracking.run import CONFIG
+from msrl.tracking.run import CONFIG, DATA
 from msrl.workflows.view.recorded import is_folder, recorded_values
 
 _MAX_DEPTH = 8
@@ -47,10 +47,12 @@ class _Lineage:
         saved = _value(config, "checkpoint", "save")
         checkpoints = base / saved if saved else run_dir / "checkpoints"
         yield from self._model(checkpoints, depth, "checkpoint")
-        for name in ("train", "eval"):
-            prefix = _value(config, "data", name)
-            if prefix:
-                yield from _data_nodes(base / prefix, depth + 1, name)
+        rows = _json(run_dir / DATA)
+        for key, name in _data_names(config):
+            if isinstance(rows.get(name), dict):
+                yield from _row_nodes(name, rows[name], depth + 1, key)
+            else:
+                yield from _data_nodes(base / name, depth + 1, key)
         for section, key in (("model", "path"), ("checkpoint", "load")):
             path = _value(config, section, key)
             if path:
@@ -105,11 +107,34 @@ def _iterations(manifest: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]
     return sorted(readable.items(), reverse=True)
 
 
-def _data_nodes(prefix: Path, depth: int, name: str) -> Iterator[Node]:
+def _data_names(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield key and name of all data of a run."""
+    for key in ("train", "eval"):
+        name = _value(config, "data", key)
+        if name:
+            yield f"data.{key}", name
+    data = config.get("data")
+    blend = data.get("blend") if isinstance(data, dict) else None
+    for name in blend if isinstance(blend, dict) else ():
+        yield "data.blend", str(name)
+
+
+def _row_nodes(name: str, source: Mapping[str, Any], depth: int, key: str) -> Iterator[Node]:
+    """Yield the rows that a run preprocessed, and their data in the cache."""
+    settings = source.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    template = source.get("template")
+    template = template.get("name") if isinstance(template, dict) else None
+    note = f"rows, handler {settings.get('handler')}, template {template or 'none'}"
+    yield _node(depth, key, Path(name), _digest(source.get("files")), note)
+    yield from _data_nodes(Path(str(source.get("prefix"))), depth + 1, "preprocessed")
+
+
+def _data_nodes(prefix: Path, depth: int, kind: str) -> Iterator[Node]:
     manifest = _json(Path(f"{prefix}_manifest.json"))
     rows = manifest.get("num_rows")
     note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
-    yield _node(depth, f"data.{name}", prefix, _digest(manifest.get("files")), note)
+    yield _node(depth, kind, prefix, _digest(manifest.get("files")), note)
     if manifest.get("tokenizer_hash"):
         digest = str(manifest["tokenizer_hash"])[:16]
         yield _node(depth + 1, "tokenizer", None, digest, "its vocabulary")

@@ -20,7 +20,7 @@ from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import SAVED
 from msrl.tracking.metrics import FILE_NAME as METRICS
 from msrl.tracking.metrics import read_metrics
-from msrl.tracking.run import ATTEMPTS, CONFIG, read_attempts, read_objects
+from msrl.tracking.run import ATTEMPTS, CONFIG, DATA, read_attempts, read_objects
 from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
 from msrl.workflows.view.lineage import lineage
@@ -60,6 +60,8 @@ class RunData:
         """Write all data of the run except its overview, which is returned."""
         verdicts = self._verdicts()
         config = self._config()
+        has_rows = (self.folder / DATA).is_file()  # which the run preprocessed
+        hidden = {name for name in _OTHER_SECTIONS if name != "preprocess" or not has_rows}
         tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in _KINDS}
         pieces = self._write_pieces(config, chunks)
         reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
@@ -67,7 +69,7 @@ class RunData:
         return {
             "name": self.name,
             "folder": str(self.folder),
-            "config": flat({k: v for k, v in config.items() if k not in _OTHER_SECTIONS}),
+            "config": flat({k: v for k, v in config.items() if k not in hidden}),
             "attempts": attempts,
             "lineage": lineage(self.folder, config),
             "metrics": metric_columns(reports),

@@ -1,0 +1,105 @@
+"""What a value of `data.train`, `data.eval` or `data.blend` names: preprocessed data, or rows.
+
+Preprocessed data is named by its prefix; rows are a data file, a folder or a glob.
+"""
+
+from __future__ import annotations
+
+import glob
+from difflib import get_close_matches
+from pathlib import Path
+
+from msrl.data.manifest import all_paths, existing_prefixes, has_data
+from msrl.data.readers import find_files, is_data_file
+from msrl.errors import MsrlError
+from msrl.models.paths import is_hf, is_mcore
+
+_MAX_PREFIXES = 6  # in a message
+
+
+def names_rows(name: str) -> bool:
+    """Return True if a value names rows instead of preprocessed data."""
+    return not has_data(name) and _is_local(name)
+
+
+def mistake(name: str) -> str | None:
+    """Return why a value names neither preprocessed data nor rows, or None if it names one."""
+    path = Path(name)
+    if has_data(name):
+        return _ambiguity(name) if _is_local(name) else None
+    if path.is_dir():
+        return _folder_mistake(path)
+    if not _is_local(name):
+        return _absence(path, name)
+    if path.is_file() and (owner := _owner(path)) is not None:
+        return f"is a file of preprocessed data, not a file of rows. Name its prefix: {owner}"
+    return _files_mistake(name)
+
+
+def _is_local(name: str) -> bool:
+    """Return True if a file, a folder, or a file that matches a glob has this name."""
+    return Path(name).exists() or (glob.has_magic(name) and bool(glob.glob(name, recursive=True)))  # noqa: PTH207
+
+
+def _ambiguity(name: str) -> str | None:
+    """Return the mistake of a prefix that names rows too."""
+    path = Path(name)
+    if path.is_dir() and _folder_mistake(path) is not None:
+        return None  # a folder without rows beside the data
+    what, remedy = "file", "Rename one of them."
+    if path.is_dir():
+        what, remedy = "folder", f"Name the folder as {name}/, or rename one of them."
+    return f"is both a prefix of preprocessed data ({name}_*.idx) and a {what} of rows. {remedy}"
+
+
+def _folder_mistake(folder: Path) -> str | None:
+    prefixes = existing_prefixes(folder)
+    if is_hf(str(folder)) or is_mcore(str(folder)):
+        return "is the folder of a model. Name a prefix of preprocessed data, or rows."
+    if prefixes:
+        return (
+            f"is a folder with preprocessed data. Name a prefix ({_listed(prefixes)}), or files of "
+            f"rows such as {folder}/*.jsonl."
+        )
+    return _files_mistake(str(folder))
+
+
+def _files_mistake(name: str) -> str | None:
+    try:
+        files = find_files((name,))
+    except MsrlError as error:
+        return str(error).removeprefix(f"preprocess.input={name}: ")
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    if not any(file.stat().st_size for file in files):
+        return "the file is empty" if len(files) == 1 else "all files are empty"
+    return None
+
+
+def _owner(path: Path) -> str | None:
+    """Return the prefix of the preprocessed data that a file belongs to, or None."""
+    prefixes = existing_prefixes(path.parent)
+    return next((prefix for prefix in prefixes if path in all_paths(prefix)), None)
+
+
+def _absence(path: Path, name: str) -> str:
+    """Return the mistake of a name that nothing has, with the nearest names that exist."""
+    prefixes = existing_prefixes(path.parent)
+    files = [str(file) for file in path.parent.glob("*") if is_data_file(file)]
+    names = {Path(known).name: known for known in [*files, *prefixes]}
+    close = get_close_matches(path.name, names, n=1)
+    if close:
+        hint = f"; did you mean {names[close[0]]}?"
+    elif prefixes:
+        hint = f". Prefixes in this folder: {_listed(prefixes)}"
+    else:
+        hint = "" if path.is_absolute() else f". Relative paths start in {Path.cwd()}."
+    return (
+        f"no preprocessed data with this prefix ({name}_*.idx), which `msrl preprocess` writes, and "
+        f"no file, folder or glob of rows{hint}"
+    )
+
+
+def _listed(prefixes: list[str]) -> str:
+    more = ", ..." if len(prefixes) > _MAX_PREFIXES else ""
+    return ", ".join(prefixes[:_MAX_PREFIXES]) + more
