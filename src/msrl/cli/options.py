@@ -119,9 +119,10 @@ Data = Annotated[
     str | None,
     _option(
         "--data",
-        metavar="PREFIX",
+        metavar="DATA",
         panel=SETTINGS,
-        help="Training data: the output prefix of `msrl preprocess`.",
+        help="Training data: the output prefix of `msrl preprocess`, or rows: a file, folder, glob "
+        "or name on a hub.",
     ),
 ]
 Name = Annotated[
@@ -638,9 +639,9 @@ EvaluatedModels = Annotated[
 EvaluationData = Annotated[
     str | None,
     _option(
-        "--data", metavar="PREFIX", panel=PROMPTS,
-        help="Held-out prompts: the output prefix of `msrl preprocess`. Required here or in a "
-        "file.",
+        "--data", metavar="DATA", panel=PROMPTS,
+        help="Held-out prompts: the output prefix of `msrl preprocess`, or rows. Required here or "
+        "in a file.",
     ),
 ]  # fmt: skip
 NumPrompts = Annotated[

@@ -80,7 +80,7 @@ class Config(Section):
 
     run: RunConfig = Field(default=RunConfig(), description="Name, folder and seed of the run.")
     model: ModelConfig = Field(default=ModelConfig(), description="Model to train.")
-    data: DataConfig = Field(default=DataConfig(), description="Preprocessed data.")
+    data: DataConfig = Field(default=DataConfig(), description="Preprocessed data, or rows.")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Devices and workers.")
     rollout: RolloutConfig = Field(
         default=RolloutConfig(), description="Generation of responses in train-grpo."
@@ -102,7 +102,8 @@ class Config(Section):
         default=ConvertConfig(), description="Settings of `msrl convert-ckpt`."
     )
     preprocess: PreprocessConfig = Field(
-        default=PreprocessConfig(), description="Settings of `msrl preprocess`."
+        default=PreprocessConfig(),
+        description="Settings of `msrl preprocess`, and of trainings that read rows.",
     )
     generate: GenerateConfig = Field(
         default=GenerateConfig(), description="Settings of `msrl generate`."

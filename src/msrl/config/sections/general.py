@@ -79,11 +79,16 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Data that `msrl preprocess` wrote, identified by its output prefix."""
+    """Data: prefixes that `msrl preprocess` wrote, or rows that the run preprocesses itself.
+
+    Rows are a data file, a folder, a glob, or a dataset on a hub. The section `preprocess` has
+    their settings.
+    """
 
     train: Text | None = Field(
         default=None,
-        description="Prefix of the training data: examples for train-sft, prompts for train-grpo.",
+        description="Training data: the prefix of preprocessed data, or rows: a file, folder, "
+        "glob, ORG/NAME or ORG/NAME:PATTERN on a hub.",
     )
     handler: Literal["pretrain"] | None = Field(
         default=None,
@@ -92,11 +97,11 @@ class DataConfig(Section):
     )
     blend: dict[Text, Positive] = Field(
         default_factory=dict[str, float],
-        description="Weights of several datasets by prefix, instead of data.train.",
+        description="Weights of several datasets by prefix or rows, instead of data.train.",
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(
-        default=None, description="Prefix of the held-out data. Default: none."
+        default=None, description="Prefix or rows of the held-out data. Default: none."
     )
     eval_fraction: BelowOne = Field(
         default=0.0,

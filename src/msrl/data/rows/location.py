@@ -95,8 +95,8 @@ def _absence(path: Path, name: str) -> str:
     else:
         hint = "" if path.is_absolute() else f". Relative paths start in {Path.cwd()}."
     return (
-        f"no preprocessed data with this prefix ({name}_*.idx), which `msrl preprocess` writes, and "
-        f"no file, folder or glob of rows{hint}"
+        f"no preprocessed data with this prefix ({name}_*.idx), which `msrl preprocess` writes, "
+        f"and no file, folder or glob of rows{hint}"
     )
 
 
