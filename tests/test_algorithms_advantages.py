@@ -47,7 +47,10 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
     sizes = rewards.lengths
     turns = Turns(
-        np.ones_like(sizes), sizes.ravel(), np.repeat(np.arange(len(sizes)), sizes.shape[1])
+        np.ones_like(sizes),
+        sizes.ravel(),
+        np.repeat(np.arange(len(sizes)), sizes.shape[1]),
+        complete=rewards.decided,
     )
     values = {
         "eps": 1e-9,
@@ -496,7 +499,8 @@ def test_z_scores_over_the_step_are_those_of_trained_samples(name):
 def test_masks_exclude_truncated_equal_and_too_easy_or_hard_samples():
     scores = np.array([[1.0, 0.0], [1.0, 1.0], [0.9, 0.8]])
     truncated = np.array([[False, True], [False, False], [False, False]])
-    everything = {"drop_truncated": False, "drop_equal_groups": False}
+    decided = np.ones((3, 2), np.bool_)
+    everything = {"decided": decided, "drop_truncated": False, "drop_equal_groups": False}
     assert trained_samples(scores, truncated, **everything).all()
     assert trained_samples(
         scores, truncated, **{**everything, "drop_truncated": True}
@@ -572,3 +576,32 @@ def test_groups_of_different_size_and_wrong_shapes_are_refused():
         reward_matrix([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
     with pytest.raises(ValueError, match=mentions("advantages", "(3,)", "tokens")):
         training_samples([scored_group([1.0, 0.0], [1, 1])], np.zeros(3), np.ones((1, 2), bool))
+
+
+@pytest.mark.parametrize("name", golden.ESTIMATORS)
+def test_every_estimator_ignores_responses_without_a_real_score(name):
+    """Other scores and lengths of undecided responses change nothing; their groups are smaller."""
+    random = np.random.default_rng(3)
+    decided = np.array([[True, False, True, True], [True, True, False, False], [False] * 4])
+    scores, lengths = random.normal(size=(3, 4)), random.integers(1, 5, (3, 4))
+    baseline = None
+    for wrong in (0.0, 50.0):
+        scores[~decided] = wrong
+        values = estimate(name, TokenRewards(scores, lengths, decided=decided))
+        counted = values[np.repeat(decided.ravel(), lengths.ravel())]
+        baseline = counted if baseline is None else baseline
+        np.testing.assert_allclose(counted, baseline, rtol=1e-12)
+    assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in golden.ESTIMATORS if name not in ("gae", "remax", "reinforce")]
+)
+def test_a_group_with_undecided_responses_is_the_group_without_them(name):
+    """Rewards 1 and 0 among six undecided ones have the advantages of the two alone."""
+    lengths = np.array([[2, 3, 1, 1, 1, 1, 1, 1]])
+    decided = np.array([[True, True, *[False] * 6]])
+    scores = np.where(decided, [[1.0, 0.0, *[0.5] * 6]], 0.5)
+    values = estimate(name, TokenRewards(scores, lengths, decided=decided))
+    alone = estimate(name, TokenRewards(scores[:, :2], lengths[:, :2]))
+    np.testing.assert_allclose(values[:5], alone, rtol=1e-12)

@@ -218,6 +218,7 @@ def our_advantages(
         scores = scores.clip(-config.reward.clip, config.reward.clip)
     scores = normalize(
         scores,
+        np.ones(scores.shape, np.bool_),
         center=norm.center,
         scale=norm.scale,
         eps=norm.eps,

@@ -51,8 +51,8 @@ def test_overlong_responses_are_penalized_as_in_dapo():
 def test_short_responses_are_rewarded_as_in_kimi():
     lengths = np.array([[10, 20, 30], [5, 5, 5]], dtype=float)
     right = np.array([[True, True, True], [True, True, True]])
-    assert length_reward(lengths, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
-    assert length_reward(lengths, ~right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
+    assert length_reward(lengths, right, right, coef=1.0).tolist() == [[0.5, 0, -0.5], [0, 0, 0]]
+    assert length_reward(lengths, ~right, right, coef=2.0).tolist() == [[0, 0, -1.0], [0, 0, 0]]
 
 
 def test_a_response_without_the_format_is_penalized():
@@ -80,7 +80,7 @@ REWARDS = np.array([[1.0, 3.0], [5.0, 7.0]])
 def test_mean_and_deviation_are_configured_separately(center, scale, expected):
     running = Moments(5, 10.0, 16.0)
     np.testing.assert_allclose(
-        normalize(REWARDS, center=center, scale=scale, eps=EPS, running=running),
+        normalize(REWARDS, REWARDS > 0, center=center, scale=scale, eps=EPS, running=running),
         expected,
         rtol=1e-12,
     )
@@ -91,14 +91,16 @@ def test_equal_and_single_rewards_stay_finite_and_small(scope):
     equal = np.full((2, 4), 0.7)
     running = NONE.with_more(equal)
     np.testing.assert_allclose(
-        normalize(equal, center="none", scale=scope, eps=EPS, running=running), equal
+        normalize(equal, equal > 0, center="none", scale=scope, eps=EPS, running=running), equal
     )
     np.testing.assert_allclose(
-        normalize(equal, center=scope, scale=scope, eps=EPS, running=running), 0.0, atol=1e-15
+        normalize(equal, equal > 0, center=scope, scale=scope, eps=EPS, running=running),
+        0.0,
+        atol=1e-15,
     )
     single = np.array([[3.0]])
     assert normalize(
-        single, center="none", scale=scope, eps=EPS, running=NONE.with_more(single)
+        single, single > 0, center="none", scale=scope, eps=EPS, running=NONE.with_more(single)
     ).tolist() == [[3.0]]
 
 
@@ -168,7 +170,7 @@ def test_running_moments_survive_a_checkpoint():
 def test_rewards_are_normalized_over_the_rows_of_a_tag():
     rewards = np.array([[0.0, 1.0], [5.0, 5.0], [2.0, 3.0]])
     tags = ["a", "b", "a"]
-    arguments = {"eps": EPS, "running": NONE, "tags": tags}
+    arguments = {"decided": rewards >= 0, "eps": EPS, "running": NONE, "tags": tags}
     centered = normalize(rewards, center="tag", scale="none", **arguments)
     assert centered.tolist() == [[-1.5, -0.5], [0.0, 0.0], [0.5, 1.5]]
     deviation = np.std([0, 1, 2, 3], ddof=1) + EPS

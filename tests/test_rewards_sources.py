@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
-from msrl.rewards.pool import CallResult
 from msrl.rewards.score import Scorer, Source
+from msrl.rewards.shaping import with_neutral_totals
 from msrl.rewards.sources import mistakes
+from msrl.types import Reward, ScoredGroup
 from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
@@ -146,10 +147,14 @@ def test_a_failure_is_wrong_or_undecided_or_the_end_as_configured(own):
         [1.0, -3.0, 3.0],
         [-3.0],
     ]
-    assert [[r.scores["undecided"] for r in g.rewards] for g in scores.groups] == [
-        [1.0, 2.0, 3.0],
-        [0.0],
+    assert [[r.scores.get("undecided") for r in g.rewards] for g in scores.groups] == [
+        [1.0, None, 3.0],
+        [None],
     ]
+    assert [g.is_decided for g in scores.groups] == [[True, False, True], [False]]
+    assert [g.rewards[-1].total for g in scores.groups] == [6.0, 0.0]
+    assert scores.groups[0].rewards[1].total == 4.0  # the mean of the others
+    assert scores.means()["undecided"] == 2.0
     assert scores.failures == {"stuck_at_b/timeout": 2, "undecided/timeout": 2}
     assert_mentions(scores.notes[1], "undecided/timeout: 2 ", "prompt 0", "3 s")
     with (
@@ -197,5 +202,6 @@ def test_an_option_that_is_not_finite_is_refused(value: float) -> None:
 
 def test_an_undecided_reward_among_equal_scores_is_bitwise_equal_to_them():
     """0.1 + 0.1 + 0.1 is not 0.3, and a difference in the last bit would create an advantage."""
-    results = [CallResult(score) for score in (0.1, 0.1, None, 0.1)]
-    assert Scorer._fill_scores(Source(verifier="acc", on_failure="undecided"), results) == [0.1] * 4
+    rewards = tuple(Reward(0.1, {}, is_decided) for is_decided in (True, True, False, True))
+    scored = with_neutral_totals(ScoredGroup(group("a", "b", "c", "d"), rewards))
+    assert [reward.total for reward in scored.rewards] == [0.1] * 4

@@ -48,12 +48,14 @@ def test_informative_groups_agree_with_hand_calculation(
     kind: str, low: float | None, high: float | None, expected: list[bool]
 ):
     scores = np.array([[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=np.float64)
-    assert informative_groups(scores, kind, low, high).tolist() == expected
+    assert informative_groups(scores, scores >= 0, kind, low, high).tolist() == expected
 
 
 def test_equal_scores_have_no_deviation_despite_rounding():
     scores = np.full((1, 3), 0.1)
-    assert scores.std(axis=1) > 0 and informative_groups(scores, "std", 0.0).tolist() == [False]
+    decided = np.ones((1, 3), np.bool_)
+    assert scores.std(axis=1) > 0
+    assert informative_groups(scores, decided, "std", 0.0).tolist() == [False]
 
 
 class RecordingEngine:

@@ -309,10 +309,18 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Reward of one completion: the weighted total, and the score of each source by name."""
+    """Reward of one completion.
+
+    Attributes:
+        total: Weighted sum of the scores. If it is not decided, the mean of its group.
+        scores: Score of each source by name, without sources that did not decide.
+        is_decided: False if a source with a weight did not decide, or the environment failed. The
+            completion then has no advantage and counts in no statistic of rewards.
+    """
 
     total: float
     scores: Mapping[str, float]
+    is_decided: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +334,11 @@ class ScoredGroup:
     rollout: RolloutGroup
     rewards: tuple[Reward, ...]
     greedy: ScoredGroup | None = None
+
+    @property
+    def is_decided(self) -> list[bool]:
+        """Completions whose reward all sources decided."""
+        return [reward.is_decided for reward in self.rewards]
 
     @property
     def tag(self) -> str:

@@ -25,19 +25,31 @@ def reward_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.float64]:  # [P, 
     )
 
 
+def decided_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.bool_]:  # [P, G]
+    """Return which completions have a reward that all of its sources decided."""
+    return np.array([group.is_decided for group in groups])
+
+
+def mean_reward(groups: Sequence[ScoredGroup]) -> float:
+    """Return the mean of the real rewards, or 0 if there are none."""
+    totals = reward_matrix(groups)[decided_matrix(groups)]
+    return float(totals.mean()) if totals.size else 0.0
+
+
 def score_matrix(
     groups: Sequence[ScoredGroup], source: str | None
-) -> NDArray[np.float64]:  # [P, G]
-    """Return the score of one reward source for every completion.
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:  # [P, G] each
+    """Return the score of one reward source for every completion, and which ones it decided.
 
-    The score is the total reward if `source` is None or does not score a row.
+    The score is the total reward if `source` is None or scores no completion of the group.
     """
-    if source is None:
-        return reward_matrix(groups)
-    return np.array(
-        [[reward.scores.get(source, reward.total) for reward in group.rewards] for group in groups],
-        dtype=np.float64,
-    )
+    totals, is_decided = reward_matrix(groups), decided_matrix(groups)
+    for number, group in enumerate(groups):
+        if any(source in reward.scores for reward in group.rewards):
+            own = [reward.scores.get(str(source)) for reward in group.rewards]
+            is_decided[number] = [score is not None for score in own]
+            totals[number] = [0.0 if score is None else score for score in own]
+    return totals, is_decided
 
 
 def length_matrix(groups: Sequence[ScoredGroup]) -> NDArray[np.int64]:  # [P, G]

@@ -10,9 +10,16 @@ from msrl.algorithms.token_rewards import Reals
 Flags = NDArray[np.bool_]
 
 
+def is_equal(scores: Reals, decided: Flags) -> Flags:  # [P, G] each -> [P]
+    """Return the groups whose decided scores are all equal, or fewer than two."""
+    highest = np.where(decided, scores, -np.inf).max(axis=1)
+    return highest <= np.where(decided, scores, np.inf).min(axis=1)
+
+
 def trained_samples(
     scores: Reals,  # [P, G]
     truncated: Flags,  # [P, G], True for truncated responses
+    decided: Flags,  # [P, G], True for real scores
     *,
     drop_truncated: bool,
     drop_equal_groups: bool,
@@ -22,37 +29,43 @@ def trained_samples(
 
     Options drop truncated responses (overlong filtering, arXiv:2503.14476, section 3.4), groups of
     equal rewards, which are not informative, and groups whose mean reward is not strictly between
-    the two bounds of `difficulty`.
+    the two bounds of `difficulty`. Only real scores count in these.
     """
     keep = ~truncated if drop_truncated else np.ones_like(truncated)
     if drop_equal_groups:
-        keep &= scores.max(axis=1, keepdims=True) != scores.min(axis=1, keepdims=True)
+        keep &= ~is_equal(scores, decided)[:, None]
     if difficulty is not None:
-        means = scores.mean(axis=1, keepdims=True)
-        keep &= (means > difficulty[0]) & (means < difficulty[1])
+        keep &= informative_groups(scores, decided, "mean", *difficulty)[:, None]
     return keep
 
 
 def informative_groups(
-    scores: Reals, kind: str, low: float | None = None, high: float | None = None
-) -> Flags:  # [P, G] -> [P]
+    scores: Reals,  # [P, G]
+    decided: Flags,  # [P, G], True for real scores
+    kind: str,
+    low: float | None = None,
+    high: float | None = None,
+) -> Flags:  # [P]
     """Return which groups are informative.
 
     `all_equal` drops groups of equal scores (dynamic sampling, arXiv:2503.14476, section 3.2),
     `mean` drops groups whose mean is not strictly between `low` and `high`, `std` drops groups
     whose population standard deviation is not above `low`, and `none` drops nothing. None disables
-    a bound.
+    a bound. Only real scores count, and a group without one is not informative.
     """
     if kind == "none":
         return np.ones(len(scores), dtype=np.bool_)
     if kind == "all_equal":
-        return scores.max(axis=1) != scores.min(axis=1)
-    is_equal = scores.max(axis=1) == scores.min(
-        axis=1
-    )  # the deviation of equal numbers is not always 0 in floating point
-    measure = scores.mean(axis=1) if kind == "mean" else np.where(is_equal, 0.0, scores.std(axis=1))
+        return ~is_equal(scores, decided)
+    counts = decided.sum(axis=1)
+    values = np.where(decided, scores, 0.0)
+    measure = values.sum(axis=1) / counts.clip(min=1)
+    if kind == "std":
+        squares = np.where(decided, (scores - measure[:, None]) ** 2, 0.0).sum(axis=1)
+        # The deviation of equal numbers is not always 0 in floating point.
+        measure = np.where(is_equal(scores, decided), 0.0, (squares / counts.clip(min=1)) ** 0.5)
     lower, upper = -np.inf if low is None else low, np.inf if high is None else high
-    return (measure > lower) & (measure < upper)
+    return (measure > lower) & (measure < upper) & (counts > 0)
 
 
 def top_share(values: Reals, share: float) -> Flags:  # [N] -> [N]

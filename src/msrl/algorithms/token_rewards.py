@@ -22,8 +22,9 @@ class TokenRewards:
 
     The score of a response is the reward of its last token. `extra` adds rewards of single tokens,
     for example a KL penalty. `trained` selects the responses whose tokens count when advantages are
-    whitened; None selects all. Whitening normalizes the prompts of each number in `domains` by
-    themselves; None stands for one domain.
+    whitened, and `decided` those with a real score; None selects all. Scores of the others count in
+    no statistic. Whitening normalizes the prompts of each number in `domains` by themselves; None
+    stands for one domain.
     """
 
     scores: Reals  # [P, G]
@@ -31,6 +32,7 @@ class TokenRewards:
     extra: Reals | None = None  # [N]
     trained: NDArray[np.bool_] | None = None  # [P, G]
     domains: NDArray[np.int64] | None = None  # [P]
+    decided: NDArray[np.bool_] | None = None  # [P, G]
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 2 or self.scores.shape != self.lengths.shape:
@@ -42,6 +44,11 @@ class TokenRewards:
             raise ValueError(
                 f"{self.extra.shape} token rewards for {int(self.lengths.sum())} tokens"
             )
+
+    @property
+    def is_decided(self) -> NDArray[np.bool_]:  # [P, G]
+        """Responses with a real score."""
+        return np.ones(self.scores.shape, np.bool_) if self.decided is None else self.decided
 
     def totals(self) -> Reals:  # [P, G]
         """Return the total reward of every response."""
@@ -72,23 +79,23 @@ class TokenRewards:
     def whiten(self, values: Reals, eps: float) -> Reals:  # [N] -> [N]
         """Normalize token values to mean 0 and standard deviation 1.
 
-        Tokens that are not trained on do not count and become 0.
+        Tokens that are not trained on, or have no real score, do not count and become 0.
         """
-        return self._whiten(values, eps, self.trained)
+        among = self.is_decided if self.trained is None else self.is_decided & self.trained
+        return self._whiten(values, eps, among)
 
     def whitened(self, eps: float) -> TokenRewards:
         """Return a copy whose token rewards have mean 0 and standard deviation 1."""
-        rewards = self._whiten(self.per_token(), eps, None)
+        rewards = self._whiten(self.per_token(), eps, self.is_decided)
         return replace(self, scores=np.zeros_like(self.scores), extra=rewards)
 
-    def _whiten(self, values: Reals, eps: float, among: NDArray[np.bool_] | None) -> Reals:
+    def _whiten(self, values: Reals, eps: float, among: NDArray[np.bool_]) -> Reals:
         """Whiten the values of every domain, of the responses in `among`."""
         if self.domains is None:
-            return whiten(values, eps, None if among is None else self.everywhere(among))
+            return whiten(values, eps, self.everywhere(among))
         result = np.zeros_like(values)
         for domain in np.unique(self.domains):
-            selected = np.broadcast_to((self.domains == domain)[:, None], self.lengths.shape)
-            selected = selected if among is None else selected & among
+            selected = (self.domains == domain)[:, None] & among
             result += whiten(values, eps, self.everywhere(selected))
         return result
 

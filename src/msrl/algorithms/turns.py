@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.algorithms.samples import fault_matrix
+from msrl.algorithms.samples import decided_matrix
 from msrl.algorithms.token_rewards import Reals, TokenRewards, discounted
 from msrl.errors import MsrlError
 from msrl.types import Completion, ScoredGroup
@@ -24,8 +24,9 @@ Scope = Literal["batch", "tag", "group", "state"]
 class Turns:
     """Turns of a step. A turn is the policy's text up to the next reply of the environment.
 
-    Equal `states` of one prompt are equal observations. Episodes whose environment failed are not
-    `complete`: estimators leave their turns out of all statistics, with advantage 0.
+    Equal `states` of one prompt are equal observations. Episodes without a real score, such as
+    those whose environment failed, are not `complete`: estimators leave their turns out of all
+    statistics, with advantage 0.
     """
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
@@ -48,12 +49,12 @@ class Turns:
 
     @property
     def complete_episodes(self) -> NDArray[np.bool_]:  # [P, G]
-        """Episodes without a failure of their environment."""
+        """Episodes with a real score."""
         return np.ones(self.counts.shape, np.bool_) if self.complete is None else self.complete
 
     @property
     def complete_turns(self) -> NDArray[np.bool_]:  # [K]
-        """Turns of episodes without a failure of their environment."""
+        """Turns of episodes with a real score."""
         return np.repeat(self.complete_episodes.ravel(), self.counts.ravel())
 
     @property
@@ -110,7 +111,7 @@ def episode_turns(groups: Sequence[ScoredGroup]) -> Turns:
         np.array([length for length, _ in turns], np.int64),
         np.array([states.setdefault(state, len(states)) for _, state in turns], np.int64),
         np.unique([group.tag for group in groups], return_inverse=True)[1].ravel(),
-        ~fault_matrix(groups),
+        decided_matrix(groups),
     )
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 Scope = Literal["none", "batch", "group", "tag", "domain", "running"]
 Reals = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,13 @@ class Moments:
     mean: float = 0.0
     squares: float = 0.0
 
-    def with_more(self, values: Reals) -> Moments:
+    def with_more(self, values: Reals) -> Moments:  # [N]
         """Return the moments including `values` (Chan, Golub and LeVeque, 1983, equation 2.1).
 
         The result does not depend on the order of batches or their split.
         """
+        if not values.size:
+            return self
         count, mean = values.size, float(values.mean())
         total, difference = self.count + count, mean - self.mean
         batch_squares = float(((values - mean) ** 2).sum())
@@ -63,6 +66,7 @@ class Moments:
 
 def normalize(
     rewards: Reals,  # [P, G]
+    decided: Flags,  # [P, G], True for real rewards
     *,
     center: Scope,
     scale: Scope,
@@ -73,39 +77,42 @@ def normalize(
 ) -> Reals:  # [P, G]
     """Return (rewards - mean of `center`) / (standard deviation of `scale` + eps).
 
-    `running` must include the rewards of this step.
+    `running` must include the rewards of this step. Only real rewards count, and all others become
+    0.
     """
-    means = {
-        "none": 0.0,
-        "batch": rewards.mean(),
-        "group": rewards.mean(axis=1, keepdims=True),
-        "tag": _by_label(rewards, tags, np.mean),
-        "domain": _by_label(rewards, domains, np.mean),
-        "running": running.mean,
+    scopes: dict[str, NDArray[Any]] = {
+        "batch": np.zeros(len(rewards)),
+        "group": np.arange(len(rewards)),
+        "tag": np.array(tags or [""] * len(rewards)),
+        "domain": np.array(domains or [""] * len(rewards)),
     }
-    deviations = {
-        "none": np.array(0.0),
-        "batch": _std(rewards.ravel()),
-        "group": _std(rewards)[:, None],
-        "tag": _by_label(rewards, tags, _std),
-        "domain": _by_label(rewards, domains, _std),
-        "running": np.array(running.std),
-    }
-    std = deviations[scale]
-    return (rewards - means[center]) / np.where(std > eps, std + eps, 1.0)
+    means, std = np.zeros((len(rewards), 1)), np.zeros((len(rewards), 1))
+    if center == "running":
+        means[:] = running.mean
+    elif center != "none":
+        means = _by_label(rewards, decided, scopes[center], np.mean)
+    if scale == "running":
+        std[:] = running.std
+    elif scale != "none":
+        std = _by_label(rewards, decided, scopes[scale], _std)
+    return np.where(decided, (rewards - means) / np.where(std > eps, std + eps, 1.0), 0.0)
 
 
 def _by_label(
-    rewards: Reals, labels: Sequence[str], statistic: Callable[[Reals], Any]
-) -> Reals:  # [P, G] -> [P, 1]
-    """Return for every prompt a statistic of the rewards of all prompts with its label."""
-    names, values = np.array(labels or [""] * len(rewards)), np.zeros((len(rewards), 1))
-    for name in np.unique(names):
-        values[names == name] = statistic(rewards[names == name].ravel())
+    rewards: Reals,  # [P, G]
+    decided: Flags,  # [P, G]
+    labels: NDArray[Any],  # [P]
+    statistic: Callable[[Reals], Any],
+) -> Reals:  # [P, 1]
+    """Return for every prompt a statistic of the real rewards of all prompts with its label."""
+    values = np.zeros((len(rewards), 1))
+    for label in np.unique(labels):
+        members = labels == label
+        counted = rewards[members][decided[members]]
+        if counted.size:
+            values[members] = statistic(counted)
     return values
 
 
-def _std(values: Reals) -> Reals:  # [..., n] -> [...]
-    if values.shape[-1] < 2:
-        return np.zeros(values.shape[:-1])
-    return values.std(axis=-1, ddof=1)
+def _std(values: Reals) -> float:  # [N]
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

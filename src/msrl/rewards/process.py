@@ -17,7 +17,7 @@ from msrl.types import ScoredGroup
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """Processed rewards and metrics of the processing steps."""
+    """Processed rewards, 0 if they are not decided, and metrics of the processing steps."""
 
     rewards: Reals  # [P, G]
     metrics: Mapping[str, float]
@@ -52,10 +52,12 @@ class RewardSteps:
         of advantages.
         """
         shaping, shaped, clipped = self._shaped(groups)
-        self._running = self._running.with_more(clipped)
+        decided = np.array([group.is_decided for group in groups])
+        self._running = self._running.with_more(clipped[decided])
         norm = self._config.norm
         rewards = normalize(
             clipped,
+            decided,
             center=norm.center,
             scale=norm.scale,
             eps=norm.eps,
@@ -64,8 +66,9 @@ class RewardSteps:
             domains=domains(self._config, groups),
         )
         if norm.clip is not None:
-            rewards = rewards.clip(*norm.clip)
-        return Processed(rewards, self._metrics(shaping, shaped, clipped))
+            rewards = np.where(decided, rewards.clip(*norm.clip), 0.0)
+        counted = {name: values[decided] for name, values in shaping.items()}
+        return Processed(rewards, self._metrics(counted, shaped[decided], clipped[decided]))
 
     def greedy_rewards(self, groups: Sequence[ScoredGroup]) -> Reals:  # [P]
         """Return the shaped and clipped reward of the greedy response of every group.
@@ -95,7 +98,9 @@ class RewardSteps:
             terms["format_penalty"] = format_penalty(texts, penalty=config.format_penalty)
         if config.length.coef:
             is_right = totals > config.length.right_above
-            terms["length_reward"] = length_reward(lengths, is_right, coef=config.length.coef)
+            decided = np.array([group.is_decided for group in groups])
+            coef = config.length.coef
+            terms["length_reward"] = length_reward(lengths, is_right, decided, coef=coef)
         if config.overlong.buffer:
             terms["overlong_penalty"] = overlong_penalty(
                 lengths,
@@ -106,12 +111,17 @@ class RewardSteps:
         return terms
 
     def _metrics(
-        self, shaping: Mapping[str, Reals], shaped: Reals, clipped: Reals
+        self,
+        shaping: Mapping[str, Reals],  # [N] each, of real rewards
+        shaped: Reals,  # [N]
+        clipped: Reals,  # [N]
     ) -> dict[str, float]:
-        metrics: dict[str, Any] = {name: values.mean() for name, values in shaping.items()}
-        if shaping:
+        metrics: dict[str, Any] = {}
+        if shaped.size:
+            metrics = {name: values.mean() for name, values in shaping.items()}
+        if shaping and shaped.size:
             metrics["shaped_reward"] = shaped.mean()
-        if self._config.clip is not None:
+        if self._config.clip is not None and shaped.size:
             metrics["clipped_rewards"] = (shaped != clipped).mean()
         if "running" in (self._config.norm.center, self._config.norm.scale):
             metrics["running_mean"] = self._running.mean

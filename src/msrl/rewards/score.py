@@ -4,8 +4,7 @@ Calls that time out, crash or raise are counted and reported. The source's `on_f
 they score:
 
 - `wrong`: as a wrong response.
-- `undecided`: as the mean of the source's other scores in the group (0.0 if there are none), so
-  that the completion contributes no advantage from this source.
+- `undecided`: not at all. The completion has no advantage and counts in no statistic of rewards.
 - `fail`: the run ends with an MsrlError.
 
 A source that returns no score at all in a step or an evaluation always ends the run
@@ -18,7 +17,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
 from msrl.rewards.rows import RowSources, row_columns
-from msrl.rewards.shaping import with_environment
+from msrl.rewards.shaping import with_environment, with_neutral_totals
 from msrl.rewards.sources import Source, checked
 from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
@@ -195,7 +194,9 @@ class Scorer:
         scored = [self._score_group(g, groups[g], sources[g], results) for g in range(len(groups))]
         scores = Scores(tuple(scored), failures, notes, self._count_calls(results))
         weight = self._environment_weight
-        return scores if weight is None else _with_environment(scores, weight)
+        if weight is not None:
+            scores = _with_environment(scores, weight)
+        return replace(scores, groups=tuple(with_neutral_totals(group) for group in scores.groups))
 
     def _count_calls(self, results: _CallResults) -> dict[str, SourceCalls]:
         """Return the counts of calls by the label of the source."""
@@ -280,26 +281,24 @@ class Scorer:
         self, g: int, group: RolloutGroup, sources: Sequence[int], results: _CallResults
     ) -> ScoredGroup:
         count = range(len(group.completions))
-        scores: dict[int, list[float]] = {}
-        for s in sources:
-            scores[s] = self._fill_scores(self._sources[s], [results[g, c, s] for c in count])
         rewards: list[Reward] = []
         for c in count:
-            rewards.append(self._reward({s: scores[s][c] for s in sources}))
+            rewards.append(self._reward({s: results[g, c, s] for s in sources}))
         return ScoredGroup(group, tuple(rewards))
 
-    @staticmethod
-    def _fill_scores(source: Source, results: Sequence[CallResult]) -> list[float]:
-        """Return the scores of one source in a group, with values for the failed calls."""
-        if source.policy == "undecided":
-            missing = _mean([result.score for result in results if result.score is not None])
-        else:
-            missing = source.wrong_score
-        return [missing if result.score is None else result.score for result in results]
-
-    def _reward(self, scores: Mapping[int, float]) -> Reward:
-        total = sum(self._sources[s].weight * score for s, score in scores.items())
-        return Reward(total, {self._sources[s].label: score for s, score in scores.items()})
+    def _reward(self, results: Mapping[int, CallResult]) -> Reward:
+        """Return the reward of a completion. A failed call decides nothing, or counts as wrong."""
+        total, scores, is_decided = 0.0, dict[str, float](), True
+        for s, result in results.items():
+            source, score = self._sources[s], result.score
+            if score is None and source.policy != "undecided":
+                score = source.wrong_score
+            if score is None:
+                is_decided = is_decided and source.weight == 0
+                continue
+            total += source.weight * score
+            scores[source.label] = score
+        return Reward(total, scores, is_decided)
 
     def _failures(
         self, results: _CallResults, groups: Sequence[RolloutGroup]
@@ -345,13 +344,3 @@ def _with_environment(scores: Scores, weight: float) -> Scores:
         scores.notes + fault_notes(groups),
         {**scores.calls, ENVIRONMENT: calls},
     )
-
-
-def _mean(scores: Sequence[float]) -> float:
-    """Return the mean of scores, or 0.0 if there are none."""
-    if not scores:
-        return 0.0
-    # In floating point the mean of equal numbers may differ from them and create an advantage.
-    if len(set(scores)) == 1:
-        return scores[0]
-    return sum(scores) / len(scores)

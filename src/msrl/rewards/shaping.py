@@ -35,18 +35,21 @@ def overlong_penalty(
 def length_reward(
     lengths: Reals,  # [P, G] response tokens
     is_right: NDArray[np.bool_],  # [P, G]
+    decided: NDArray[np.bool_],  # [P, G], True for real scores
     *,
     coef: float,
 ) -> Reals:  # [P, G]
     """Return Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), times `coef`.
 
     It falls from 0.5 for the shortest response of a group to -0.5 for the longest. A wrong response
-    gets at most 0. All responses get 0 in a group of equal lengths.
+    gets at most 0. All responses get 0 in a group of equal lengths. Only real scores count.
     """
-    low, high = lengths.min(axis=1, keepdims=True), lengths.max(axis=1, keepdims=True)
+    low = np.where(decided, lengths, np.inf).min(axis=1, keepdims=True)
+    high = np.where(decided, lengths, 0.0).max(axis=1, keepdims=True)
+    low = np.minimum(low, high)
     reward = 0.5 - (lengths - low) / np.maximum(high - low, 1.0)
     reward = np.where(is_right, reward, np.minimum(reward, 0.0))
-    return coef * np.where(high > low, reward, 0.0)
+    return coef * np.where(decided & (high > low), reward, 0.0)
 
 
 def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Reals:  # [P, G]
@@ -61,20 +64,22 @@ def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Rea
 def with_environment(group: ScoredGroup, weight: float) -> ScoredGroup:
     """Return a group whose rewards contain those of its environment.
 
-    An episode that ended with a fault gets the mean reward of the others in its group, so that the
-    mean of the group is theirs.
+    The reward of an episode that ended with a fault is not decided.
     """
-    completions = group.rollout.completions
-    rewards = [
-        _joined(reward, completion.episode, weight)
-        for reward, completion in zip(group.rewards, completions, strict=True)
-    ]
-    has_fault = [completion.finish_reason == "fault" for completion in completions]
-    totals = [reward.total for reward, fault in zip(rewards, has_fault, strict=True) if not fault]
-    neutral = _mean(totals)
-    for number, fault in enumerate(has_fault):
-        if fault:
-            rewards[number] = replace(rewards[number], total=neutral)
+    rewards: list[Reward] = []
+    for reward, completion in zip(group.rewards, group.rollout.completions, strict=True):
+        joined = _joined(reward, completion.episode, weight)
+        is_decided = reward.is_decided and completion.finish_reason != "fault"
+        rewards.append(replace(joined, is_decided=is_decided))
+    return replace(group, rewards=tuple(rewards))
+
+
+def with_neutral_totals(group: ScoredGroup) -> ScoredGroup:
+    """Return a group in which rewards that are not decided have the mean of the others."""
+    neutral = _mean([reward.total for reward in group.rewards if reward.is_decided])
+    rewards = (
+        reward if reward.is_decided else replace(reward, total=neutral) for reward in group.rewards
+    )
     return replace(group, rewards=tuple(rewards))
 
 
@@ -82,7 +87,8 @@ def _joined(reward: Reward, episode: Episode | None, weight: float) -> Reward:
     own = None if episode is None else episode.reward
     if own is None:
         return reward
-    return Reward(reward.total + weight * own, {**reward.scores, ENVIRONMENT: own})
+    scores = {**reward.scores, ENVIRONMENT: own}
+    return replace(reward, total=reward.total + weight * own, scores=scores)
 
 
 def _mean(totals: Sequence[float]) -> float:

@@ -37,7 +37,9 @@ class Judge:
         return deciding[0].label if deciding else None
 
     def verdicts(self, groups: Sequence[ScoredGroup]) -> list[Sequence[bool] | None]:
-        """Return for each group whether its answers are right, or None if nothing decides.
+        """Return for each group whether its answers are right.
+
+        The verdicts are None if nothing decides, or the deciding source left an answer undecided.
 
         Without a deciding source, an answer is right if the environment reports success for its
         episode. `groups` are all groups of an evaluation: see `reporting_environments`.
@@ -49,6 +51,8 @@ class Judge:
     def _verdicts(self, group: ScoredGroup, reporting: Set[str]) -> Sequence[bool] | None:
         label = self.source_for(group.rollout.prompt)
         if label is not None:
+            if not all(label in reward.scores for reward in group.rewards):
+                return None
             return [reward.scores[label] >= self.right_from for reward in group.rewards]
         episodes = [completion.episode for completion in group.rollout.completions]
         if not all(item is not None and item.environment in reporting for item in episodes):

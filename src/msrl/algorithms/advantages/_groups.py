@@ -5,6 +5,9 @@ P prompts, G completions per prompt.
 
 from __future__ import annotations
 
+import numpy as np
+
+from msrl.algorithms.selection import Flags, is_equal
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.errors import MsrlError
 
@@ -21,10 +24,22 @@ def group_totals(rewards: TokenRewards, estimator: str) -> Reals:  # [P, G]
     return totals
 
 
-def centered(totals: Reals) -> Reals:  # [P, G] -> [P, G]
-    """Return the distance from the group's mean.
+def centered(totals: Reals, decided: Flags) -> Reals:  # [P, G] each -> [P, G]
+    """Return the distance from the mean of the decided rewards of a group; 0 for all others.
 
     The distance is exactly 0 in a group of equal rewards, whose mean may be rounded.
     """
-    equal = totals.max(axis=1, keepdims=True) == totals.min(axis=1, keepdims=True)
-    return (totals - totals.mean(axis=1, keepdims=True)) * ~equal
+    counted = np.where(decided, totals, 0.0)
+    means = counted.sum(axis=1, keepdims=True) / num_decided(decided).clip(min=1)
+    return np.where(decided & ~is_equal(totals, decided)[:, None], totals - means, 0.0)
+
+
+def deviations(totals: Reals, decided: Flags) -> Reals:  # [P, G] each -> [P, 1]
+    """Return the unbiased standard deviation of the decided rewards of a group; 0 below two."""
+    squares = (centered(totals, decided) ** 2).sum(axis=1, keepdims=True)
+    return (squares / (num_decided(decided) - 1).clip(min=1)) ** 0.5
+
+
+def num_decided(decided: Flags) -> Reals:  # [P, G] -> [P, 1]
+    """Return the number of decided rewards of a group."""
+    return decided.sum(axis=1, keepdims=True).astype(np.float64)

@@ -15,4 +15,4 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    return rewards.everywhere(centered(group_totals(rewards, "cpgd")))
+    return rewards.everywhere(centered(group_totals(rewards, "cpgd"), rewards.is_decided))

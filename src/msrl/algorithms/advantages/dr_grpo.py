@@ -16,4 +16,4 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    return rewards.everywhere(centered(group_totals(rewards, "dr_grpo")))
+    return rewards.everywhere(centered(group_totals(rewards, "dr_grpo"), rewards.is_decided))

@@ -36,7 +36,7 @@ def advantages(
     """Return one value for all tokens of a turn.
 
     The value is exactly 0 if the turn has no comparable turns or equals all of them, and for
-    episodes whose environment failed, which are not compared.
+    episodes without a real score, which are not compared.
     """
     checked, totals = episodes.require_turns(turns, "gigpo"), group_totals(rewards, "gigpo")
     shape, complete = totals.shape, checked.complete_episodes.ravel()
@@ -72,5 +72,6 @@ def _compared(
         members = np.flatnonzero((labels == label) & among)
         if len(members) > 1:
             deviation = values[members].std(ddof=1) + eps if normalize else 1.0
-            result[members] = centered(values[None, members])[0] / deviation
+            own = values[None, members]
+            result[members] = centered(own, np.ones_like(own, np.bool_))[0] / deviation
     return result

@@ -23,12 +23,12 @@ def advantages(
     rewards: TokenRewards, *, count: Literal["groups", "rewards"] = "groups"
 ) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    totals = group_totals(rewards, "gpg")
-    distances = centered(totals)
+    totals, decided = group_totals(rewards, "gpg"), rewards.is_decided
+    distances = centered(totals, decided)
     if count == "groups":
-        num_counted = np.count_nonzero(distances.any(axis=1)) * totals.shape[1]
+        num_counted = np.count_nonzero(decided[distances.any(axis=1)])
     elif count == "rewards":
-        num_counted = np.count_nonzero(totals)
+        num_counted = np.count_nonzero(totals[decided])
     else:
         raise ValueError(f"count={count}: must be groups or rewards")
-    return rewards.everywhere(distances * (totals.size / max(num_counted, 1)))
+    return rewards.everywhere(distances * (decided.sum() / max(num_counted, 1)))

@@ -3,12 +3,12 @@
 A = (R - mean) / (std + eps) over the completions of one prompt.
 
 P prompts, G completions per prompt, N tokens. The standard deviation is the unbiased one (divided
-by G - 1).
+by G - 1). Only real scores count.
 """
 
 from __future__ import annotations
 
-from msrl.algorithms.advantages._groups import centered, group_totals
+from msrl.algorithms.advantages._groups import centered, deviations, group_totals
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 
 COMPARES_GROUPS = True
@@ -16,5 +16,5 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards, *, eps: float) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    totals = group_totals(rewards, "group_norm")
-    return rewards.everywhere(centered(totals) / (totals.std(axis=1, ddof=1, keepdims=True) + eps))
+    totals, decided = group_totals(rewards, "group_norm"), rewards.is_decided
+    return rewards.everywhere(centered(totals, decided) / (deviations(totals, decided) + eps))

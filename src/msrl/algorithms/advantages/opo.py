@@ -17,7 +17,9 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    distances = centered(group_totals(rewards, "opo"))
-    lengths = rewards.lengths
+    decided = rewards.is_decided
+    distances = centered(group_totals(rewards, "opo"), decided)
+    lengths = rewards.lengths * decided
     shift = (lengths * distances).sum(axis=1, keepdims=True)
-    return rewards.everywhere(distances - shift / lengths.sum(axis=1, keepdims=True).clip(min=1))
+    values = distances - shift / lengths.sum(axis=1, keepdims=True).clip(min=1)
+    return rewards.everywhere(values * decided)

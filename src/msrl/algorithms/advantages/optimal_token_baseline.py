@@ -34,11 +34,12 @@ def advantages(
     returns, norms = np.zeros(runs.shape), np.zeros(runs.shape)
     returns[runs] = rewards.returns(1.0)
     norms[runs] = 1.0 - 2.0 * np.exp(logprobs) + squared_probabilities
-    weights = norms.cumsum(axis=2) * runs
-    first = runs.argmax(axis=1)[:, None]  # [P, 1, T], the first completion that continues
+    counted = runs & rewards.is_decided[..., None]
+    weights = norms.cumsum(axis=2) * counted
+    first = counted.argmax(axis=1)[:, None]  # [P, 1, T], the first completion that continues
     # Distances from one return, so that equal returns give exactly 0.
     origin = np.take_along_axis(returns, first, axis=1)
     shift, total = (weights * (returns - origin)).sum(axis=1), weights.sum(axis=1)  # [P, T]
     shift = np.divide(shift, total, out=np.zeros_like(shift), where=total > 0)
-    baseline = np.where(runs.sum(axis=1) > 1, origin[:, 0] + shift, 0.0)
+    baseline = np.where(counted.sum(axis=1) > 1, origin[:, 0] + shift, 0.0)
     return (returns - baseline[:, None])[runs]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from msrl.algorithms.advantages._groups import group_totals
+from msrl.algorithms.advantages._groups import deviations, group_totals, num_decided
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 
 COMPARES_GROUPS = True
@@ -19,10 +19,11 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards, *, eps: float, normalize: bool = True) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 unless it alone is the best."""
-    totals = group_totals(rewards, "pass_at_k")
-    prompts, best = np.arange(len(totals)), totals.argmax(axis=1)
-    second, highest = np.partition(totals, -2, axis=1)[:, -2:].T
+    totals, decided = group_totals(rewards, "pass_at_k"), rewards.is_decided
+    has_rival = num_decided(decided)[:, 0] > 1
+    ranked = np.where(decided, totals, -np.inf)[has_rival]
+    second, highest = np.partition(ranked, -2, axis=1)[:, -2:].T
     values = np.zeros_like(totals)
-    deviation = totals.std(axis=1, ddof=1) + eps if normalize else 1.0
-    values[prompts, best] = (highest - second) / deviation
+    deviation = deviations(totals, decided)[has_rival, 0] + eps if normalize else 1.0
+    values[np.flatnonzero(has_rival), ranked.argmax(axis=1)] = (highest - second) / deviation
     return rewards.everywhere(values)

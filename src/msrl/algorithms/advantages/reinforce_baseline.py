@@ -19,6 +19,5 @@ def advantages(rewards: TokenRewards, *, eps: float) -> Reals:  # [N]
 
     All values are exactly 0 if no group has different rewards.
     """
-    return rewards.whiten(
-        rewards.everywhere(centered(group_totals(rewards, "reinforce_baseline"))), eps
-    )
+    distances = centered(group_totals(rewards, "reinforce_baseline"), rewards.is_decided)
+    return rewards.whiten(rewards.everywhere(distances), eps)

@@ -8,7 +8,7 @@ mean of all completions.
 
 from __future__ import annotations
 
-from msrl.algorithms.advantages._groups import centered, group_totals
+from msrl.algorithms.advantages._groups import centered, group_totals, num_decided
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 
 COMPARES_GROUPS = True
@@ -16,6 +16,6 @@ COMPARES_GROUPS = True
 
 def advantages(rewards: TokenRewards) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
-    totals = group_totals(rewards, "rloo")
-    size = totals.shape[1]
-    return rewards.everywhere(centered(totals) * (size / (size - 1)))
+    sizes = num_decided(rewards.is_decided)
+    distances = centered(group_totals(rewards, "rloo"), rewards.is_decided)
+    return rewards.everywhere(distances * (sizes / (sizes - 1).clip(min=1)))

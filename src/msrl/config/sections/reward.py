@@ -64,8 +64,8 @@ class RewardSource(Section):
     )
     on_failure: OnFailure | None = Field(
         default=None,
-        description="Effect of a failed call: score as wrong (wrong), use the mean of the other "
-        "scores in the group (undecided), or end the run (fail). "
+        description="Effect of a failed call: score as wrong (wrong), give the response no "
+        "advantage (undecided), or end the run (fail). "
         "Default: wrong for verifiers and functions, fail for servers and models.",
     )
     options: dict[str, Any] = Field(

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from msrl.algorithms.pass_at_k import depths, pass_at_k
-from msrl.algorithms.samples import length_matrix, reward_matrix, truncated_matrix
+from msrl.algorithms.samples import length_matrix, mean_reward, truncated_matrix
 from msrl.config.schema import Config
 from msrl.plan.derived import eval_response_tokens, samples_per_step
 from msrl.rewards.score import Scorer, Scores, Source
@@ -151,7 +151,7 @@ def evaluation_metrics(
     return {
         **_accuracies(verdicts),
         **_accuracies_by_tag(groups, verdicts),
-        "reward": float(reward_matrix(groups).mean()),
+        "reward": mean_reward(groups),
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
         **episode_metrics(rollouts),
@@ -161,7 +161,7 @@ def evaluation_metrics(
 
 
 def _accuracies(verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
-    """Return pass@k and mean@n over the prompts on which a source or an environment decides."""
+    """Return pass@k and mean@n over the prompts whose answers are all decided."""
     decided = np.array([row for row in verdicts if row is not None], dtype=np.int64)  # [P, n]
     if not decided.size:
         return {}

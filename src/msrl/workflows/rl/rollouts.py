@@ -169,5 +169,5 @@ def _missing_note(informative: Flags, num_refills: int) -> str:
 
 def select_informative(section: FilterConfig, groups: Sequence[ScoredGroup]) -> Flags:  # [P]
     """Return the groups that pass `rollout.filter`."""
-    scores = score_matrix(groups, section.source)
-    return informative_groups(scores, section.kind, section.low, section.high)
+    scores, decided = score_matrix(groups, section.source)
+    return informative_groups(scores, decided, section.kind, section.low, section.high)

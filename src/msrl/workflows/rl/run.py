@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msrl.algorithms.samples import length_matrix, reward_matrix
+from msrl.algorithms.samples import decided_matrix, length_matrix, reward_matrix
 from msrl.checks.asynchronous import is_corrected
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
@@ -258,7 +258,7 @@ def _plot_distributions(
     groups = batch.scores.groups
     values: dict[str, Sequence[float]] = {
         "response length in tokens": length_matrix(groups).ravel().tolist(),
-        "reward": reward_matrix(groups).ravel().tolist(),
+        "reward": reward_matrix(groups)[decided_matrix(groups)].tolist(),
     }
     path = session.run_dir / "distributions" / f"step_{step:06d}.png"
     plot_distributions(values, path, title=f"{session.run_dir.name}, step {step}")

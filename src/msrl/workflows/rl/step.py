@@ -7,9 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import numpy as np
-
-from msrl.algorithms.samples import length_matrix, reward_matrix, truncated_matrix
+from msrl.algorithms.samples import (
+    decided_matrix,
+    length_matrix,
+    mean_reward,
+    reward_matrix,
+    truncated_matrix,
+)
+from msrl.algorithms.selection import is_equal
 from msrl.rewards.score import Scores
 from msrl.workflows.episodes.metrics import episode_metrics
 
@@ -42,16 +47,21 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a step."""
     groups = scores.groups
-    rewards, lengths = reward_matrix(groups), length_matrix(groups)
+    rewards, lengths, decided = (
+        reward_matrix(groups),
+        length_matrix(groups),
+        decided_matrix(groups),
+    )
     rollouts = [group.rollout for group in groups]
     num_response_tokens = int(lengths.sum())
     num_prompt_tokens = sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
     num_tokens = num_response_tokens + num_prompt_tokens
     failures = scores.failures.items()
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/equal_groups": float((np.ptp(rewards, axis=1) == 0).mean()),
+        "reward/mean": mean_reward(groups),
+        "reward/std": float(rewards[decided].std()) if decided.any() else 0.0,
+        "reward/equal_groups": float(is_equal(rewards, decided).mean()),
+        **({} if decided.all() else {"reward/undecided": 1.0 - float(decided.mean())}),
         **{f"reward/{name}": mean for name, mean in scores.means().items()},
         **{f"reward/failed/{name}": float(count) for name, count in failures},
         "rollout/response_length": float(lengths.mean()),

@@ -20,6 +20,7 @@ from msrl.algorithms.mismatch import Correction
 from msrl.algorithms.packing import Sequences, has_all_routes, rl_sequences
 from msrl.algorithms.proximal import proximal_shares
 from msrl.algorithms.samples import (
+    decided_matrix,
     fault_matrix,
     length_matrix,
     reward_matrix,
@@ -211,8 +212,14 @@ class Updater:
             divergence = self._divergence(plain, logprobs)
             penalty = -algo.kl.reward.coef * self._kl_factor * divergence
             metrics["reward_kl"] = float(divergence.mean())
+        decided = _decided_samples(groups)
         rewards = TokenRewards(
-            processed.rewards[: len(groups)], lengths, penalty, keep, self._domains(groups)
+            processed.rewards[: len(groups)],
+            lengths,
+            penalty,
+            keep,
+            self._domains(groups),
+            decided,
         )
         turns = episode_turns(groups) if self._config.environment.is_on else None
         if turns is not None:
@@ -221,7 +228,7 @@ class Updater:
         greedy_rewards = None
         if needs_greedy(self._config):
             greedy_rewards = self._rewards.greedy_rewards(groups)
-            metrics["greedy_reward"] = float(greedy_rewards.mean())
+            metrics["greedy_reward"] = _mean(greedy_rewards[decided.any(axis=1)])
         advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
         if taught is not None:
             is_kept = rewards.everywhere(keep)
@@ -488,12 +495,27 @@ def policy_loss(config: Config) -> PolicyLoss:
     )
 
 
+def _decided_samples(groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
+    """Return the samples with a real reward, whose greedy response, if any, has one too."""
+    decided = decided_matrix(groups)
+    for number, group in enumerate(groups):
+        if group.greedy is not None:
+            decided[number] &= all(group.greedy.is_decided)
+    return decided
+
+
+def _mean(values: Reals) -> float:
+    """Return the mean, or 0 without values."""
+    return float(values.mean()) if values.size else 0.0
+
+
 def selected_samples(config: Config, groups: Sequence[ScoredGroup]) -> Flags:  # [P, G]
     """Return which samples the updates train on."""
     mask = config.algo.mask
     unmasked = trained_samples(
         reward_matrix(groups),
         truncated_matrix(groups),
+        decided_matrix(groups),
         drop_truncated=mask.truncated,
         drop_equal_groups=mask.equal_groups,
         difficulty=mask.difficulty,
@@ -523,7 +545,10 @@ def estimate_advantages(
     greedy_rewards: Reals | None = None,  # [P], if the estimator needs them
     turns: Turns | None = None,
 ) -> Reals:  # [N]
-    """Return the advantages of the configured estimator, before whitening and clipping."""
+    """Return the advantages of the configured estimator, before whitening and clipping.
+
+    They are 0 for responses without a real score.
+    """
     advantage = algo.advantage
     estimate = registry.load(
         registry.ADVANTAGES, advantage.estimator, key="algo.advantage.estimator"
@@ -544,7 +569,8 @@ def estimate_advantages(
         "greedy_rewards": greedy_rewards,
         **(distribution or {}),
     }
-    return estimate(rewards, **required_arguments(estimate, arguments), **options)
+    advantages = estimate(rewards, **required_arguments(estimate, arguments), **options)
+    return np.where(rewards.everywhere(rewards.is_decided), advantages, 0.0)
 
 
 def samples_with_advantages(

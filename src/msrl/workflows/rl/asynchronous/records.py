@@ -67,14 +67,16 @@ def _encode_finished(item: FinishedGroup[ScoredGroup]) -> dict[str, Any]:
 def _encode_group(group: ScoredGroup) -> dict[str, Any]:
     return {
         "completions": [_encode_completion(item) for item in group.rollout.completions],
-        "rewards": [[reward.total, dict(reward.scores)] for reward in group.rewards],
+        "rewards": [
+            [reward.total, dict(reward.scores), reward.is_decided] for reward in group.rewards
+        ],
         "greedy": None if group.greedy is None else _encode_group(group.greedy),
     }
 
 
 def _decode_group(values: Mapping[str, Any], prompt: Prompt) -> ScoredGroup:
     completions = tuple(_decode_completion(item) for item in values["completions"])
-    rewards = tuple(Reward(total, scores) for total, scores in values["rewards"])
+    rewards = tuple(Reward(*reward) for reward in values["rewards"])
     greedy = _decode_group(values["greedy"], prompt) if values.get("greedy") else None
     return ScoredGroup(RolloutGroup(prompt, completions), rewards, greedy)
 
