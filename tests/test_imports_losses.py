@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def mindspeed(stage: str = "ray_grpo", micro: int = 1, npus: int = 1, more: str 
         (mindspeed("ray_dapo", micro=4, more="token_level_loss: false,"), "seq-mean-token-mean"),
         (mindspeed("ray_dapo"), "seq-mean-token-mean"),
         (
-            mindspeed(micro=4, more="use_dynamic_bsz: true, dynamic_max_batch_size: 1,"),
+            mindspeed(micro=4, more="use_dynamic_bsz: true, update_dynamic_max_batch_size: 1,"),
             "seq-mean-token-mean",
         ),
     ],
@@ -62,14 +63,30 @@ def test_averages_per_micro_batch_become_the_equal_mode(
 
 
 @pytest.mark.parametrize(
-    ("file", "key"),
+    ("file", "aggregate", "shards"),
     [
-        (mindspeed(micro=4), "micro_batch_size=4"),
-        (mindspeed(micro=16, npus=2), "micro_batch_size=16"),
-        (mindspeed(more="use_dynamic_bsz: true,"), "use_dynamic_bsz=true"),
+        (mindspeed(micro=4), {"samples_per_group": 4}, None),
+        (mindspeed(micro=16, npus=2), {"samples_per_group": 16}, 2),
+        (mindspeed(more="use_dynamic_bsz: true,"), {"tokens_per_group": 4096}, None),
+        (
+            mindspeed(more="use_dynamic_bsz: true, update_max_packing_token_size: 9000,", npus=4),
+            {"tokens_per_group": 9000},
+            4,
+        ),
     ],
 )
-def test_other_averages_are_refused_or_approximated(file: str, key: str, tmp_path: Path) -> None:
+def test_other_averages_have_the_groups_of_the_original(
+    file: str, aggregate: dict[str, int], shards: int | None, tmp_path: Path
+) -> None:
+    tree = native(imported("mindspeed-rl", file, tmp_path))
+    assert tree["algo"]["aggregate"] == {"mode": "micro-batch-mean", **aggregate}
+    assert tree["train"]["updates"].get("shards") == shards
+
+
+def test_shuffled_micro_batches_are_refused_or_approximated(tmp_path: Path) -> None:
+    """msrl shuffles samples, the original batches of consecutive ones."""
+    file, key = mindspeed(micro=4, more="shuffle_mini_batch: true,"), "micro_batch_size=4"
+    file = re.sub(r"([, {]mini_batch_size: )\d+", r"\g<1>2", file)
     with pytest.raises(MsrlError, match=mentions(key, "micro-batches", "--approximate")):
         imported("mindspeed-rl", file, tmp_path)
     translation = imported("mindspeed-rl", file, tmp_path, approximate=True)

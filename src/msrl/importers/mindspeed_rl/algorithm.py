@@ -11,12 +11,14 @@ from msrl.config.sources import wrap
 from msrl.errors import nearest
 from msrl.importers.critic import record_unused
 from msrl.importers.megatron import converted
-from msrl.importers.micro_batches import put_aggregation
+from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+# Default of update_max_packing_token_size, which max_packing_token_size does not change.
+_PACKED_TOKENS = 4096
 _LONG_METRIC = re.compile(r"(?:grpo|dapo)/(\w+)_rewards/mean")
 
 
@@ -112,20 +114,40 @@ class Algorithm:
         """Set the aggregation of the loss. dapo without token_level_loss averages sequences."""
         if self.name == "dapo" and self.rl.value("token_level_loss") is False:
             return
-        by_tokens = self.rl.value("use_dynamic_bsz") is True
-        key = "update_dynamic_max_batch_size"
-        limit = self.rl.number(key) or self.rl.number("dynamic_max_batch_size")
-        entry, size = self.micro_batch, None
-        if by_tokens:
-            entry, size = self.rl.get("use_dynamic_bsz"), 1 if limit == 1 else None
-        elif entry is not None and isinstance(entry.value, int):
-            size = entry.value
-        samples = self._samples_per_update() if self.ranks == 1 else None
+        samples = self._samples_per_update()
         if samples is not None and isinstance(self.prompts, int):
             samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
-        put_aggregation(self.translation, entry, size, samples)
-        text = f"with micro-batches of {size or 'several'} samples"
+        micro_batches = self._micro_batches(samples)
+        put_aggregation(self.translation, micro_batches, samples)
+        text = f"with micro-batches of {micro_batches.samples or 'several'} samples"
         self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
+
+    def _micro_batches(self, samples: int | None) -> MicroBatches:
+        """Return the micro-batches of an update, whose size dynamic batches limit by tokens.
+
+        Args:
+            samples: samples of an update. One with all samples of a step is not shuffled.
+        """
+        keys = ("shuffle_mini_batch", "shuffle_minibatch")
+        per_prompt = self.rl.number("n_samples_per_prompt")
+        total = self.prompts * per_prompt if isinstance(self.prompts, int) and per_prompt else None
+        shuffles = any(self.rl.value(key) is True for key in keys if self.rl.get(key))
+        is_shuffled = shuffles and samples != total
+        if self.rl.value("use_dynamic_bsz") is True:
+            return MicroBatches(
+                self.rl.get("use_dynamic_bsz"),
+                self.rl.number("update_dynamic_max_batch_size") if self._has_limit() else None,
+                self.rl.number("update_max_packing_token_size") or _PACKED_TOKENS,
+                self.ranks,
+                is_shuffled,
+            )
+        entry = self.micro_batch
+        size = entry.value if entry is not None and isinstance(entry.value, int) else None
+        return MicroBatches(entry, size, None, self.ranks, is_shuffled)
+
+    def _has_limit(self) -> bool:
+        """Return True if the file limits the samples of dynamic batches of the update."""
+        return self.rl.get("update_dynamic_max_batch_size") is not None
 
     def _samples_per_update(self) -> int | None:
         mini = self.rl.number("mini_batch_size") or 1

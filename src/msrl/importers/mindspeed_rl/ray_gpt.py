@@ -17,7 +17,7 @@ from msrl.errors import nearest
 from msrl.importers.critic import assign_critic_optimizer, record_unused
 from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
-from msrl.importers.micro_batches import put_aggregation
+from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
 from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
@@ -186,7 +186,10 @@ class _RayGptFile:
         entry = self.megatron.get("micro_batch_size")
         size = entry.value if entry is not None and isinstance(entry.value, int) else None
         mini, ranks = self.actor.number("ppo_mini_batch_size"), data_parallel(self.megatron, world)
-        put_aggregation(self.translation, entry, size, mini if ranks == 1 else None)
+        is_shuffled = self.actor.value("shuffle_minibatch") is True
+        micro_batches = MicroBatches(entry, size, None, ranks, is_shuffled)
+        samples = mini * ranks if mini is not None and ranks is not None else None
+        put_aggregation(self.translation, micro_batches, samples)
 
     def _lengths(self) -> None:
         longest, prompt = self.megatron.number("seq_length"), self.actor.number("max_prompt_length")

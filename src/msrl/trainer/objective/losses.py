@@ -81,7 +81,10 @@ class ValuesLoss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SftLoss:
-    """Negative log-likelihood, mean over the loss tokens of the global batch."""
+    """Negative log-likelihood, mean over the loss tokens of the global batch.
+
+    With the field `weights`, the loss is the sum over tokens that it weights.
+    """
 
     temperature: float = 1.0
     needs_entropy: bool = False
@@ -90,7 +93,10 @@ class SftLoss:
     def __call__(
         self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: float
     ) -> tuple[Tensor, Sums]:
-        loss = -outputs.logprobs.sum() / num_tokens
+        if "weights" in fields:
+            loss = -(outputs.logprobs * fields["weights"]).sum()
+        else:
+            loss = -outputs.logprobs.sum() / num_tokens
         return loss, {"loss": -outputs.logprobs.detach().sum()}
 
 

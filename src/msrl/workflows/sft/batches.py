@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msrl.algorithms.aggregate import AveragingGroup
+from msrl.algorithms.averaging_groups import consecutive_groups
 from msrl.algorithms.packing import Sequences
-from msrl.trainer.objective.batches import num_loss_tokens
+from msrl.config.sections.algo import AggregateConfig
+from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import SftLoss
 from msrl.types import Floats, StepReport
 from msrl.workflows.sft.setup import SftRows, SftSetup
@@ -38,6 +41,18 @@ def make_batch(rows: Sequence[Sequences]) -> Batch:
     fields = {name: _field(rows, name) for name in rows[0].fields}
     sequences = Sequences(token_ids, loss_masks, fields)
     return Batch(sequences, spans, sum(map(len, token_ids)), num_loss_tokens(sequences))
+
+
+def with_aggregation(batch: Batch, aggregate: AggregateConfig) -> Sequences:
+    """Return the sequences of a step, with weights if groups of rows are averaged first."""
+    if aggregate.mode != "micro-batch-mean":
+        return batch.sequences
+    assert aggregate.samples_per_group is not None, "checked with the configuration"
+    groups = [
+        AveragingGroup(tuple(index for row in rows for index in batch.rows[row]))
+        for rows in consecutive_groups(len(batch.rows), aggregate.samples_per_group)
+    ]
+    return with_weights(batch.sequences, aggregate.mode, groups=groups)
 
 
 def _field(rows: Sequence[Sequences], name: str) -> tuple[Floats, ...]:

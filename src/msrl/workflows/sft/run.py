@@ -13,7 +13,7 @@ from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
-from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch
+from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch, with_aggregation
 from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import weights_by_name
 from msrl.workflows.training import supervised
@@ -84,7 +84,8 @@ class SftSteps:
         metrics = dict[str, float]()
         if batch.num_loss_tokens:
             lr = job.schedule.at(step)
-            metrics = self._trainers.update(batch.sequences, job.limits, LOSS, lr, rows=batch.rows)
+            sequences = with_aggregation(batch, job.config.algo.aggregate)
+            metrics = self._trainers.update(sequences, job.limits, LOSS, lr, rows=batch.rows)
         return step_report(
             job, step + 1, batch.sequences, batch.num_loss_tokens, metrics, start_time
         )
