@@ -19,7 +19,7 @@ from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Message, Prompt, SamplingParams
-from msrl.workflows.serve.chat import converse, fit_conversation, interruptible
+from msrl.workflows.serve.chat import ChatPrompts, converse, fit_conversation, interruptible
 from msrl.workflows.serve.engine import choose_renderer
 from support import assert_each_mentions, assert_mentions
 from tiny_qwen2 import make_tokenizer, save_model
@@ -64,7 +64,9 @@ def num_tokens(renderer, turns) -> int:
 
 def test_a_conversation_that_fits_is_unchanged(renderer):
     turns = dialogue(10, 10, 10)
-    fitted = fit_conversation(renderer, SYSTEM, turns, num_tokens(renderer, turns) + 20, 20)
+    fitted = fit_conversation(
+        ChatPrompts(renderer, SYSTEM), turns, num_tokens(renderer, turns) + 20, 20
+    )
     assert fitted.turns == turns
     assert fitted.num_dropped == 0
 
@@ -72,7 +74,7 @@ def test_a_conversation_that_fits_is_unchanged(renderer):
 def test_the_oldest_questions_and_responses_are_dropped_but_not_the_system_text(renderer):
     turns = dialogue(10, 10, 10, 10, 10)
     length = num_tokens(renderer, turns) + 19  # one token too few
-    fitted = fit_conversation(renderer, SYSTEM, turns, length, 20)
+    fitted = fit_conversation(ChatPrompts(renderer, SYSTEM), turns, length, 20)
     assert fitted.turns == turns[2:]
     assert fitted.num_dropped == 2
     assert len(fitted.token_ids) == num_tokens(renderer, turns[2:])
@@ -82,8 +84,8 @@ def test_the_oldest_questions_and_responses_are_dropped_but_not_the_system_text(
 def test_the_last_question_may_use_the_room_of_its_response(renderer):
     turns = dialogue(10, 10, 100)
     length = num_tokens(renderer, turns[2:])
-    assert fit_conversation(renderer, SYSTEM, turns, length + 1, 50).num_dropped == 2
-    assert fit_conversation(renderer, SYSTEM, turns, length, 50).token_ids is None
+    assert fit_conversation(ChatPrompts(renderer, SYSTEM), turns, length + 1, 50).num_dropped == 2
+    assert fit_conversation(ChatPrompts(renderer, SYSTEM), turns, length, 50).token_ids is None
 
 
 def test_an_interrupt_is_recorded_and_the_handler_restored():
@@ -117,8 +119,7 @@ def test_turns_are_kept_until_they_are_cleared_and_nothing_follows_quit(engine, 
     )
     converse(
         engine,
-        renderer,
-        SYSTEM,
+        ChatPrompts(renderer, SYSTEM),
         sampling,
         ["one\n", "\n", "two\n", "/clear\n", "two\n", "/quit\n", "never\n"],
     )
@@ -142,7 +143,7 @@ def test_turns_that_do_not_fit_are_dropped_with_a_note(engine, renderer, capsys)
     sampling = SamplingParams(
         max_tokens=64, temperature=0.0, stop_token_ids=renderer.stop_token_ids
     )
-    converse(engine, renderer, (), sampling, ["x" * 90, "y" * 90, "z" * 300, "w"])
+    converse(engine, ChatPrompts(renderer), sampling, ["x" * 90, "y" * 90, "z" * 300, "w"])
     notes = capsys.readouterr().err.splitlines()
     assert_mentions(notes[0], "256 tokens", "2 oldest turns")
     assert_mentions(notes[1], "256 tokens", "question")
@@ -295,12 +296,12 @@ def _asked(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the questions that reach the model."""
     questions: list[str] = []
 
-    def respond(engine, renderer, system, turns, sampling):
+    def respond(engine, prompts, turns, sampling):
         questions.append(turns[-1].content)
         return turns
 
     monkeypatch.setattr("msrl.workflows.serve.chat._respond", respond)
-    converse(None, None, (), SamplingParams(max_tokens=1), lines)  # type: ignore[arg-type]
+    converse(None, None, SamplingParams(max_tokens=1), lines)  # type: ignore[arg-type]
     return questions
 
 
@@ -354,3 +355,25 @@ def test_bytes_that_are_not_text_become_placeholders(errors):
         check=False,
     )
     assert (done.stdout.decode(), done.returncode) == ("['a\\ufffd\\n', 'b\\n']\n", 0)
+
+
+def _dialogue(length):
+    roles = ("user", "assistant")
+    return tuple(Message(roles[number % 2], f"<{number}>") for number in range(length))
+
+
+@pytest.mark.parametrize(
+    ("keeps_oldest", "expected"),
+    [(False, "<4><5><6><7><8>"), (True, "<0><1><2><3><8>")],
+)
+def test_a_chat_remembers_as_many_turns_as_configured(keeps_oldest, expected, renderer):
+    prompts = ChatPrompts(renderer, is_raw=True, num_turns=2, keeps_oldest=keeps_oldest)
+    turns = prompts.recalled(_dialogue(9))
+    assert "".join(turn.content for turn in turns) == expected
+    assert make_tokenizer().decode(prompts.token_ids(turns)) == expected
+
+
+def test_a_chat_without_a_template_sends_the_plain_text_of_all_turns(renderer):
+    prompts = ChatPrompts(renderer, is_raw=True)
+    assert prompts.recalled(_dialogue(5)) == _dialogue(5)
+    assert make_tokenizer().decode(prompts.token_ids(_dialogue(3))) == "<0><1><2>"

@@ -18,6 +18,7 @@ from msrl.checks.inputs import (
 from msrl.checks.rollout import check_temperature
 from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
+from msrl.config.schema import ChatConfig, GenerateConfig
 from msrl.config.templates import template_names
 from msrl.data.manifest import TEXTS
 from msrl.errors import MsrlError
@@ -160,14 +161,12 @@ def check_generate(resolved: Resolved) -> Iterator[str]:
         not Path(generate.input).exists() or Path(generate.input).is_dir()
     ):
         yield resolved.mistake("generate.input", "file not found")
-    if generate.raw and (generate.template is not None or generate.system is not None):
-        yield resolved.mistake(
-            "generate.raw", "uses prompts unchanged. Remove template and system."
-        )
+    yield from _check_raw(resolved, "generate", generate)
     if generate.raw and resolved.config.environment.is_on:
         yield resolved.mistake(
             "generate.raw", "has no chat template, which an environment needs. Remove it."
         )
+    yield from check_folder(resolved, "generate.lora")
     yield from check_temperature(resolved, "generate.temperature")
     if generate.num_samples > 1 and generate.temperature == 0:
         yield resolved.mistake(
@@ -181,8 +180,25 @@ def check_chat(resolved: Resolved) -> Iterator[str]:
     yield from check_required(resolved, "chat.model")
     yield from check_model_path(resolved, "chat.model")
     yield from check_template(resolved, "chat.template")
+    yield from check_folder(resolved, "chat.lora")
+    yield from _check_raw(resolved, "chat", resolved.config.chat)
+    if resolved.is_changed("chat.history_keeps") and resolved.config.chat.history_turns is None:
+        yield resolved.mistake(
+            "chat.history_keeps", "is read with chat.history_turns only. Set it."
+        )
     yield from check_temperature(resolved, "chat.temperature")
     yield from _check_filters(resolved, "chat", resolved.config.chat.temperature)
+
+
+def _check_raw(
+    resolved: Resolved, section: str, config: GenerateConfig | ChatConfig
+) -> Iterator[str]:
+    """Check that no template is set for plain text."""
+    values = (config.template, config.system, config.enable_thinking)
+    if config.raw and any(value is not None for value in values):
+        yield resolved.mistake(
+            f"{section}.raw", "uses texts unchanged. Remove template, system and enable_thinking."
+        )
 
 
 def _check_filters(resolved: Resolved, section: str, temperature: float) -> Iterator[str]:

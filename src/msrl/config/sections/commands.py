@@ -178,6 +178,16 @@ class ResponseConfig(SamplingConfig):
         "Default: the tokenizer's chat template, if it has one.",
         examples=[*template_names()],
     )
+    lora: Text | None = Field(
+        default=None,
+        description="LoRA adapter in PEFT or mcore format, which is merged into the weights in "
+        "memory.",
+    )
+    enable_thinking: Bool | None = Field(
+        default=None,
+        description="Thinking mode of templates that support it. false gives the model an empty "
+        "thought. Default: the mode of the template.",
+    )
     system: Annotated[str, Strict()] | None = Field(
         default=None, description="System message. Default: the message of the template."
     )
@@ -206,6 +216,19 @@ class GenerateConfig(ResponseConfig):
 
 class ChatConfig(ResponseConfig):
     """Settings of `msrl chat`."""
+
+    raw: Bool = Field(
+        default=False,
+        description="Send the plain text of all questions and responses, without a template.",
+    )
+    history_turns: Annotated[int, Strict(), Field(ge=0)] | None = Field(
+        default=None,
+        description="Number of earlier questions that the model sees with their responses. "
+        "Default: all that fit.",
+    )
+    history_keeps: Literal["newest", "oldest"] = Field(
+        default="newest", description="Turns that chat.history_turns keeps."
+    )
 
     max_tokens: Count = Field(default=512, description="Maximum response length in tokens.")
     temperature: NonNegative = Field(

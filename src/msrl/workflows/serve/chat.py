@@ -31,6 +31,7 @@ from msrl.workflows.serve.engine import (
     needs_weight_transfer,
     open_model,
     other_template,
+    raw_ids,
     running_engine,
     sampling_params,
     system_turns,
@@ -62,6 +63,48 @@ class FittedConversation:
     num_dropped: int
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompts:
+    """Rendering of a conversation as a prompt, with the earlier turns that the model sees.
+
+    With `is_raw`, a prompt is the plain text of all turns. `num_turns` limits the earlier
+    questions with their responses; None is no limit.
+    """
+
+    renderer: Renderer
+    system: tuple[Message, ...] = ()
+    is_raw: bool = False
+    num_turns: int | None = None
+    keeps_oldest: bool = False
+
+    @classmethod
+    def of(cls, config: Config, renderer: Renderer) -> ChatPrompts:
+        """Return the prompts of `config.chat`."""
+        section = config.chat
+        return cls(
+            renderer,
+            system_turns(section.system),
+            section.raw,
+            section.history_turns,
+            section.history_keeps == "oldest",
+        )
+
+    def recalled(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return the earlier turns that the model sees, and the question, which is the last one."""
+        earlier, question = turns[:-1], turns[-1:]
+        if self.num_turns is None:
+            return turns
+        length = 2 * self.num_turns
+        kept = earlier[:length] if self.keeps_oldest else earlier[max(0, len(earlier) - length) :]
+        return (*kept, *question)
+
+    def token_ids(self, turns: tuple[Message, ...]) -> Ints:
+        """Return the token ids [P] of a conversation, including the generation prompt."""
+        if self.is_raw:
+            return raw_ids(self.renderer, "".join(turn.content for turn in turns))
+        return self.renderer.prompt(Conversation((*self.system, *turns)))
+
+
 def run(config: Config) -> None:
     """Chat with the settings of `config.chat` until the user leaves.
 
@@ -70,8 +113,8 @@ def run(config: Config) -> None:
     """
     section = config.chat
     source, renderer = prepare(config)
-    system = system_turns(section.system)
-    sampling = sampling_params(config, section, renderer.stop_token_ids)
+    stop_token_ids = () if section.raw else renderer.stop_token_ids
+    sampling = sampling_params(config, section, stop_token_ids)
     settings = _engine_settings(config, source)
     _print_note(f"loading {section.model}")
     with contextlib.ExitStack() as stack:
@@ -81,7 +124,7 @@ def run(config: Config) -> None:
             "ready: /clear starts a new conversation, /quit leaves, /help lists all commands, "
             "Ctrl-C stops a response"
         )
-        converse(engine, renderer, system, sampling, read_lines())
+        converse(engine, ChatPrompts.of(config, renderer), sampling, read_lines())
 
 
 def prepare(config: Config) -> tuple[WeightSource, Renderer]:
@@ -90,13 +133,15 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
     Raises:
         MsrlError: The model or the template is not valid.
     """
-    source = open_model(config.chat.model, "chat.model")
-    renderer = choose_renderer(source.hf_dir, config.chat.template)
-    if warning := other_template(source.hf_dir, renderer):
+    section = config.chat
+    source = open_model(section.model, "chat.model", section.lora)
+    renderer = choose_renderer(
+        source.hf_dir, section.template, enable_thinking=section.enable_thinking
+    )
+    if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         _print_note(warning)
-    check_stops("chat.stop", config.chat.stop, renderer.tokenizer)
-    system = system_turns(config.chat.system)
-    renderer.prompt(Conversation((*system, Message("user", "?"))))
+    check_stops("chat.stop", section.stop, renderer.tokenizer)
+    ChatPrompts.of(config, renderer).token_ids((Message("user", "?"),))
     check_engine(config, _engine_settings(config, source))
     return source, renderer
 
@@ -108,14 +153,13 @@ def _engine_settings(config: Config, source: WeightSource) -> EngineSettings:
         source.hf_dir,
         dtype=section.dtype,
         max_num_seqs=1,
-        random_weights=needs_weight_transfer(source, section.model),
+        random_weights=needs_weight_transfer(source, section.model, section.lora),
     )
 
 
 def converse(
     engine: Engine,
-    renderer: Renderer,
-    system: tuple[Message, ...],
+    prompts: ChatPrompts,
     sampling: SamplingParams,
     lines: Iterable[str],
 ) -> None:
@@ -136,9 +180,7 @@ def converse(
             turn_sampling = sampling
             if sampling.seed is not None:
                 turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
-            turns = _respond(
-                engine, renderer, system, (*turns, Message("user", text)), turn_sampling
-            )
+            turns = _respond(engine, prompts, (*turns, Message("user", text)), turn_sampling)
 
 
 def _questions(lines: Iterable[str]) -> Iterator[str]:
@@ -164,8 +206,7 @@ def _questions(lines: Iterable[str]) -> Iterator[str]:
 
 def _respond(
     engine: Engine,
-    renderer: Renderer,
-    system: tuple[Message, ...],
+    prompts: ChatPrompts,
     turns: tuple[Message, ...],
     sampling: SamplingParams,
 ) -> tuple[Message, ...]:
@@ -173,7 +214,8 @@ def _respond(
 
     If the question is too long, it is dropped from the conversation instead.
     """
-    fitted = fit_conversation(renderer, system, turns, engine.max_model_len, sampling.max_tokens)
+    turns = prompts.recalled(turns)
+    fitted = fit_conversation(prompts, turns, engine.max_model_len, sampling.max_tokens)
     if fitted.token_ids is None:
         _print_note(
             f"too long: question and response together may have {engine.max_model_len} tokens; "
@@ -197,8 +239,7 @@ def _respond(
 
 
 def fit_conversation(
-    renderer: Renderer,
-    system: tuple[Message, ...],
+    prompts: ChatPrompts,
     turns: tuple[Message, ...],
     max_model_len: int,
     max_tokens: int,
@@ -211,7 +252,7 @@ def fit_conversation(
     room = max_model_len - min(max_tokens, max_model_len // 2)
     questions = [number for number, turn in enumerate(turns) if turn.role == "user"]
     for first in questions:
-        token_ids = renderer.prompt(Conversation((*system, *turns[first:])))
+        token_ids = prompts.token_ids(turns[first:])
         is_last = first == questions[-1]
         if len(token_ids) <= room or (is_last and len(token_ids) < max_model_len):
             return FittedConversation(turns[first:], token_ids, first)

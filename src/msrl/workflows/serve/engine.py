@@ -80,8 +80,8 @@ def early_environment() -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def open_model(model: str | None, key: str) -> WeightSource:
-    """Open the weights of a Hugging Face or mcore folder.
+def open_model(model: str | None, key: str, lora: str | None = None) -> WeightSource:
+    """Open the weights of a Hugging Face or mcore folder, with an adapter merged into them.
 
     Raises:
         MsrlError: `model` is None or the folder is damaged. `key` is the setting's name for the
@@ -95,7 +95,24 @@ def open_model(model: str | None, key: str) -> WeightSource:
             f"{key}: no model is set. Set it to a Hugging Face folder or an mcore checkpoint."
         )
     verify_models([Path(model)])
-    return open_weights(Path(model))
+    if lora is None:
+        return open_weights(Path(model))
+    return _merged(Path(model), Path(lora))
+
+
+def _merged(model: Path, lora: Path) -> WeightSource:
+    """Return the weights of a model with an adapter, which may be in the same mcore folder."""
+    from msrl.checkpoint.adapters.megatron import read_adapter
+    from msrl.checkpoint.adapters.merge import MergedSource
+    from msrl.checkpoint.integrity import adapter_checks
+    from msrl.checkpoint.source import open_mcore, open_weights
+    from msrl.models.paths import is_mcore
+    from msrl.workflows.training.integrity import verify_files
+
+    verify_files(adapter_checks(lora))
+    is_same = lora.resolve() == model.resolve() and is_mcore(str(model))
+    base = open_mcore(model, beside_adapter=True) if is_same else open_weights(model)
+    return MergedSource(base, read_adapter(lora, base.shape))
 
 
 def hf_weights(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
@@ -133,15 +150,17 @@ def running_engine(
         engine.close()
 
 
-def needs_weight_transfer(source: WeightSource, model: str | None) -> bool:
+def needs_weight_transfer(source: WeightSource, model: str | None, lora: str | None = None) -> bool:
     """Return True if the engine cannot read the weights itself.
 
-    That is the case if they are not in the folder of config and tokenizer.
+    That is the case if they are not in the folder of config and tokenizer, or have an adapter.
     """
-    return model is not None and source.hf_dir != Path(model)
+    return lora is not None or (model is not None and source.hf_dir != Path(model))
 
 
-def choose_renderer(folder: Path, template: str | None) -> Renderer:
+def choose_renderer(
+    folder: Path, template: str | None, *, enable_thinking: bool | None = None
+) -> Renderer:
     """Return the renderer for the tokenizer in `folder` with the template of that name.
 
     The default is the tokenizer's template, or `empty` if it has none. With the tokenizer's
@@ -149,7 +168,9 @@ def choose_renderer(folder: Path, template: str | None) -> Renderer:
     """
     tokenizer = load_tokenizer(folder)
     name = template or ("native" if getattr(tokenizer, "chat_template", None) else "empty")
-    renderer = make_renderer(load_template(name), text_tokenizer(tokenizer))
+    renderer = make_renderer(
+        load_template(name), text_tokenizer(tokenizer), enable_thinking=enable_thinking
+    )
     if name != "native":
         return renderer
     return replace(

@@ -122,8 +122,10 @@ def prepare(config: Config) -> GenerateSetup:
     """
     section = config.generate
     output = check_output(section.output)
-    source = open_model(section.model, "generate.model")
-    renderer = choose_renderer(source.hf_dir, section.template)
+    source = open_model(section.model, "generate.model", section.lora)
+    renderer = choose_renderer(
+        source.hf_dir, section.template, enable_thinking=section.enable_thinking
+    )
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         print(printable(warning), file=sys.stderr)
     check_stops("generate.stop", section.stop, renderer.tokenizer)
@@ -141,7 +143,7 @@ def prepare(config: Config) -> GenerateSetup:
         dtype=section.dtype,
         max_model_len=min(limit, _longest_prompt(prompts, episodes) + section.max_tokens),
         max_num_seqs=len(requests) * section.num_samples,
-        random_weights=needs_weight_transfer(source, section.model),
+        random_weights=needs_weight_transfer(source, section.model, section.lora),
     )
     check_engine(config, engine)
     return GenerateSetup(source, renderer, requests, engine, output, prompts, episodes)
