@@ -313,6 +313,7 @@ def _target(row: Any) -> str:
         return text if _is_supported(row) else f"{text} (not in this version)"
     effects = {
         "refused": row.refuse,
+        "only with `--approximate`": row.differs,
         "none, as in the original": row.dead,
         "checked against config.json": row.shape,
         "none: memory or speed only": row.speed,
@@ -336,9 +337,10 @@ def _note(row: Any) -> str:
     """Return the explanation of a row and the default of the original."""
     from msrl.config.unsupported import NOT_YET
 
-    is_refused = bool(row.refuse) or not _is_supported(row)
+    is_refused = bool(row.refuse or row.differs) or not _is_supported(row)
     reasons = (
         row.by, row.same, row.speed, row.placement, row.dropped, row.dead, row.refuse,
+        row.differs,
         f"`{row.shape}` of config.json" if row.shape else "",
         *(NOT_YET.get(key, "") for key in row.to),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from msrl.config.sources import parse, plain
-from msrl.errors import MsrlError
+from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions
@@ -147,9 +147,11 @@ def test_changes_of_a_command_line_override_the_file(flags: str, folder: Path) -
     assert [o.status for o in overrides] == [KeyStatus.APPLIED] * 3
 
 
-def test_changes_without_their_file_are_dropped_with_a_report(tmp_path: Path) -> None:
+def test_changes_without_their_file_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(COMMAND.format("--config-name base"))
-    translation = translate_arguments("mindspeed-rl", [str(script)])
-    overrides = [o for o in translation.key_results if o.entry.section == "override"]
-    assert [o.status for o in overrides] == [KeyStatus.DROPPED] * 3
+    with pytest.raises(ManyErrors) as caught:
+        translate_arguments("mindspeed-rl", [str(script)])
+    _, name, *overrides = caught.value.messages
+    assert_mentions(name, "config_name=base", "not found", "--config-name")
+    assert len(overrides) == 3

@@ -261,9 +261,9 @@ def test_all_errors_of_a_file_are_reported_together(folder: Path):
     )
     assert_each_mentions(
         lines,
-        ("hidden_dropout=0.1", "dropout", 0),
         ("kl_ctrl_type=low_var_kl", "fixed", "adaptive"),
         ("verifier_weight", 1, 2),
+        ("hidden_dropout=0.1", "dropout", "--approximate"),
     )
 
 

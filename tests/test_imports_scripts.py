@@ -147,10 +147,11 @@ def test_an_inference_script_samples_like_the_original():
     )
     sampling = {"temperature": 0.7, "top_p": 0.95, "top_k": 50, "max_tokens": 128}
     tree = native_tree(line)
+    both = {"model": "ckpt", "seed": 42, "dtype": "bfloat16", "raw": True, **sampling}
     assert tree == {
         "rollout": {"engine": {"tp": 1}},
-        "generate": {"model": "ckpt", "seed": 42, **sampling},
-        "chat": {"model": "ckpt", "seed": 42, **sampling},
+        "generate": {"prompt": "how are you?", **both},
+        "chat": {"history_turns": 3, "history_keeps": "oldest", **both},
     }
     statuses = {
         key_result.entry.key: key_result.status for key_result in imported(line).key_results
@@ -336,7 +337,6 @@ def test_float16_and_losses_over_devices_are_approximated_only_on_request():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--calculate-per-token-loss", ("micro-batches",)),
         ("--hidden-dropout 0", ("hidden_dropout", 0.1)),
         ("--split 100,0,0", ("969,30,1",)),
     ],
@@ -345,6 +345,14 @@ def test_defaults_that_msrl_does_not_have_are_reported(flags: str, words: tuple[
     for line, is_reported in ((TUNE, True), (f"{TUNE} {flags}", False)):
         lines = full(imported(line))
         assert any(re.search(mentions(*words), text) for text in lines) == is_reported
+
+
+def test_a_loss_is_averaged_as_in_the_original():
+    """Without --calculate-per-token-loss, it is the mean over micro-batches of token means."""
+    groups = {"mode": "micro-batch-mean", "samples_per_group": 2}
+    assert native_tree(f"{TUNE} --micro-batch-size 2")["algo"]["aggregate"] == groups
+    tree = native_tree(f"{TUNE} --micro-batch-size 2 --calculate-per-token-loss")
+    assert "algo" not in tree
 
 
 def test_attention_across_packed_sequences_is_reported():

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from msrl.checks import plugins
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
-from msrl.plan.derived import updates_per_step
+from msrl.plan.derived import needs_critic, updates_per_step
 from msrl.registry import ADVANTAGES, LOSSES
 from msrl.registry.declarations import declaration
 
 SEQUENCE_CLIP_LIMIT = 0.05
+MAX_KL_TARGET = 0.1
 
 
 def check_algorithm(resolved: Resolved) -> Iterator[str]:
@@ -38,6 +39,21 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             "algo.mask.equal_groups",
             "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
         )
+
+
+def check_sft_aggregate(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of `algo.aggregate` that train-sft does not have."""
+    aggregate = resolved.config.algo.aggregate
+    if aggregate.mode not in ("token-mean", "micro-batch-mean"):
+        yield resolved.mistake(
+            "algo.aggregate.mode", "train-sft has token-mean and micro-batch-mean only."
+        )
+        return
+    if aggregate.tokens_per_group is not None:
+        message = "is a key of train-grpo. Set algo.aggregate.samples_per_group."
+        yield resolved.mistake("algo.aggregate.tokens_per_group", message)
+        return
+    yield from check_aggregate(resolved)
 
 
 def check_aggregate(resolved: Resolved) -> Iterator[str]:
@@ -332,6 +348,16 @@ def _advice(resolved: Resolved) -> Iterator[str]:
             "In rewards, only k1 has the gradient of the divergence."
         )
         yield resolved.mistake("algo.kl.reward.estimator", message)
+    critic, lr = config.cluster.roles.critic.optimizer, config.train.optimizer.lr
+    if needs_critic(config) and critic.lr is not None and critic.lr < lr:
+        yield resolved.mistake(
+            "cluster.roles.critic.optimizer.lr",
+            f"is below that of the policy, {lr}. A critic usually learns faster than its policy.",
+        )
+    target = algo.kl.controller.target
+    if algo.kl.controller.kind == "adaptive" and target is not None and target > MAX_KL_TARGET:
+        message = "allows the policy to move far. Usual targets are 0.001 to 0.01."
+        yield resolved.mistake("algo.kl.controller.target", message)
     if algo.policy_loss in ("vanilla", "gpg") and updates_per_step(config) > 1:
         message = (
             f"has no importance ratio, but a rollout has {updates_per_step(config)} updates, which "

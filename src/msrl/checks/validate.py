@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from msrl.checks.algorithm import check_aggregate, check_algorithm
+from msrl.checks.algorithm import check_aggregate, check_algorithm, check_sft_aggregate
 from msrl.checks.asynchronous import check_async, check_old_logprobs
 from msrl.checks.cluster import check_tls, check_tls_of_run
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
@@ -61,6 +61,7 @@ from msrl.checks.training import (
     check_training_length,
 )
 from msrl.config.loader import Resolved
+from msrl.config.secrets import redacted
 from msrl.errors import ManyErrors
 from msrl.plan.run_plan import RunPlan, resolve
 
@@ -86,7 +87,7 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     lines = [line for run_check in CHECKS.get(plan.command, ()) for line in run_check(resolved)]
     for plan_check in PLAN_CHECKS.get(plan.command, ()):
         lines += plan_check(resolved, plan)
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
 
 
 def guess(resolved: Resolved) -> str | None:
@@ -133,6 +134,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_sft_evaluation,
         check_no_preference,
         check_no_distillation,
+        check_sft_aggregate,
     ),
     "train-dpo": (
         *_TRAINING,

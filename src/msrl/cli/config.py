@@ -35,6 +35,7 @@ def show(
     ctx: typer.Context,
     config: o.Files = None,
     config_name: o.ConfigName = None,
+    approximate: o.Approximate = False,
     sets: o.Sets = None,
     command: o.For = None,
     model: o.TrainModel = None,
@@ -91,6 +92,7 @@ def validate(
     ctx: typer.Context,
     config: o.Files = None,
     config_name: o.ConfigName = None,
+    approximate: o.Approximate = False,
     sets: o.Sets = None,
     command: o.For = None,
     model: o.TrainModel = None,
@@ -148,7 +150,7 @@ def import_(
     from msrl.errors import ManyErrors
     from msrl.files import write_text
     from msrl.importers.command import native_yaml, report, translate_arguments
-    from msrl.workflows.import_config import validate
+    from msrl.workflows.import_config import next_commands, validate
 
     translation = translate_arguments(system.value, arguments, approximate=approximate)
     typer.echo(printable(report(translation)), err=True)
@@ -161,3 +163,5 @@ def import_(
         typer.echo(printable(f"before a run: {line}"), err=True)
     if validation.errors:
         raise ManyErrors(validation.errors)
+    for line in next_commands(translation, validation, output):
+        typer.echo(printable(f"next: {line}"), err=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from msrl.checks.validate import check
 from msrl.config.loader import Flag, Importers, Resolved, load
@@ -16,15 +18,19 @@ def load_configuration(
     sets: Sequence[str] = (),
     flags: Sequence[Flag] = (),
     command: str | None = None,
+    *,
+    approximate: bool = False,
 ) -> Resolved:
     """Merge files, `--set` and flags into one configuration, and check it for `command`.
 
-    Without a command, only the schema is checked.
+    Without a command, only the schema is checked. With `approximate`, keys of other systems take
+    the nearest setting where msrl has no equal one.
 
     Raises:
         ManyErrors: one message per error.
     """
-    resolved = load(files, sets, flags, IMPORTERS)
+    importers = replace(IMPORTERS, translate=partial(foreign, approximate=approximate))
+    resolved = load(files, sets, flags, importers)
     if command is not None:
         check(resolved, command)
     return resolved

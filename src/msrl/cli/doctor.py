@@ -23,6 +23,7 @@ def doctor(
     ctx: typer.Context,
     config: o.Files = None,
     config_name: o.ConfigName = None,
+    approximate: o.Approximate = False,
     sets: o.Sets = None,
     command: o.For = None,
     platform: o.Platform = None,

@@ -107,7 +107,18 @@ def resolve(
         *_flags(ctx),
         *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items()),
     ]
-    return load_configuration(files, ctx.params.get("sets") or [], flags, command)
+    sets: list[str] = ctx.params.get("sets") or []
+    approximate: bool | None = ctx.params.get("approximate")
+    try:
+        return load_configuration(files, sets, flags, command, approximate=bool(approximate))
+    except ManyErrors as error:
+        if approximate is not None:
+            raise
+        # This command does not have the option that the messages name.
+        remedy = "`msrl config import --approximate`"
+        raise ManyErrors(
+            [line.replace("--approximate", remedy) for line in error.messages]
+        ) from None
 
 
 def with_hub_files(resolved: Resolved, command: str) -> LocalConfig:

@@ -61,6 +61,7 @@ _NO_KEYS = frozenset(
         "verbose",
         "json",
         "imports",
+        "approximate",
         "force",
         "new_token",
         "command",

@@ -845,7 +845,7 @@ Approximate = Annotated[
     bool,
     _option(
         "--approximate",
-        help="Use the nearest setting where msrl cannot compute what the original computes. "
+        help="Accept the nearest setting if msrl has no equal one in a file of another system. "
         "The report names each of them. Default: refuse such files.",
     ),
 ]

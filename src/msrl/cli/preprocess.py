@@ -38,6 +38,7 @@ def preprocess(
     append_eod: o.AppendEod = None,
     show: o.Show = None,
     config: o.Files = None,
+    approximate: o.Approximate = False,
     sets: o.Sets = None,
     platform: o.Platform = None,
     dry_run: o.DryRun = False,

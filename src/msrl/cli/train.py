@@ -77,6 +77,7 @@ def training_function(command: str) -> Callable[..., None]:
         ctx: typer.Context,
         config: o.Files = None,
         config_name: o.ConfigName = None,
+        approximate: o.Approximate = False,
         sets: o.Sets = None,
         model: o.TrainModel = None,
         data: o.Data = None,

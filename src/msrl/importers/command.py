@@ -9,8 +9,8 @@ from typing import cast
 from msrl.config.show import flow, written_key
 from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
-from msrl.importers import mindspeed_scripts
 from msrl.importers.lightrft import command_line as lightrft
+from msrl.importers.mindspeed_llm import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.report import full
@@ -57,7 +57,7 @@ def translate_arguments(
         raise MsrlError(
             f"config import --from {system}: expected one file, got {len(arguments)} arguments"
         )
-    translation.accepts_differences = approximate
+    translation.complete(approximate=approximate)
     errors = [*translation.errors, *([] if approximate else translation.differences)]
     if errors:
         raise ManyErrors(errors)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from msrl.config.sources import Origin, wrap
+from msrl.importers.secrets import holds_secret, is_secret_name
 from msrl.importers.shell import Script, Word
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
-_TRAININGS = ("train", "ray", "flags")
 # Variables of the launching shell. Workers inherit its folders of programs and modules.
 _SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-_SECRET = re.compile(r"(API_?)?KEY$|TOKEN$|SECRET|PASSWORD", re.I)
 _RENDEZVOUS = (
     "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "NNODES",
     "NODE_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", "GPUS_PER_NODE", "NPUS_PER_NODE",
@@ -25,9 +23,12 @@ def put_exports(translation: Translation, script: Script) -> None:
     Also record unset variables, files that the script includes, and lines that bash reads
     otherwise.
     """
-    trains = any(key_result.entry.section in _TRAININGS for key_result in translation.key_results)
+    starts_ray = any(
+        result.entry.section in ("ray", "ray_start") for result in translation.key_results
+    )
+    trains = starts_ray or translation.is_training
     for name, word in script.exported.items():
-        text = "***" if _SECRET.search(name) else word.text
+        text = "***" if _is_secret(name, word) else word.text
         node = wrap(text, Origin(translation.name, word.line))
         entry = SourceKey("environment", name, name, node)
         _put_export(translation, entry, word, trains=trains)
@@ -38,6 +39,10 @@ def put_exports(translation: Translation, script: Script) -> None:
     for word, file in script.sources:
         _put_source(translation, word, file)
     translation.notes += [f"{translation.name}:{line}: {text}" for line, text in script.repairs]
+
+
+def _is_secret(name: str, word: Word) -> bool:
+    return is_secret_name(name) or holds_secret(word.text)
 
 
 def _put_source(translation: Translation, word: Word, file: Path | None) -> None:
@@ -63,7 +68,7 @@ def _put_export(translation: Translation, entry: SourceKey, word: Word, *, train
             "To hide devices, export the variable before msrl starts."
         )
         return translation.record(entry, KeyStatus.PLACEMENT, reason)
-    if _SECRET.search(entry.key):
+    if _is_secret(entry.key, word):
         reason = "secrets are not written to files. Export it before msrl starts."
         return translation.record(entry, KeyStatus.DROPPED, reason)
     if not trains:

@@ -20,10 +20,17 @@ class Keys:
     """Keys of one table section, with the defaults of the original for keys that a file omits."""
 
     def __init__(
-        self, translation: Translation, section: str, entries: Iterable[SourceKey]
+        self,
+        translation: Translation,
+        section: str,
+        entries: Iterable[SourceKey],
+        *,
+        also: Sequence[str] = (),
     ) -> None:
+        """Collect the keys; those that `section` lacks have the defaults of the sections `also`."""
         self.translation = translation
         self.section = section
+        self._sections = (section, *also)
         self._entries: dict[str, SourceKey] = {}
         for entry in entries:
             overridden = self._entries.get(entry.key)
@@ -44,7 +51,9 @@ class Keys:
         entry = self.get(*keys)
         if entry is not None:
             return entry.value
-        return self.translation.default(self.section, keys[0])
+        has_row = self.translation.table.row
+        section = next((name for name in self._sections if has_row(name, keys[0])), self.section)
+        return self.translation.default(section, keys[0])
 
     def number(self, *keys: str) -> int | None:
         """Return the value if it is an integer; None for a placeholder. Other values are errors."""

@@ -62,8 +62,10 @@ def _included(defaults: Node | None, file: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def foreign(path: str) -> Translation | None:
+def foreign(path: str, *, approximate: bool = False) -> Translation | None:
     """Return the translation of a MindSpeed file; None for a native file.
+
+    With `approximate`, differences from the original are accepted and recorded in the run.
 
     Raises:
         MsrlError: if the file belongs to a system whose files must be imported first.
@@ -78,7 +80,10 @@ def foreign(path: str) -> Translation | None:
         )
     if system is None:
         return None
-    return (mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray).translate(tree, file)
+    importer = mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray
+    translation = importer.translate(tree, file)
+    translation.complete(approximate=approximate)
+    return translation
 
 
 def refuse_foreign_key(path: str) -> None:

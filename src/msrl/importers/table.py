@@ -12,6 +12,7 @@ A row describes one key, or several that are separated by commas, with these fie
   dead    why the key has no effect in the original either
   shape   the property of the model's config.json that the key repeats; it is checked, not set
   refuse  why msrl does not support the key
+  differs what msrl computes without the key, which is refused unless differences are accepted
   only    algorithms in which the original reads the key
   is_text True if a quoted "true" or "false" is valid; for other keys it is an error
   form    what the value must be: switch, number, text, texts, list or section. A key whose
@@ -100,6 +101,7 @@ class Row:
     dead: str = ""
     shape: str = ""
     refuse: str = ""
+    differs: str = ""
     only: tuple[str, ...] = ()
     is_text: bool = False
     form: str = ""
@@ -107,7 +109,7 @@ class Row:
     def problem(self, value: object) -> str:
         """Return why the original cannot read a value; empty if it can, and for null."""
         is_switch = any(isinstance(value, bool) for value in (*self.off, self.default))
-        form = self.form or ("switch" if is_switch and not self.refuse else "")
+        form = self.form or ("switch" if is_switch and not (self.refuse or self.differs) else "")
         is_open = is_placeholder(value) and form not in ("list", "section")
         if not form or value is None or is_open:
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from msrl.config.messages import node_at, written
 from msrl.config.sources import Node, Origin, at, merge, plain, printable_value, wrap
@@ -13,10 +14,12 @@ from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS, weights_by_prefix
 from msrl.importers.native_keys import refusal
 from msrl.importers.placeholders import is_placeholder
+from msrl.importers.secrets import REFUSAL, holds_secret, is_secret_name, masked
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import Row, Table, canonical
 
-_SECRET_KEYS = ("use_wandb", "api_key", "judge_api_key")
+_TRAININGS = {"train", "data", "algo"}  # sections of trainings
+_SECRET_KEYS = ("use_wandb",)  # LightRFT's switch, whose value is the key of an account
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,16 @@ class SourceKey:
     def __str__(self) -> str:
         printable = printable_value(self.node)
         value = "" if isinstance(self.node.value, dict) else f"={written(printable)}"
-        if self.key in _SECRET_KEYS and isinstance(self.value, str):
+        if self.is_secret:
             value = "=***"
-        return f"{self.origin}: {self.path}{value}"
+        return masked(f"{self.origin}: {self.path}{value}")
+
+    @property
+    def is_secret(self) -> bool:
+        """True for a literal text of a key whose name shows that it is a secret."""
+        is_named = self.key in _SECRET_KEYS or is_secret_name(self.path.rpartition(".")[2])
+        is_reference = self.node.reference is not None or "${" in str(self.value)
+        return is_named and isinstance(self.value, str) and not is_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +283,8 @@ class Translation:
         `same`; without a reason a run refuses the key.
         """
         keys = tuple(keys)
+        if holds_secret(value) or (entry.is_secret and value == entry.value):
+            return self._refuse_secret(entry, keys)
         node = wrap(value, entry.origin)
         if entry.node.reference is not None and value == entry.value:
             node = replace(node, reference=entry.node.reference)
@@ -287,6 +299,13 @@ class Translation:
         text = f"{' and '.join(keys)}: {written(printable_value(node))}"
         text += f" ({why})" if why else ""
         return self.record(entry, KeyStatus.APPLIED, text)
+
+    def _refuse_secret(self, entry: SourceKey, keys: tuple[str, ...]) -> None:
+        """Refuse a literal secret. A variable of workers is exported instead."""
+        if keys[0].startswith("cluster.env."):
+            text = "secrets are not written to files. Export it before msrl starts."
+            return self.record(entry, KeyStatus.DROPPED, text)
+        return self.add_error(entry, REFUSAL)
 
     def _assign_unsupported(
         self, entry: SourceKey, keys: tuple[str, ...], node: Node, reason: str
@@ -309,6 +328,8 @@ class Translation:
             self.record(entry, KeyStatus.OFF, "")
         elif row.refuse:
             self.add_error(entry, f"not supported: {row.refuse}")
+        elif row.differs:
+            self.difference(entry, row.differs)
         elif not row.to:
             status, reason = row.neutral
             assert reason or row.by, f"{entry}: no row field and no rule of {self.system}"
@@ -358,6 +379,19 @@ class Translation:
 
     # --- results
 
+    def complete(self, *, approximate: bool) -> None:
+        """Name the run of a training, and record the differences that `approximate` accepts."""
+        self.accepts_differences = approximate
+        if not self.is_training:
+            return
+        file = Path(self.name)
+        name = file.stem if file.suffix else self.system.lower()
+        if node_at(self.tree, ["run", "name"]) is None:
+            self.set("run.name", wrap(name, Origin(self.name)))
+        if approximate and self.differences:
+            lines = [line.partition(". --approximate")[0] for line in self.differences]
+            self.set("run.differences", wrap(lines, Origin("--approximate")))
+
     def refused(self) -> list[str]:
         """Return one line for each key, and default of the original, that a run must refuse."""
         unsupported = [
@@ -367,6 +401,11 @@ class Translation:
         ]
         differences = [] if self.accepts_differences else self.differences
         return [*map(str, unsupported), *self.missing, *differences]
+
+    @property
+    def is_training(self) -> bool:
+        """True if the native keys configure a training."""
+        return bool(_TRAININGS & set(plain(self.tree)))
 
     def complete_tree(self) -> Node:
         """Return the native tree including the unsupported keys, which a run refuses."""

@@ -79,6 +79,7 @@ def write_report(
     results: Mapping[str, str] | None = None,
     picture: str | None = None,
     command: str | None = None,
+    differences: Sequence[str] = (),
 ) -> Path:
     """Write `report.md` with the summary and return its path.
 
@@ -88,10 +89,16 @@ def write_report(
         results: further lines, for example the path of the exported model.
         picture: file with the curves, relative to the folder.
         command: command that continues with the result of the run.
+        differences: accepted differences from the file of another system.
     """
     path = run_dir / FILE_NAME
     text = lines(
-        summary, title=run_dir.name, results=results or {}, picture=picture, command=command
+        summary,
+        title=run_dir.name,
+        results=results or {},
+        picture=picture,
+        command=command,
+        differences=differences,
     )
     write_text(path, "\n".join(text) + "\n")
     return path
@@ -104,6 +111,7 @@ def lines(
     results: Mapping[str, str],
     picture: str | None = None,
     command: str | None = None,
+    differences: Sequence[str] = (),
 ) -> list[str]:
     """Return the report as lines of Markdown."""
     steps = "No step was trained."
@@ -124,6 +132,9 @@ def lines(
         text += _time_rows(summary.seconds)
     if summary.timeline:
         text += ["", *_timeline_rows(summary.timeline)]
+    if differences:
+        text += ["", "Differences from the imported file, accepted by `--approximate`:", ""]
+        text += [f"- {_code(difference)}" for difference in differences]
     if summary.notes:
         text += ["", *(f"- {_code(n)} ({count} times)" for n, count in summary.notes.items())]
     return text

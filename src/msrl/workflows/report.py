@@ -42,7 +42,13 @@ def run(folder: Path) -> None:
     command = next_command(
         config, folder, results, is_completed, is_reward_model=training == "train-rm"
     )
-    write_results(folder, results, curves=CURVES[training], command=command)
+    write_results(
+        folder,
+        results,
+        curves=CURVES[training],
+        command=command,
+        differences=config.run.differences,
+    )
 
 
 def _training(config: Config, folder: Path) -> str:

@@ -46,6 +46,11 @@ class RunConfig(Section):
         "deterministic implementation raise an error.",
     )
     dir: Text = Field(default="runs", description="Parent folder of the folders of all runs.")
+    differences: tuple[Text, ...] = Field(
+        default=(),
+        description="Differences from the file of another system that `--approximate` accepted. "
+        "The report of the run lists them.",
+    )
 
 
 class ModelConfig(Section):

@@ -15,6 +15,7 @@ from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
 from msrl.importers.megatron import converted
+from msrl.importers.programs import put_left_out
 from msrl.importers.sections import Keys, as_list, put_repeated, put_tracker_options
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
@@ -49,9 +50,20 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
     if translation.errors:
         _refuse_feature(commands[0], name)
     put_exports(translation, script)
+    put_left_out(translation, script, {id(commands[0])}, _PROGRAMS)
     return translation
 
 
+_PROGRAMS = {
+    "test_reward_models": "a check of reward models. `--dry-run` opens those of a configuration",
+    "ray start": "`msrl cluster up` starts Ray",
+    "python -m sglang.launch_server": "a server of a teacher or a reward model. Start it with "
+    "`msrl serve` or with vLLM, and set its address",
+}
+_WANDB_VALUE = (
+    "the value is not written: the original logs in with it. Export WANDB_API_KEY; a project is "
+    "set by wandb_project"
+)
 _FEATURES = {
     "--images_key": "training on images or audio",
     "--mixed_mm_data": "training on images or audio",
@@ -287,7 +299,8 @@ class _Flags:
             "preprocess the rows with `msrl preprocess`, then use --set data.train=PREFIX",
         )
         if keys.get("save_path"):
-            keys.assign("save_path", ["checkpoint.export_hf"], True)
+            why = "the folder hf of the run, not this one: set run.dir and run.name"
+            keys.assign("save_path", ["checkpoint.export_hf"], True, why=why)
         ckpt = keys.get("ckpt_path")
         if ckpt is not None:
             self.translation.assign(ckpt, ["checkpoint.save"], ckpt.value)
@@ -316,6 +329,7 @@ class _Flags:
                 ["log.trackers"],
                 trackers,
                 same="metrics.jsonl contains the same metrics",
+                why=_WANDB_VALUE if name == "wandb" else "",
             )
         options = {"wandb_org": "entity", "wandb_group": "group", "wandb_project": "project"}
         put_tracker_options(keys, "wandb", options, is_on="wandb" in trackers)

@@ -102,16 +102,21 @@ def _put_template(translation: Translation, keys: Keys) -> None:
     The file that MindSpeed ships defines the packaged templates, unless it exists here: it may
     have been edited. `qwen_r1` of MindSpeed-LLM differs from that of MindSpeed-RL.
     """
-    name, path = keys.get("prompt_type"), keys.get("prompt_type_path")
-    if name is None:
-        return
+    name = keys.get("prompt_type")
+    if name is not None:
+        translation.assign(name, ["preprocess.template"], template_name(translation, keys))
+
+
+def template_name(translation: Translation, keys: Keys) -> object:
+    """Return the name of the template of prompt_type, with its file if that is not packaged."""
+    name, path = keys.value("prompt_type"), keys.get("prompt_type_path")
     file = "" if path is None else str(path.value)
     is_shipped = not file or file.removeprefix("./") in _SHIPPED_TEMPLATES
     if file and (Path(file).is_file() or not is_shipped):
-        translation.assign(name, ["preprocess.template"], f"{file}:{name.value}")
-        keys.record("prompt_type_path", KeyStatus.APPLIED, "part of preprocess.template")
-    elif translation.system == "MindSpeed-LLM" and name.value == "qwen_r1":
-        translation.assign(name, ["preprocess.template"], "qwen_r1_mindspeed_llm")
+        keys.record("prompt_type_path", KeyStatus.APPLIED, "part of the name of the template")
+        return f"{file}:{name}"
+    is_other = translation.system == "MindSpeed-LLM" and name == "qwen_r1"
+    return "qwen_r1_mindspeed_llm" if is_other else name
 
 
 def put_text(translation: Translation, keys: Keys) -> None:

@@ -29,27 +29,39 @@ def put_training(translation: Translation, keys: Keys) -> None:
     put_preference(translation, keys, stage)
     _initial_weights(translation, keys, is_text=is_text)
     _decay(translation, keys)
-    _split(translation, keys)
+    _split(translation, keys, is_text=is_text)
     MegatronKeys(translation, keys).apply_supervised()
     put_router(keys)
     _evaluation(translation, keys)
     _memory(translation, keys)
     _trackers(translation, keys)
     _profile(keys)
-    _remarks(translation, keys, stage, is_text=is_text)
+    if not is_text and (stage is None or stage.value == "sft"):
+        _aggregation(translation, keys)
+    _remarks(translation, keys, is_text=is_text)
 
 
-def _remarks(
-    translation: Translation, keys: Keys, stage: SourceKey | None, *, is_text: bool
-) -> None:
+def _aggregation(translation: Translation, keys: Keys) -> None:
+    """Translate the mean of a loss: over all tokens, or over the means of micro-batches.
+
+    The rows of pretraining have equal numbers of tokens, for which both are equal.
+    """
+    if keys.value("calculate_per_token_loss") is True:
+        return keys.record("calculate_per_token_loss", KeyStatus.APPLIED, "algo.aggregate.mode")
+    entry = keys.get("micro_batch_size")
+    size = 1 if entry is None else entry.value
+    if not isinstance(size, int):
+        return None
+    origin = keys.origin("micro_batch_size")
+    translation.set("algo.aggregate.mode", wrap("micro-batch-mean", origin))
+    translation.set("algo.aggregate.samples_per_group", wrap(size, origin))
+    text = "algo.aggregate: the mean over micro-batches"
+    return keys.record("calculate_per_token_loss", KeyStatus.APPLIED, text)
+
+
+def _remarks(translation: Translation, keys: Keys, *, is_text: bool) -> None:
     """Report what msrl computes differently by design, also where a flag is not set."""
-    by_pairs = stage is not None and stage.value in STAGES
     remarks: list[str] = []
-    if not is_text and not by_pairs and keys.value("calculate_per_token_loss") is not True:
-        remarks.append(
-            "without --calculate-per-token-loss, the original averages the losses of "
-            "micro-batches; msrl averages over all tokens of an update"
-        )
     if translation.system == "MindSpeed-LLM" and keys.get("split") is None:
         remarks.append(
             "without --split, the original trains on 96.9% of the rows (969,30,1); msrl trains on "
@@ -109,8 +121,8 @@ def _decay(translation: Translation, keys: Keys) -> None:
         translation.approximate(entry, "train.steps", steps, text)
 
 
-def _split(translation: Translation, keys: Keys) -> None:
-    """Report the part of the rows that the original does not train on."""
+def _split(translation: Translation, keys: Keys, *, is_text: bool) -> None:
+    """Translate the part of the rows that the original does not train on: the last ones."""
     entry = keys.get("split")
     if entry is None or translation.row(entry).is_off(entry.value):
         return
@@ -119,9 +131,14 @@ def _split(translation: Translation, keys: Keys) -> None:
         translation.add_error(entry, "must be up to three numbers, such as 100,0,0")
     elif set(values[1:]) <= {"0", "0.0"}:
         translation.record(entry, KeyStatus.OFF, "all rows are training rows")
-    else:
+    elif is_text or not float(values[0] or 0):
         text = "msrl trains on all rows of data.train, and evaluates those of data.eval"
         translation.difference(entry, text)
+    else:
+        numbers = [float(value) for value in values]
+        held_out = round(1 - numbers[0] / sum(numbers), 12)
+        text = "the original holds out the last rows, msrl rows that run.seed selects"
+        translation.approximate(entry, "data.eval_fraction", held_out, text)
 
 
 def _memory(translation: Translation, keys: Keys) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.placeholders import is_placeholder
+from msrl.importers.secrets import masked
 from msrl.importers.shell import syntax
 from msrl.importers.shell.arithmetic import calculate, unknown
 from msrl.importers.shell.expanded_conditions import holds
@@ -730,7 +731,9 @@ def flags(words: Sequence[Word], name: str, *, is_complete: bool = True) -> Node
         ManyErrors: if `is_complete` and the text of a word is not known.
     """
     problems = [
-        f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
+        f"{Origin(name, word.line)}: {masked(word.text)}: {word.problem}"
+        for word in words
+        if word.problem
     ]
     if problems and is_complete:
         raise ManyErrors(list(dict.fromkeys(problems)))

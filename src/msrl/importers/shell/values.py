@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from msrl.importers.placeholders import is_placeholder
+from msrl.importers.secrets import is_secret_name, reference
 from msrl.limits import whole_number
 
 
@@ -68,7 +69,15 @@ class Scope:
         return text if text.strip() else ""
 
     def look_up(self, name: str) -> Variable | None:
-        """Return the value that the script, else the environment, gives a variable."""
+        """Return the value that the script, else the environment, gives a variable.
+
+        The value of a secret is the text `${env:NAME}`.
+        """
+        value = self._look_up(name)
+        is_secret = value is not None and value.text and is_secret_name(name)
+        return literal(reference(name)) if is_secret else value
+
+    def _look_up(self, name: str) -> Variable | None:
         if name in self.variables:
             return self.variables[name]
         special = self._special(name)

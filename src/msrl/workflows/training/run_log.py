@@ -39,7 +39,12 @@ CURVES_FILE = "curves.png"
 
 
 def write_results(
-    path: Path, results: Mapping[str, str], *, curves: Sequence[str], command: str | None
+    path: Path,
+    results: Mapping[str, str],
+    *,
+    curves: Sequence[str],
+    command: str | None,
+    differences: Sequence[str] = (),
 ) -> None:
     """Write the report and the curves of the run folder `path`, and print the results.
 
@@ -52,7 +57,12 @@ def write_results(
             plot_metrics(reports, curves, path / CURVES_FILE, title=path.name)
         picture = CURVES_FILE if has_curves else None
         report = write_report(
-            path, summarize(reports), results=results, picture=picture, command=command
+            path,
+            summarize(reports),
+            results=results,
+            picture=picture,
+            command=command,
+            differences=differences,
         )
         results = {**results, "report": str(report)}
     if command is not None:
@@ -171,6 +181,7 @@ class RunLog:
                 self.path,
                 results,
                 curves=self._curves,
+                differences=self._config.run.differences,
                 command=next_command(
                     self._config,
                     self.path,

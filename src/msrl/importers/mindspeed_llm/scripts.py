@@ -7,23 +7,23 @@ its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn
 
-from msrl.config.sources import Node, Origin
+from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import MsrlError, nearest
 from msrl.importers.environment import put_exports
 from msrl.importers.hydra import Override
 from msrl.importers.mindspeed_llm.data import put_preprocessing
+from msrl.importers.mindspeed_llm.inference import put_inference
 from msrl.importers.mindspeed_llm.training import put_training
-from msrl.importers.named_files import named_file, put_named_file, split_overrides
+from msrl.importers.mindspeed_rl.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.sections import Keys, as_list, put_repeated
+from msrl.importers.programs import put_left_out
+from msrl.importers.sections import Keys, put_repeated
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
-from msrl.importers.translation import KeyStatus, Translation
+from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 PROGRAMS = {
     "convert_ckpt": "convert",
@@ -43,8 +43,10 @@ PROGRAMS = {
 }
 _ENTRY = "MindSpeed-LLM's entry to MindSpeed-RL. Import the file of MindSpeed-RL"
 UNSUPPORTED_PROGRAMS = {
-    "evaluation": "benchmark evaluation (MMLU, GSM8K, ...)",
-    "train_fsdp2": "MindSpeed-LLM's FSDP2 backend",
+    "evaluation": "msrl has no benchmarks of its own (MMLU, GSM8K, ...). Serve the model with "
+    "`msrl serve` and run lm-evaluation-harness on it, or score own questions with `msrl eval`",
+    "train_fsdp2": "MindSpeed-LLM's FSDP2 backend, whose files msrl does not read. Use the script "
+    "of the model for Megatron",
     "merge_dcp_to_hf": "MindSpeed-LLM's FSDP2 checkpoints",
     "rlhf_gpt": _ENTRY,
     "preprocess_prompt": _ENTRY,
@@ -56,6 +58,8 @@ UNSUPPORTED_PROGRAMS = {
     "verifier": "scoring of files by verifiers",
     "trl_ppo_gpt": "the removed TRL PPO stage",
 }
+# Programs of MindSpeed-RL's folder cli, which MindSpeed-LLM does not have.
+_RL_PROGRAMS = ("train_grpo", "train_dapo", "train_ppo", "train_sft", "train_dpo", "train_orm")
 _COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "reshard"}
 
 
@@ -68,17 +72,21 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
         MsrlError: if the script has no supported command.
     """
     script = parse_script(text, name, arguments)
-    translation = Translation("MindSpeed-LLM", load_table("mindspeed_llm"), name)
+    translation = Translation(_system(script.commands), load_table("mindspeed_llm"), name)
     commands = [(section, words) for words in script.commands if (section := _section(words))]
-    if not commands:
-        _refuse_programs(script.commands, name)
-    if "msrun" in (words[0].text for words in script.commands):
-        raise MsrlError(f"{name}: not supported: MindSpeed-LLM's MindSpore backend (msrun)")
     _refuse_different(commands, name)
     for section, words in commands:
         _command(translation, section, words)
     put_exports(translation, script)
+    used = {id(words) for _, words in commands}
+    put_left_out(translation, script, used, UNSUPPORTED_PROGRAMS)
     return translation
+
+
+def _system(commands: Sequence[Sequence[Word]]) -> str:
+    """Return the system whose programs a script runs."""
+    programs = {_program(word) for words in commands for word in words}
+    return "MindSpeed-RL" if programs & set(_RL_PROGRAMS) else "MindSpeed-LLM"
 
 
 def _refuse_different(commands: Sequence[tuple[str, list[Word]]], name: str) -> None:
@@ -92,15 +100,6 @@ def _refuse_different(commands: Sequence[tuple[str, list[Word]]], name: str) -> 
                 f"{name}: lines {where}: {len(same)} different commands of one kind ({section}). "
                 "Keep one of them in the file."
             )
-
-
-def _refuse_programs(commands: Sequence[Sequence[Word]], name: str) -> NoReturn:
-    """Raise MsrlError for a script without a program that the importer supports."""
-    for program in (_program(word) for words in commands for word in words):
-        if program in UNSUPPORTED_PROGRAMS:
-            raise MsrlError(f"{name}: {program}.py: not supported: {UNSUPPORTED_PROGRAMS[program]}")
-    programs = ", ".join(f"{program}.py" for program in PROGRAMS)
-    raise MsrlError(f"{name}: contains none of {programs}")
 
 
 def _program(word: Word) -> str:
@@ -153,16 +152,17 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     also = ("train",) if section == "inference" else ()
     is_launch = section in ("ray", "ray_start")
     tree = flags(words[start:], translation.name, is_complete=not is_launch)
-    keys = Keys(translation, section, translation.entries(tree, section, "", also=also))
+    keys = Keys(translation, section, translation.entries(tree, section, "", also=also), also=also)
     for key, node in repeated_flags(words[start:], translation.name):
         put_repeated(translation, section, key, node)
     launcher = flags(words[:start], translation.name, is_complete=False)
-    _launcher(translation, launcher, section)
+    is_mindspore = words[0].text.rpartition("/")[2] == "msrun"
+    _launcher(translation, launcher, section, "msrun" if is_mindspore else "torchrun")
     put_special_keys = {
         "convert": _convert,
         "preprocess": put_preprocessing,
         "train": put_training,
-        "inference": _inference,
+        "inference": put_inference,
         "ray": partial(put_named_file, overrides=overrides),
     }
     put_special_keys.get(section, _apply_rows)(translation, keys)
@@ -186,9 +186,12 @@ def _positional(words: Sequence[Word]) -> str:
     return "" if first.startswith("-") else first
 
 
-def _launcher(translation: Translation, tree: Node, section: str) -> None:
-    """Translate the flags of torchrun: they set the devices of a training."""
-    for entry in translation.entries(tree, "torchrun", ""):
+def _launcher(translation: Translation, tree: Node, section: str, launcher: str) -> None:
+    """Translate the flags of torchrun or of MindSpore's msrun: the devices of a training."""
+    entries = list(translation.entries(tree, launcher, ""))
+    if section == "train":
+        _workers(translation, {entry.key: entry for entry in entries})
+    for entry in (entry for entry in entries if not translation.is_recorded(entry)):
         to = translation.row(entry).to
         if not to:
             translation.apply(entry)
@@ -203,6 +206,19 @@ def _launcher(translation: Translation, tree: Node, section: str) -> None:
             translation.record(entry, KeyStatus.PLACEMENT, f"placeholder: set {to[0]}")
         else:
             translation.add_error(entry, f"must be an integer, the value of {to[0]}")
+
+
+def _workers(translation: Translation, keys: Mapping[str, SourceKey]) -> None:
+    """Translate worker_num of msrun, the devices of all machines."""
+    total, local = keys.get("worker_num"), keys.get("local_worker_num")
+    if total is None:
+        return
+    per_node = total.value if local is None else local.value
+    if isinstance(total.value, int) and isinstance(per_node, int) and total.value % per_node == 0:
+        why = f"{total.value} workers, {per_node} of each machine"
+        translation.assign(total, ["cluster.nodes"], total.value // per_node, why=why)
+        if local is None:
+            translation.set("cluster.devices_per_node", wrap(per_node, total.origin))
 
 
 def _model_types(keys: Keys) -> tuple[str, str]:
@@ -249,48 +265,6 @@ def _convert(translation: Translation, keys: Keys) -> None:
             ["convert.names"],
             {"local": "local", "transformer_engine": "te"}.get(str(impl.value), impl.value),
         )
-
-
-def _inference(translation: Translation, keys: Keys) -> None:
-    """Translate the sampling of responses by task.
-
-    Scripts repeat the training flags, which the checkpoint contains. The tensor-parallel size is
-    that of the engine; it also takes the place of pipeline stages, which the engine does not have.
-    """
-    _engine_layout(translation, keys)
-    for entry in keys:
-        if entry.section == "train" and translation.row(entry).speed:
-            translation.record(entry, KeyStatus.SPEED, translation.row(entry).speed)
-        elif entry.section == "train":
-            translation.record(entry, KeyStatus.SAME, "read from the checkpoint")
-    tasks = [str(task) for task in as_list(keys.value("task"))]
-    if any(task.startswith("beam") for task in tasks):
-        return keys.add_error(
-            "task", "beam search is not supported. Use greedy, do_sample or chat."
-        )
-    if tasks in (["greedy"], ["greedy_search"]):
-        keys.assign("task", ["generate.temperature"], 0.0)
-        for key in ("temperature", "top_p", "top_k"):
-            keys.record(key, KeyStatus.DEAD, "greedy decoding takes the most likely token")
-        translation.set_default("generate.top_p", 1.0)
-        translation.set_default("generate.top_k", -1)
-    return keys.record(
-        "task", KeyStatus.SAME, "`msrl generate` and `msrl chat` are separate commands"
-    )
-
-
-def _engine_layout(translation: Translation, keys: Keys) -> None:
-    """Translate the parallel sizes of inference: their product is that of the engine."""
-    sizes = {
-        key: entry
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        if (entry := keys.get(key)) is not None
-    }
-    numbers = [entry.value for entry in sizes.values()]
-    engine_tp = math.prod(number for number in numbers if isinstance(number, int))
-    for entry in sizes.values():
-        why = "" if len(numbers) < 2 or 1 in numbers else "tensor times pipeline parallel size"
-        translation.assign(entry, ["rollout.engine.tp"], engine_tp, why=why)
 
 
 def _apply_rows(translation: Translation, keys: Keys) -> None:
