@@ -17,6 +17,7 @@ import yaml
 from msrl.errors import ManyErrors, MsrlError, nearest
 
 PACKAGED = Path(__file__).parent / "packaged"
+_FOLDERS = (Path("configs"), Path("configs/rlxf"))  # of --config-name, as in MindSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,20 +402,23 @@ def find(path: str, inside: Path | None = None) -> Path:
 
 
 def find_by_name(name: str) -> str:
-    """Return the file of `--config-name`: in ./configs, or else a packaged configuration.
+    """Return the file of `--config-name`: in ./configs or ./configs/rlxf, or else a packaged one.
 
     Raises:
         MsrlError: no configuration has this name.
     """
     stem = name.removesuffix(".yaml")
-    local = Path("configs") / f"{stem}.yaml"
-    if local.is_file():
+    local = next(
+        (file for file in (at / f"{stem}.yaml" for at in _FOLDERS) if file.is_file()), None
+    )
+    if local is not None:
         return str(local)
     if stem in packaged_names():
         return stem
-    known = [*packaged_names(), *(file.stem for file in Path("configs").glob("*.yaml"))]
+    known = [*packaged_names(), *(file.stem for at in _FOLDERS for file in at.glob("*.yaml"))]
     raise MsrlError(
-        f"--config-name={name}: no such configuration in ./configs or among the packaged ones; "
+        f"--config-name={name}: no such configuration in ./configs, ./configs/rlxf or among the "
+        "packaged ones; "
         f"{nearest(stem, known)}"
     )
 
