@@ -10,6 +10,7 @@ from msrl.importers.mindspeed_llm.scripts import PROGRAMS, UNSUPPORTED_PROGRAMS
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system
 from msrl.importers.table import canonical
+from msrl.importers.verl import files as verl
 
 _ROLL_KINDS = {
     "train_env_manager": "agentic",
@@ -28,6 +29,8 @@ def yaml_kind(file: Path) -> tuple[str | None, str]:
     system = detect_system(tree, file)
     if system is None:
         return None, "other YAML"
+    if system == "verl":
+        return system, _verl_kind([])
     if system == "roll":
         return system, next((kind for key, kind in _ROLL_KINDS.items() if key in keys), "RLVR")
     if keys & {"output_prefix", "handler_name"}:
@@ -49,6 +52,8 @@ def script_kinds(file: Path) -> tuple[str | None, str]:
     """Return system and kind of a shell script; without system, it runs no known program."""
     script = parse_script(file.read_text(encoding="utf-8"), str(file))
     for words in script.commands:
+        if verl.is_program(words):
+            return "verl", _verl_kind(words)
         if words[0].text == "msrun":
             return "mindspeed-llm", "MindSpore"
         for word in words:
@@ -61,6 +66,20 @@ def script_kinds(file: Path) -> tuple[str | None, str]:
             if program == "train_colocate" or is_lightrft:
                 return "lightrft", "training"
     return None, "other script"
+
+
+def _verl_kind(words: Sequence[Word]) -> str:
+    """Return the estimator of a training; images and audio have their own kind."""
+    texts = [word.text for word in words]
+    modalities = ("data.image_key", "data.video_key", "data.audio_key")
+    if any(text.startswith(modalities) or "geo3k" in text for text in texts):
+        return "images, video or audio"
+    if any(text.endswith("sft_trainer") for text in texts):
+        return "SFT"
+    keys = dict(text.lstrip("+").split("=", 1) for text in texts if "=" in text)
+    if keys.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo":
+        return "gspo"
+    return keys.get("algorithm.adv_estimator", "training")
 
 
 def _program_kind(section: str, program: str, words: Sequence[Word]) -> str:

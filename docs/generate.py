@@ -26,6 +26,7 @@ SYSTEMS = {
     "from-mindspeed-llm.md": "mindspeed_llm",
     "from-roll.md": "roll",
     "from-lightrft.md": "lightrft",
+    "from-verl.md": "verl",
 }
 TYPES = {
     "integer": "integer",
@@ -54,6 +55,7 @@ CONVERSIONS = {
     "routing_replay": "`R2` becomes `trainer`, `R3` `engine`, `disable` `none`",
     "schedule": "`WSD` and `warmup_stable_decay` become `wsd`, `cosine_with_min_lr` `cosine`, "
     "`constant_with_warmup` `constant`",
+    "seconds": "as a float",
     "sleep_level": "true becomes 1, false 0",
     "some_right": "true becomes `[0.0, 1.0]`, false null",
     "text": "written as text",

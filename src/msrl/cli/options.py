@@ -34,6 +34,7 @@ class SystemName(str, Enum):
     mindspeed_llm = "mindspeed-llm"
     roll = "roll"
     lightrft = "lightrft"
+    verl = "verl"
 
 
 class CommandName(str, Enum):

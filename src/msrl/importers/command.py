@@ -18,15 +18,22 @@ from msrl.importers.roll import files as roll
 from msrl.importers.shell import Word
 from msrl.importers.systems import detect_system
 from msrl.importers.translation import Translation
+from msrl.importers.verl import files as verl
 from msrl.limits import one_line
 
-SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft")
-_YAML = {"mindspeed-rl": mindspeed_rl, "mindspeed-llm": mindspeed_ray, "roll": roll}
+SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft", "verl")
+_YAML = {
+    "mindspeed-rl": mindspeed_rl,
+    "mindspeed-llm": mindspeed_ray,
+    "roll": roll,
+    "verl": verl,
+}
 # MindSpeed-RL and MindSpeed-LLM share their programs.
 SHELL_SYSTEMS = {
     "mindspeed-rl": mindspeed_scripts,
     "mindspeed-llm": mindspeed_scripts,
     "lightrft": lightrft,
+    "verl": verl,
 }
 _SHELLS = ("bash", "sh")
 

@@ -51,6 +51,11 @@ def top_k(value: Any) -> Any:
     return -1 if value == 0 else value
 
 
+def seconds(value: Any) -> Any:
+    """Return an integer number of seconds as a float."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def text(value: Any) -> str:
     """Return the text of an environment variable."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -239,6 +244,7 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     zero_is_off,
     fraction,
     top_k,
+    seconds,
     text,
     text_list,
     int_list,

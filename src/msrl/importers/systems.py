@@ -12,9 +12,11 @@ from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import Translation
+from msrl.importers.verl import files as verl
 
 # Top-level keys, one of which is enough to recognize a file.
 _MARKS = {
+    "verl": verl.MARKS,
     "mindspeed-rl": mindspeed_rl.MARKS,
     "mindspeed-llm": mindspeed_ray.MARKS,
     "roll": (
@@ -26,7 +28,8 @@ _MARKS = {
         "num_return_sequences_in_group",
     ),
 }
-_IMPORTED_FIRST = "roll"  # its files are not read directly
+# Systems whose files are imported first, with their names.
+_IMPORTED_FIRST = {"roll": "ROLL", "verl": "verl"}
 _MAX_DEPTH = 8  # of files that name other files in `defaults`
 # Section of the table mindspeed_rl for each section of its files.
 _SECTIONS = {
@@ -73,10 +76,10 @@ def foreign(path: str, *, approximate: bool = False) -> Translation | None:
     file = find(path)
     tree = read(file, is_old=True)
     system = detect_system(tree, file)
-    if system == _IMPORTED_FIRST:
+    if system in _IMPORTED_FIRST:
         raise MsrlError(
-            f"{file}: is a ROLL file. "
-            f"Convert it with `msrl config import --from roll {file} --output FILE`."
+            f"{file}: is a {_IMPORTED_FIRST[system]} file. "
+            f"Convert it with `msrl config import --from {system} {file} --output FILE`."
         )
     if system is None:
         return None

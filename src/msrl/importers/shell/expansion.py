@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msrl.errors import MsrlError
 from msrl.importers.shell.arithmetic import arithmetic, calculate
 from msrl.importers.shell.braces import MAX_ITEMS, TooManyWordsError, expand_braces
-from msrl.importers.shell.outputs import output
+from msrl.importers.shell.outputs import output, probed
 from msrl.importers.shell.values import (
     EMPTY,
     Scope,
@@ -395,6 +395,7 @@ class _Expander:
         texts = [_arguments(command) for command in commands if command]
         is_known = not problem and None not in texts and not re.search(r"[|\n]", _blank(source))
         text = output([command for command in texts if command is not None]) if is_known else None
+        text = probed(body) if text is None else text
         if text is not None:
             return literal(text)
         message = f"$({body.strip()}) is the output of a command, which msrl does not run."

@@ -1,10 +1,12 @@
 """Output of commands that only name a folder, a file, a number or the time, without a run.
 
-These are cd, pwd, dirname, basename, realpath, readlink, echo, printf, date, expr and seq.
+These are cd, pwd, dirname, basename, realpath, readlink, echo, printf, date, expr and seq, and the
+question whether Python has a package.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import time
@@ -52,6 +54,21 @@ def _program_output(program: str, arguments: Sequence[str], folder: str) -> str 
         texts["date"] = time.strftime(arguments[0].removeprefix("+") if arguments else "%c")
     names = [word for word in arguments if not word.startswith("-")]
     return texts.get(program) or _path_output(program, names)
+
+
+_PROBE = re.compile(
+    r"""\s*python3?\ -c\ (?P<quote>['"])import\ (?P<name>\w+)(?P=quote)(?:\s+(?:\d|&)?>\S+)*
+    \s*&&\s*echo\ (?P<yes>[\w.-]+)\s*\|\|\s*echo\ (?P<no>[\w.-]+)\s*""",
+    re.X,
+)
+
+
+def probed(source: str) -> str | None:
+    """Return the output of `python -c 'import NAME' && echo YES || echo NO`; None for another."""
+    match = _PROBE.fullmatch(source)
+    if match is None:
+        return None
+    return match["yes"] if importlib.util.find_spec(match["name"]) else match["no"]
 
 
 def printed(arguments: Sequence[str]) -> str | None:

@@ -1,0 +1,1 @@
+"""Import of verl's configurations and launch scripts."""
