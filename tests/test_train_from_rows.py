@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from msrl.config.schema import Config
+from msrl.config.secrets import recorded
 from msrl.data.manifest import all_paths
+from msrl.data.rows import location
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.workflows import preprocess
 from msrl.workflows.row_cache import prepared
-from support import mentions
+from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 
 CHAT = [
@@ -286,3 +290,102 @@ def test_a_blend_mixes_rows_and_preprocessed_data(model: Path, tmp_path: Path):
     with prepared(run, keep=True) as ready:
         rows, held_out = example_rows(ready)
         assert len(rows) == len(CHAT) + 4 and held_out is not None and len(held_out) == len(CHAT)
+
+
+def test_an_evaluation_reads_rows_with_the_tokenizer_of_its_first_checkpoint(
+    model: Path, tmp_path: Path
+):
+    from msrl.workflows.evaluate.run import prepare
+
+    file = write(tmp_path / "rows.jsonl", CHAT)
+    values = {
+        "data": {"eval": str(file), "train": str(tmp_path / "gone.jsonl")},
+        "evaluate": {"models": [str(model)], "output": str(tmp_path / "out")},
+        "reward": {"sources": [{"verifier": "exact_match"}]},
+        "eval": {"max_response_tokens": 4},
+    }
+    config = Config.model_validate(values, strict=False)
+    with prepared(resolve(config, "eval"), keep=True) as ready:
+        setup = prepare(ready.config)
+        assert [prompt.answer for prompt in setup.prompts] == ["x" * i for i in range(1, 7)]
+        assert recorded(ready.config)["data"]["eval"] == str(file)
+
+
+@pytest.fixture
+def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working folder with the preprocessed data `data/rl` and files of rows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for suffix in ("bin", "idx"):
+        (tmp_path / "data" / f"rl_packed_input_ids_document.{suffix}").write_bytes(b"")
+    (tmp_path / "data" / "rl_answers.jsonl").write_text("{}\n")
+    (tmp_path / "data" / "rl_manifest.json").write_text("{}")
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", CHAT)
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bare").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("data/rl", None),
+        ("rows", None),
+        ("rows/", None),
+        ("rows/a.jsonl", None),
+        ("rows/*.jsonl", None),
+        ("gone", ("gone_*.idx", "msrl preprocess", "rows")),
+        ("data/rll", ("did you mean data/rl?",)),
+        ("data/other", ("data/rl",)),
+        ("rows/b.jsonl", ("did you mean", "rows/a.jsonl")),
+        ("rows/*.csv", ("no file",)),
+        ("data", ("data/rl", "prefix")),
+        ("data/rl_answers.jsonl", ("preprocessed", "data/rl")),
+        ("data/rl_packed_input_ids_document.bin", ("preprocessed", "data/rl")),
+        ("empty.jsonl", ("empty",)),
+        ("bare", ("contains no",)),
+        (".", ("contains no",)),
+    ],
+)
+def test_a_name_is_data_or_rows_or_has_one_message_with_the_remedy(
+    name: str, fragments: tuple[str, ...] | None, layout: Path
+):
+    if name == ".":
+        (layout / "rows" / "a.jsonl").unlink()
+        (layout / "empty.jsonl").unlink()
+        for file in (layout / "data").iterdir():
+            file.unlink()
+    problem = location.mistake(name)
+    if fragments is None:
+        assert problem is None
+        assert location.names_rows(name) == name.startswith("rows")
+    else:
+        assert_mentions(problem, *fragments)
+
+
+def test_a_name_of_both_data_and_rows_is_refused(layout: Path):
+    write(layout / "data" / "rl", CHAT)
+    assert_mentions(location.mistake("data/rl"), "both", "file")
+    (layout / "data" / "rl").unlink()
+    (layout / "data" / "rl").mkdir()
+    assert location.mistake("data/rl") is None  # the folder has no rows
+    write(layout / "data" / "rl" / "a.jsonl", CHAT)
+    assert_mentions(location.mistake("data/rl"), "both", "data/rl/")
+    assert location.mistake("data/rl/") is None and location.names_rows("data/rl/")
+
+
+def test_a_dry_run_of_rows_starts_nothing_and_shows_an_example(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from msrl.cli import app
+
+    file = write(tmp_path / "rows.jsonl", CHAT)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train-sft", "--model", str(model), "--data", str(file), "--steps", "1"]
+    arguments += ["--platform", "cpu", "--set", "train.global_batch=2", "--dry-run"]
+    result = CliRunner().invoke(app.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert_mentions(result.output, f"{file}, row 1:", "trained, 2 tokens", "| x<|im_end|>")
+    assert not cache.exists() and not (tmp_path / "runs").exists()
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

@@ -62,7 +62,8 @@ def prepared(plan: RunPlan, *, keep: bool) -> Generator[RunPlan]:
     Raises:
         MsrlError: Rows or settings are not valid.
     """
-    names = [name for name in plan.datasets if names_rows(name)]
+    used = [plan.data.eval] if plan.command == "eval" else [*plan.datasets]
+    names = [name for name in used if name is not None and names_rows(name)]
     if not names:
         yield plan
         return
@@ -108,7 +109,9 @@ def _tokenizer_folder(plan: RunPlan) -> Path:
     """Return the folder of the tokenizer. An evaluation may have no model but its checkpoints."""
     config = plan.config
     if plan.policy is None and config.model.tokenizer is None and config.evaluate.models:
-        return config_dir(config.evaluate.models[0])
+        from msrl.workflows.evaluate.checkpoints import find_checkpoints, model_folder
+
+        return config_dir(str(model_folder(find_checkpoints(config.evaluate.models)[0])))
     return plan.tokenizer_dir
 
 

@@ -146,20 +146,24 @@ def _shown(
     """Yield the examples of a row, which has several if it is packed."""
     for number, item in enumerate(items):
         place = where if len(items) == 1 else f"{where}, example {number + 1}"
-        if isinstance(item, RenderedPreference):
-            parts = _preference_parts(item, kind)
-        elif isinstance(item, Prompt):
-            parts = _prompt_parts(item)
-        elif isinstance(item, RenderedExample):
-            parts = _example_parts(item, tokenizer)
-        else:
-            parts = (Part("trained", item, is_trained=True),)
-        yield ShownExample(f"{place}: {_counts(parts)}", parts)
+        shown = parts(kind, item, tokenizer)
+        yield ShownExample(f"{place}: {_counts(shown)}", shown)
 
 
-def _counts(parts: Sequence[Part]) -> str:
+def parts(kind: str, item: Any, tokenizer: TextTokenizer | None) -> tuple[Part, ...]:
+    """Return the parts of an example, prompt, preference or document: every token once."""
+    if isinstance(item, RenderedPreference):
+        return _preference_parts(item, kind)
+    if isinstance(item, Prompt):
+        return _prompt_parts(item)
+    if isinstance(item, RenderedExample):
+        return _example_parts(item, tokenizer)
+    return (Part("trained", item, is_trained=True),)
+
+
+def _counts(shown: Sequence[Part]) -> str:
     """Return the number of tokens and of trained ones."""
-    tokens = [part for part in parts if not isinstance(part.content, str)]
+    tokens = [part for part in shown if not isinstance(part.content, str)]
     total, trained = (
         sum(len(part.content) for part in tokens if part.is_trained or not only_trained)
         for only_trained in (False, True)
@@ -173,15 +177,15 @@ def _count(number: int) -> str:
 
 def _example_parts(example: RenderedExample, tokenizer: TextTokenizer | None) -> tuple[Part, ...]:
     """Return the spans of trained and other tokens: an answer of each turn is one span."""
-    parts: list[Part] = []
+    spans: list[Part] = []
     for start, end in _spans(example.loss_mask):
         is_trained = bool(example.loss_mask[start])
         title = "trained" if is_trained else "context"
         if is_trained and example.labels is not None:
             title = f"label {_label(example.labels[start:end], tokenizer)} of"
         before = tuple(example.token_ids[:start][-1:].tolist())
-        parts.append(Part(title, example.token_ids[start:end], is_trained, before))
-    return tuple(parts)
+        spans.append(Part(title, example.token_ids[start:end], is_trained, before))
+    return tuple(spans)
 
 
 def _label(ids: Ints, tokenizer: TextTokenizer | None) -> str:
@@ -204,17 +208,15 @@ def _preference_parts(row: RenderedPreference, kind: str) -> tuple[Part, ...]:
     """Return the prompt that the sides share, and what follows it in each."""
     names = ("chosen", "rejected") if kind == "pairs" else ("answer",)
     starts = [int(np.argmax(side.loss_mask)) for side in row.sides]
-    parts = [Part("prompt", row.sides[0].token_ids[: starts[0]])]
+    shown = [Part("prompt", row.sides[0].token_ids[: starts[0]])]
     for name, side, start in zip(names, row.sides, starts, strict=True):
         spans = _example_parts(side, None)[1 if start else 0 :]
-        parts += [replace(part, title=f"{name}, {part.title}") for part in spans]
+        shown += [replace(part, title=f"{name}, {part.title}") for part in spans]
     value = f"margin {row.value:g}" if kind == "pairs" else "undesirable"
     if kind == "labeled" and row.value:
         value = "desirable"
-    parts.append(
-        Part("label" if kind == "labeled" else "values", f"{value}, weight {row.weight:g}")
-    )
-    return tuple(parts)
+    title = "label" if kind == "labeled" else "values"
+    return (*shown, Part(title, f"{value}, weight {row.weight:g}"))
 
 
 def _part_lines(part: Part, tokenizer: TextTokenizer | None, *, color: bool) -> Iterator[str]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
+from msrl.data.rows.location import names_rows
 from msrl.errors import MsrlError
 from msrl.models.paths import is_adapter_folder
 from msrl.plan.run_plan import RunPlan, resolve
@@ -18,6 +19,7 @@ from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.trainer.settings import RankSettings
 from msrl.types import Conversation, Message, Prompt, SamplingParams
 from msrl.workflows.evaluate.checkpoints import Checkpoint, open_checkpoint
+from msrl.workflows.row_cache import row_settings
 from msrl.workflows.serve.engine import choose_renderer, open_model
 from msrl.workflows.training.settings import rank_settings
 from msrl.workflows.view.samples import ViewSample, read_samples, sample_files, step_of
@@ -161,8 +163,10 @@ def _adapted(source: WeightSource) -> frozenset[str]:
 
 def _data_renderer(plan: RunPlan) -> Renderer:
     """Return the renderer with the template that the prompts of a run were preprocessed with."""
-    prefix = next(iter(plan.data.blend), plan.data.train)
-    manifest = None if prefix is None else plan.datasets[prefix].manifest
+    name = next(iter(plan.data.blend), plan.data.train)
+    if name is not None and names_rows(name):
+        return choose_renderer(plan.tokenizer_dir, row_settings(plan, name).template)
+    manifest = None if name is None else plan.datasets[name].manifest
     return choose_renderer(plan.tokenizer_dir, None if manifest is None else manifest.template)
 
 
