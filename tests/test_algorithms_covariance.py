@@ -43,6 +43,10 @@ def gradient(losses: TokenLosses, leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
+def draws(seed: int) -> torch.Tensor:
+    return torch.rand(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
 def positions(selected: torch.Tensor) -> set[int]:
     return set(selected.nonzero().flatten().tolist())
 
@@ -62,7 +66,9 @@ def test_clip_cov_takes_the_gradient_of_random_tokens_of_middling_covariance(sha
             for i, value in covariances.items()
             if 0.5 < value < 3.0 and not clipped.stats["clip_fraction"][i]
         }
-        losses = clip_cov.policy_loss(tokens, **CLIP, share=share, low=0.5, high=3.0)
+        losses = clip_cov.policy_loss(
+            tokens, **CLIP, draws=draws(seed), share=share, low=0.5, high=3.0
+        )
         selected = positions(losses.stats["covariance_fraction"])
         count = max(int(share * len(covariances)), 1)
         assert len(candidates) > 1 and selected <= candidates
@@ -72,15 +78,17 @@ def test_clip_cov_takes_the_gradient_of_random_tokens_of_middling_covariance(sha
         assert not gradient(losses, leaf)[list(selected)].any()
 
 
-def test_clip_cov_draws_the_same_tokens_on_every_rank_and_none_without_candidates():
+def test_clip_cov_draws_by_the_numbers_of_tokens_and_none_without_candidates():
+    """Equal random numbers draw equal tokens, other ones draw others of the same candidates."""
     tokens = make_tokens()[1]
     selected: list[set[int]] = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        losses = clip_cov.policy_loss(make_tokens()[1], **CLIP, share=0.1, low=0.1, high=9.0)
+    for seed in (1, 1, 2, 3):
+        losses = clip_cov.policy_loss(
+            make_tokens()[1], **CLIP, draws=draws(seed), share=0.1, low=0.1, high=9.0
+        )
         selected.append(positions(losses.stats["covariance_fraction"]))
-    assert selected[0] == selected[1]
-    unselective = clip_cov.policy_loss(tokens, **CLIP, low=1e6, high=1e7)
+    assert selected[0] == selected[1] and len(set(map(frozenset, selected))) > 1
+    unselective = clip_cov.policy_loss(tokens, **CLIP, draws=draws(0), low=1e6, high=1e7)
     torch.testing.assert_close(unselective.loss, ppo.policy_loss(tokens, **CLIP, dual=None).loss)
     assert not unselective.stats["covariance_fraction"].any()
 
@@ -111,11 +119,13 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float):
 
 @pytest.mark.parametrize("function", [clip_cov.policy_loss, kl_cov.policy_loss])
 def test_no_tokens_and_masked_tokens_are_ignored(function: Any):
-    options = CLIP if function is clip_cov.policy_loss else {}
+    is_drawn = function is clip_cov.policy_loss
+    options = {**CLIP, "draws": draws(0)} if is_drawn else {}
     leaf, tokens = make_tokens()
     empty = torch.zeros(0, dtype=torch.float64)
     nothing = PolicyTokens.of(empty, empty, empty, empty.bool(), empty.long())
-    assert function(nothing, **options).loss.shape == (0,)
+    none = {**options, "draws": empty} if is_drawn else {}
+    assert function(nothing, **none).loss.shape == (0,)
     masked = PolicyTokens.of(
         leaf,
         tokens.logprobs,

@@ -34,6 +34,45 @@ async def later(response, answer):
 
 def alone(response):
     return 1.0
+
+def with_prompt(prompt, response, answer):
+    return 1.0
+
+def renamed(gold, text):
+    return 1.0
+
+def both(solution_str, response):
+    return 1.0
+
+def needs_prompts(prompts, completions, **kwargs):
+    return [1.0]
+
+def everything(**kwargs):
+    return 1.0
+
+def of_trl(completions, ground_truth, level=None, **kwargs):
+    right = zip(completions, ground_truth, strict=True)
+    return [float(text == truth) + 10 * float((level or [0])[0]) for text, truth in right]
+
+def swapped(answer, response):
+    return float(response == "a") + 10 * float(answer == "7")
+
+def neutral(x, y):
+    return float(x == "a") + 10 * float(y == "7")
+
+def ordered(response, answer, /):
+    return float(response == "a") + 10 * float(answer == "7")
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gsm8k" and extra_info["split"] == "test"
+    return {"score": float(solution_str == "a") + 10 * float(ground_truth == "7"), "acc": True}
+
+async def verl_later(*, solution_str, ground_truth, **kwargs):
+    assert set(kwargs) == {"data_source", "extra_info"}
+    return float(solution_str == "a") + 10 * float(ground_truth == "7")
+
+def texts(data_sources, solution_strs, ground_truths, extra_infos):
+    return [1.0]
 """
 
 
@@ -63,8 +102,12 @@ def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_r
         ("nowhere.py:f", {}, ("nowhere.py", "file")),
         ("own.py:longr", {}, ("longr", "'longer'")),
         ("own.py:longer", {"then": 3}, ("then", "option", "'than'")),
-        ("own.py:later", {}, ("later", "asynchronous")),
-        ("own.py:alone", {}, ("(response, answer)",)),
+        ("own.py:with_prompt", {}, ("with_prompt", "prompt", "response, answer")),
+        ("own.py:renamed", {}, ("renamed", "gold, text", "verl", "TRL")),
+        ("own.py:both", {}, ("both", "solution_str, response", "verl")),
+        ("own.py:of_trl", {"ground_truth": 1}, ("of_trl", "ground_truth")),
+        ("own.py:needs_prompts", {}, ("needs_prompts", "prompts", "TRL")),
+        ("own.py:everything", {}, ("everything", "**kwargs", "TRL")),
         ("broken.py:f", {}, ("broken.py", "Python")),
     ],
 )
@@ -75,6 +118,25 @@ def test_an_invalid_function_is_refused_without_running_its_file(
     Path("broken.py").write_text("def f(:\n")
     with pytest.raises(ManyErrors, match=mentions(*fragments)):
         Scorer([Source(function=name, options=options)], 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["swapped", "neutral", "ordered", "verl", "verl_later", "later", "alone", "of_trl"]
+)
+def test_a_function_is_called_by_the_names_of_its_parameters(own, name):
+    """The response is "a" and the ground truth "7"."""
+    columns = {"data_source": "gsm8k", "split": "test", "level": "1"}
+    with Scorer([Source(function=f"{own}:{name}", on_failure="fail")], 1) as scorer:
+        scores = scorer.score([group("a", answer="a" if name == "of_trl" else "7", **columns)])
+    assert totals(scores) == [[1.0 if name in ("later", "alone") else 11.0]]
+
+
+def test_a_function_that_is_imported_is_checked_when_it_is_loaded(own):
+    importing = Path(own).parent / "importing.py"
+    importing.write_text("from own import with_prompt\n")
+    source = Source(function=f"{importing}:with_prompt")
+    with Scorer([source], 1) as scorer, pytest.raises(MsrlError, match=mentions("prompt", "verl")):
+        scorer.score([group("a")])
 
 
 def test_a_file_that_fails_when_it_runs_is_a_user_error(tmp_path):

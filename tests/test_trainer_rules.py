@@ -33,6 +33,22 @@ def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
     assert rates("wsd", decay=1 / 3) == pytest.approx(expected)
 
 
+def test_a_warm_up_begins_after_one_step_or_at_zero_as_configured():
+    """W updates: (u + 1) / W of the peak, or u / W as Megatron and transformers."""
+    assert rates("constant", warmup=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("constant", warmup=4, from_zero=True)[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    peer = transformers.get_linear_schedule_with_warmup(optimizer, 4, 12)
+    expected = []
+    for _ in range(12):
+        expected.append(peer.get_last_lr()[0])
+        optimizer.step()
+        peer.step()
+    actual = rates("linear", warmup=4, min_lr=0.0, from_zero=True)[:12]
+    assert actual == pytest.approx(expected)
+
+
 def test_linear_and_cosine_reach_the_lowest_rate_after_the_last_update():
     assert rates("linear")[2:5] == pytest.approx([1, 0.91, 0.82])
     assert rates("cosine")[7] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)

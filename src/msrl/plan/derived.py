@@ -133,6 +133,12 @@ def needs_critic(config: Config) -> bool:
     return bool(estimator.constant("NEEDS_VALUES"))
 
 
+def needs_draws(config: Config) -> bool:
+    """Return True if the policy loss draws tokens at random."""
+    loss = declaration(registry.LOSSES, config.algo.policy_loss, key="")
+    return bool(loss.constant("DRAWS_TOKENS"))
+
+
 def needs_distribution(config: Config) -> bool:
     """Return True if the advantages need the policy's distribution over the vocabulary."""
     estimator = declaration(registry.ADVANTAGES, config.algo.advantage.estimator, key="")

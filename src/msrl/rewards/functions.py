@@ -1,19 +1,99 @@
 """User functions as reward sources, configured as `path/file.py:function`.
 
 They run only in the worker processes of `pool.py`. This module parses their files without executing
-them. A function has the signature of a verifier's `score`: `(response, answer, **options)`, and
-receives `extra` if it has such a parameter.
+them. A function is called by the names of its parameters: those of msrl (`response`, `answer`), of
+verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`) and of TRL (`completions` and
+columns). Only names without a meaning, as in (a, b), are called by position. Everything else is
+refused.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from msrl.errors import nearest
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
+RESPONSE = ("response", "solution_str", "completion")
+ANSWER = ("answer", "ground_truth")
+COLUMNS = ("extra", "extra_info", "data_source")
+BATCH, BATCH_ANSWER = "completions", ("answer", "ground_truth", "solution")  # of TRL
+_NEVER_SET = frozenset(("prompts", "completion_ids", "trainer_state"))
+ACCEPTED = (
+    "(response, answer, extra=None, **options), "
+    "(data_source, solution_str, ground_truth, extra_info=None, **options) of verl, "
+    "and (completions, **columns) of TRL"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Parameters of a function.
+
+    Attributes:
+        positional: Names in order, without keyword-only ones.
+        named: Names that a call can pass.
+        required: Names without a default.
+        has_more: True if it takes further names, as in **kwargs.
+    """
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    required: frozenset[str]
+    has_more: bool = False
+
+    @property
+    def is_batch(self) -> bool:
+        """True for a reward function of TRL, which scores lists of completions."""
+        return BATCH in self.named
+
+    @property
+    def by_position(self) -> bool:
+        """True if response and answer are passed by position.
+
+        Their names must then be those of msrl or verl in this order, as in (response, answer, /),
+        or have no meaning: one letter, or a leading underscore.
+        """
+        first = self.positional[:2]
+        if len(first) < 2 or self.named & {*RESPONSE, *ANSWER, BATCH}:
+            return False
+        is_ordered = first[0] in RESPONSE and first[1] in ANSWER
+        return is_ordered or all(len(name) == 1 or name.startswith("_") for name in first)
+
+    @property
+    def response(self) -> str | None:
+        """Name of the parameter for the response; None if there is not exactly one."""
+        names = [name for name in RESPONSE if name in self.named]
+        return names[0] if len(names) == 1 else None
+
+    @property
+    def answer(self) -> str | None:
+        """Name of the parameter for the ground truth; None if the function does not take it."""
+        names = [name for name in ANSWER if name in self.named]
+        if not names and self.has_more:
+            return "ground_truth" if self.response == "solution_str" else "answer"
+        return names[0] if names else None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of `COLUMNS` that a call passes. Functions of verl take all of theirs."""
+        of_verl = COLUMNS[1:] if self.has_more and self.response == "solution_str" else ()
+        return tuple(name for name in COLUMNS if name in self.named or name in of_verl)
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Names that a call sets by itself."""
+        if self.is_batch:
+            return frozenset((BATCH, *BATCH_ANSWER))
+        roles = self.positional[:2] if self.by_position else (self.response, self.answer)
+        return frozenset((*filter(None, roles), *self.columns))
+
+    def __str__(self) -> str:
+        names = [*self.positional, *sorted(self.named - set(self.positional))]
+        return f"({', '.join([*names, *(['**kwargs'] if self.has_more else [])])})"
 
 
 def split(function: str) -> tuple[str, str]:
@@ -40,33 +120,55 @@ def mistake(function: str, options: Mapping[str, object]) -> str | None:
     if name not in definitions:
         hint = nearest(name, definitions) if definitions else "it defines nothing"
         return f"{file} defines no {name}; {hint}"
-    return _signature_mistake(definitions[name], options)
+    definition = definitions[name]
+    if definition is None:
+        return None  # imported or assigned; its process checks it before the first call
+    return signature_mistake(name, _signature(definition.args), options)
+
+
+def signature_mistake(name: str, found: Signature, options: Mapping[str, object]) -> str | None:
+    """Return the reason why a call of a function with this signature would be wrong, or None."""
+    answers = [answer for answer in ANSWER if answer in found.named]
+    is_known = found.is_batch or found.by_position or (found.response and len(answers) < 2)
+    if not is_known:
+        return f"{name}{found} cannot be called by its names. Accepted are {ACCEPTED}"
+    known = found.named - found.own
+    unknown = [option for option in options if option not in known]
+    if unknown and (not found.has_more or unknown[0] in found.own):
+        hint = nearest(unknown[0], known) if known else "it takes no options"
+        return f"{name} takes no option {unknown[0]}; {hint}"
+    missing = found.required - found.own - set(options)
+    if found.is_batch:
+        missing &= _NEVER_SET  # others are columns of the rows
+    if missing:
+        return (
+            f"{name}{found}: nothing sets {sorted(missing)[0]}. Set it in options, give it a "
+            f"default, or use an accepted signature: {ACCEPTED}"
+        )
+    return None
+
+
+def _signature(parameters: ast.arguments) -> Signature:
+    """Return the parameters of a definition."""
+    positional = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
+    keywords = [argument.arg for argument in parameters.kwonlyargs]
+    required = positional[: len(positional) - len(parameters.defaults)]
+    defaults = zip(keywords, parameters.kw_defaults, strict=True)
+    required += [name for name, default in defaults if default is None]
+    named = {*positional, *keywords} - {argument.arg for argument in parameters.posonlyargs}
+    has_more = parameters.kwarg is not None
+    return Signature(tuple(positional), frozenset(named), frozenset(required), has_more)
 
 
 def _module_names(body: Iterable[ast.stmt]) -> Iterable[tuple[str, _Definition | None]]:
     """Yield the names that a module binds at its top level; functions with their definition."""
     for statement in body:
         if isinstance(statement, _Definition):
-            yield statement.name, statement
+            yield statement.name, None if statement.decorator_list else statement
+        elif isinstance(statement, ast.ClassDef):
+            yield statement.name, None
         elif isinstance(statement, ast.ImportFrom | ast.Import):
             yield from ((alias.asname or alias.name, None) for alias in statement.names)
         elif isinstance(statement, ast.Assign):
             names = [target for target in statement.targets if isinstance(target, ast.Name)]
             yield from ((target.id, None) for target in names)
-
-
-def _signature_mistake(definition: _Definition | None, options: Mapping[str, object]) -> str | None:
-    if definition is None:
-        return None
-    if isinstance(definition, ast.AsyncFunctionDef):
-        return f"{definition.name} is asynchronous; use a plain function"
-    parameters = definition.args
-    positional = [*parameters.posonlyargs, *parameters.args]
-    if len(positional) < 2 and parameters.vararg is None:
-        return f"{definition.name} must take (response, answer)"
-    known = {argument.arg for argument in [*positional[2:], *parameters.kwonlyargs]}
-    unknown = [name for name in options if name not in known]
-    if unknown and parameters.kwarg is None:
-        hint = nearest(unknown[0], known) if known else "it takes no options"
-        return f"{definition.name} takes no option {unknown[0]}; {hint}"
-    return None

@@ -10,9 +10,11 @@ order. Output that a verifier prints goes to standard error. The process ends wi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import os
 import pickle
@@ -22,13 +24,14 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from msrl import user_files
+from msrl.rewards import functions
 
 LENGTH = struct.Struct("<Q")
 HEADER = struct.Struct("<BdI")
@@ -48,7 +51,8 @@ class Function:
     """Location and options of a verifier: `attribute` of `module`.
 
     It is called as `(response, answer, **options)`. With a `file`, the module is loaded from that
-    file under this name. A function with a parameter `extra` receives the extra columns of the row.
+    file under this name, and the function is called by the names of its parameters
+    (`functions.py`). A parameter `extra` receives the extra columns of the row.
     """
 
     module: str
@@ -86,7 +90,7 @@ def main() -> None:
     setup: Setup = read(source)
     sys.path[:] = setup.path
     try:
-        functions = [_load(function) for function in setup.functions]
+        verifiers = [_load(function) for function in setup.functions]
     except NotLoadedError as error:
         sink.write(error_message(str(error)))
         return
@@ -95,7 +99,7 @@ def main() -> None:
     while (calls := read(source)) is not None:
         for index, response, answer, extra in calls:
             start_alarm(setup.functions[index].timeout_s)
-            sink.write(_call(functions[index], response, answer, extra))
+            sink.write(_call(verifiers[index], response, answer, extra))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
@@ -124,10 +128,103 @@ def _load(function: Function) -> _VerifierCall:
         target = getattr(importlib.import_module(function.module), function.attribute)
     else:
         target = load_file(function.file, function.module, function.attribute)
+        return bound(target, function)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
         return lambda response, answer, extra: verifier(response, answer, extra=extra)
     return lambda response, answer, _: verifier(response, answer)
+
+
+def bound(target: Callable[..., Any], function: Function) -> _VerifierCall:
+    """Return a user's function as a verifier that is called by the names of its parameters.
+
+    Raises:
+        NotLoadedError: A call would be wrong.
+    """
+    name = function.attribute
+    if isinstance(target, type) or not callable(target):
+        raise NotLoadedError(f"{function.file}:{name}: is no function")
+    found = _signature(target)
+    if reason := functions.signature_mistake(name, found, function.options):
+        raise NotLoadedError(f"{function.file}: {reason}")
+
+    arguments = _batch_arguments if found.is_batch else _row_arguments
+
+    def call(response: str, answer: str, extra: Mapping[str, str]) -> Any:
+        positional = (response, answer) if found.by_position else ()
+        values = arguments(found, response, answer, extra)
+        result = target(*positional, **{**values, **function.options})
+        return _result(result, is_batch=found.is_batch)
+
+    return call
+
+
+def _row_arguments(
+    found: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a function of one response receives by name."""
+    values: dict[str, Any] = {}
+    if not found.by_position:
+        texts = {found.response: response, found.answer: answer}
+        values = {name: text for name, text in texts.items() if name is not None}
+    for name in found.columns:
+        if name != "data_source" or name in extra or name in found.required:
+            values[name] = _column(name, extra)
+    return values
+
+
+def _batch_arguments(
+    found: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the lists of one value that a function of TRL receives by name."""
+    columns = {**dict.fromkeys(functions.BATCH_ANSWER, answer), **extra, functions.BATCH: response}
+    return {
+        name: [value]
+        for name, value in columns.items()
+        if name in found.named or (found.has_more and name not in functions.BATCH_ANSWER[1:])
+    }
+
+
+def _signature(target: Callable[..., Any]) -> functions.Signature:
+    """Return the parameters of a function."""
+    parameters = inspect.signature(target).parameters.values()
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return functions.Signature(
+        tuple(p.name for p in plain if p.kind is not p.KEYWORD_ONLY),
+        frozenset(p.name for p in plain if p.kind is not p.POSITIONAL_ONLY),
+        frozenset(p.name for p in plain if p.default is p.empty),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _column(name: str, extra: Mapping[str, str]) -> Any:
+    """Return the value of a parameter that describes the row.
+
+    `extra_info` is the object of the column `extra_info`, if it is there, else all columns.
+    """
+    if name == "data_source":
+        if name not in extra:
+            raise ValueError(
+                "the row has no data_source; keep the column with preprocess.map_keys: "
+                "{extra.data_source: COLUMN}"
+            )
+        return extra[name]
+    if name == "extra_info" and name in extra:
+        return json.loads(extra[name])
+    return dict(extra)
+
+
+def _result(value: Any, *, is_batch: bool) -> Any:
+    """Return the score of a result: a number, verl's mapping with `score`, or TRL's list."""
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    if is_batch:
+        (value,) = value
+    return value["score"] if isinstance(value, Mapping) else value
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:

@@ -15,7 +15,8 @@ class Schedule:
 
     `linear` and `cosine` decay after the warm-up. `wsd` (warm-up, stable, decay; arXiv:2404.06395,
     section 4) is constant until the last `decay` updates, in which it decays linearly. A `warmup`
-    or `decay` below 1 is a fraction of all updates, otherwise a number of updates.
+    or `decay` below 1 is a fraction of all updates, otherwise a number of updates. Update u of a
+    warm-up of W has the share (u + 1) / W of the peak, or u / W with `from_zero`.
     """
 
     kind: ScheduleKind
@@ -24,6 +25,7 @@ class Schedule:
     warmup: float
     num_updates: int
     decay: float = 0.1
+    from_zero: bool = False
 
     @staticmethod
     def of(optimizer: OptimizerConfig, num_updates: int) -> Schedule:
@@ -35,6 +37,7 @@ class Schedule:
             optimizer.warmup,
             num_updates,
             optimizer.decay,
+            optimizer.warmup_from_zero,
         )
 
     @property
@@ -54,7 +57,7 @@ class Schedule:
     def at(self, update: int) -> float:
         """Return the learning rate of update number `update`, counted from 0."""
         if update < self.warmup_updates:
-            return self.lr * (update + 1) / self.warmup_updates
+            return self.lr * (update + (not self.from_zero)) / self.warmup_updates
         if self.kind == "constant":
             return self.lr
         start = self.warmup_updates

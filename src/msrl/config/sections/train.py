@@ -59,6 +59,11 @@ class OptimizerConfig(Section):
         description="Linear warm-up: number of optimizer updates (integer) or fraction of all "
         "updates (below 1).",
     )
+    warmup_from_zero: Bool = Field(
+        default=False,
+        description="Begin the warm-up at a learning rate of 0, as Megatron and transformers: "
+        "update u of W, counted from 0, has the share u / W of the peak instead of (u + 1) / W.",
+    )
     decay: Size | BelowOne = Field(
         default=0.1,
         description="Decay phase at the end of a wsd schedule: number of updates (integer) or "

@@ -198,7 +198,7 @@ class PolicyLoss:
             ratio=self.ratio,
         )
         factors = factors * self._selected(tokens, fields, before, sums)
-        policy = self._policy(tokens)
+        policy = self._policy(tokens, fields)
         # The factors multiply the loss, not the advantages: a loss may have terms without an
         # advantage, such as the drift of cpgd.
         terms = {
@@ -226,11 +226,16 @@ class PolicyLoss:
             return log_linear(logprobs, fields["sampler_logprobs"], fields["proximal_shares"])
         return fields.get("old_logprobs", logprobs.detach())
 
-    def _policy(self, tokens: PolicyTokens) -> TokenLosses:
+    def _policy(self, tokens: PolicyTokens, fields: Mapping[str, Tensor]) -> TokenLosses:
         plugin = registry.load(registry.LOSSES, self.policy_loss, key="algo.policy_loss")
-        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual": self.dual}
+        arguments = {
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+            "dual": self.dual,
+            "draws": fields.get("draws"),
+        }
         return plugin.policy_loss(
-            tokens, **required_arguments(plugin.policy_loss, clip), **self.options
+            tokens, **required_arguments(plugin.policy_loss, arguments), **self.options
         )
 
     def _selected(

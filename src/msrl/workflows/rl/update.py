@@ -38,6 +38,7 @@ from msrl.plan.derived import (
     aggregate_constant,
     needs_critic,
     needs_distribution,
+    needs_draws,
     needs_greedy,
     needs_old_logprobs,
     rewards_turns,
@@ -66,7 +67,12 @@ from msrl.workflows.rl.teacher_servers import (
     TeacherServers,
     teacher_advantages,
 )
-from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups, update_batches
+from msrl.workflows.rl.update_batches import (
+    UpdateBatch,
+    averaging_groups,
+    update_batches,
+    with_draws,
+)
 from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.settings import policy_schedule
 from msrl.workflows.training.trainer_group import TrainerGroup
@@ -355,6 +361,8 @@ class Updater:
             lr = self._schedule.at(step * len(batches) + number)
             sequences = select(prepared.sequences, batch.sequences)
             groups = averaging_groups(aggregate, batch, sequences)
+            if needs_draws(self._config):
+                sequences = with_draws(sequences, (self._config.run.seed, step, number))
             sequences = padded(sequences, self._trainers.dp_size)
             if self._config.algo.top_entropy < 1.0:
                 sequences = with_top_entropy(sequences, self._config.algo.top_entropy)

@@ -72,6 +72,16 @@ def _split(order: Sequence[int], size: int, num_shards: int) -> list[list[Sequen
     ]
 
 
+def with_draws(sequences: Sequences, seed: Sequence[int]) -> Sequences:
+    """Return the sequences of an update with a random number of each token, the field `draws`.
+
+    It depends on the seed and the order of the sequences alone.
+    """
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+    draws = tuple(random.random(len(ids), np.float32) for ids in sequences.token_ids)
+    return sequences._replace(fields={**sequences.fields, "draws": draws})
+
+
 def averaging_groups(
     aggregate: AggregateConfig,
     batch: UpdateBatch,
