@@ -96,6 +96,38 @@ def test_an_import_of_a_script_is_valid_for_its_command(tmp_path: Path) -> None:
     assert validation.commands == ("train-grpo",) and not validation.errors
 
 
+def test_one_file_of_rows_trains_as_it_is_and_several_are_written_first(tmp_path: Path) -> None:
+    found = values(["data.train_files=a.parquet", "data.prompt_key=question"], tmp_path)
+    assert (found["data.train"], found.get("preprocess.input")) == ("a.parquet", None)
+    columns = {"extra.tag": "data_source", "messages": "question"}
+    translation = imported_script(["data.prompt_key=question"], tmp_path)
+    assert native(translation)["preprocess"]["map_keys"] == columns
+    found = values(["data.train_files=[a.parquet,b.parquet]"], tmp_path)
+    assert found["preprocess.input"] == ["a.parquet", "b.parquet"]
+    assert found["data.train"] == found["preprocess.output_prefix"]
+
+
+def test_without_balancing_updates_take_the_samples_of_the_original_s_ranks(tmp_path: Path) -> None:
+    lines = [
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "trainer.balance_batch=False",
+    ]
+    translation = imported_script(lines, tmp_path)
+    assert _flat(native(translation), "")["train.updates.shards"] == 4
+    assert not any("updates of a step" in line for line in translation.remarks)
+    assert any("updates of a step" in line for line in imported_script([], tmp_path).remarks)
+
+
+def test_programs_beside_the_training_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "ray start --head\npython3 gsm8k.py --local_dir x\n" + SCRIPT + "trainer.nnodes=1\n"
+    )
+    text = report(translate_arguments("verl", [str(script)]))
+    assert_mentions(text, "ray start", "gsm8k.py", "not imported")
+
+
 def test_mini_batches_count_prompts_in_verl_and_samples_here(tmp_path: Path) -> None:
     lines = [
         "algorithm.adv_estimator=grpo",

@@ -99,6 +99,8 @@ def _commands(resolved: Resolved) -> Iterator[str]:
     generate and chat read the parallel size of the engine, which is in the section rollout.
     """
     commands = [command for section, command in _COMMANDS.items() if resolved.is_set(section)]
+    if resolved.is_set("data.train") and not resolved.is_set("preprocess.input"):
+        commands = [command for command in commands if command != "preprocess"]  # of its rows
     yield from commands
     serves = bool({"generate", "chat"} & set(commands))
     if resolved.is_set("reward.sources") or (resolved.is_set("rollout") and not serves):

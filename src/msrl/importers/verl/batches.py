@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from msrl.config.sources import wrap
+from msrl.importers.native_keys import has_key
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 from msrl.importers.verl.layout import data_parallel, shared_ranks
@@ -22,8 +24,10 @@ from msrl.importers.verl.sections import (
     settings_of,
 )
 
-_PREPROCESS = "preprocess the rows with `msrl preprocess`, then use --set {}=PREFIX"
+_PREFIX = "data/train"
+_TAG = "extra.tag"  # the column by which reward sources choose rows
 POLICY, CRITIC = "train.optimizer", "cluster.roles.critic.optimizer"
+_FROM_ZERO = "train.optimizer.warmup_from_zero"
 _CRITIC_LR = 1e-5  # default of the original, in which that of the policy is 1e-6
 
 
@@ -51,8 +55,9 @@ def needs_images(sections: Sections) -> str:
 def put_data(sections: Sections) -> None:
     """Translate the rows and their limits."""
     data = sections["data"]
-    data.record("train_files", KeyStatus.SAME, _PREPROCESS.format("data.train"))
-    data.record("val_files", KeyStatus.SAME, _PREPROCESS.format("data.eval"))
+    for key, native in (("train_files", "data.train"), ("val_files", "data.eval")):
+        _put_files(data, key, native, sections[MODEL].value("path"))
+    _put_columns(data)
     truncation = data.get("truncation")
     drops = data.switch("filter_overlong_prompts", default=False)
     if truncation is not None and truncation.value not in ("error", None) and not drops:
@@ -67,6 +72,43 @@ def put_data(sections: Sections) -> None:
     if seed is not None and seed.value is not None:
         data.translation.assign(seed, ["run.seed"], seed.value)
     _put_template(sections)
+
+
+def _put_files(data: Keys, key: str, native: str, model: object) -> None:
+    """Translate files of rows, which the run preprocesses; several are written together first."""
+    entry = data.get(key)
+    files = [str(name) for name in as_list(entry.value)] if entry and entry.value else []
+    if entry is None or not files:
+        return data.record(key, KeyStatus.OFF, "")
+    if len(files) == 1:
+        return data.translation.assign(entry, [native], files[0])
+    if native == "data.eval":
+        text = f"several files: write them with `msrl preprocess` and set {native} to their prefix"
+        return data.translation.record(entry, KeyStatus.DROPPED, text)
+    settings: dict[str, object] = {
+        "input": files,
+        "kind": "prompts",
+        "handler": "auto",
+        "template": "native",
+        "tokenizer": model,
+        "output_prefix": _PREFIX,
+    }
+    for name, value in settings.items():
+        data.translation.set(f"preprocess.{name}", wrap(value, entry.origin))
+    data.translation.set(native, wrap(_PREFIX, entry.origin))
+    text = f"preprocess.input, and {native}: {_PREFIX}"
+    return data.translation.record(entry, KeyStatus.APPLIED, text)
+
+
+def _put_columns(data: Keys) -> None:
+    """Translate the names of columns: that of the data source is the tag of reward sources."""
+    columns = {_TAG: str(data.value("reward_fn_key"))}
+    prompt = data.value("prompt_key")
+    if prompt != "prompt":
+        columns["messages"] = str(prompt)
+    data.translation.set("preprocess.map_keys", wrap(columns, data.origin("train_files")))
+    for key in ("reward_fn_key", "prompt_key"):
+        data.record(key, KeyStatus.APPLIED, "preprocess.map_keys")
 
 
 def _put_template(sections: Sections) -> None:
@@ -116,15 +158,28 @@ def put_batches(sections: Sections) -> None:
         native = "train.updates.samples_per_update"
         actor.assign("ppo_mini_batch_size", [native], mini * samples, why=why)
     if (updates_per_step(sections) or 1) > 1:
-        text = (
-            f"{actor.translation.name}: the updates of a step take other samples of it than in the "
-            "original, which balances lengths over ranks before it splits them"
-        )
-        actor.translation.remarks.append(text)
+        _put_order(sections)
+    text = "how samples are distributed over ranks"
+    sections["trainer"].record("balance_batch", KeyStatus.SPEED, text)
     if actor.switch("use_dynamic_bsz", default=False):
         _put_dynamic(sections)
     else:
         _put_fixed(sections)
+
+
+def _put_order(sections: Sections) -> None:
+    """Take the samples of each update as the data-parallel ranks of the original do."""
+    trainer, ranks = sections["trainer"], data_parallel(sections)
+    if trainer.value("balance_batch") is False and ranks is not None:
+        native = "train.updates.shards"
+        trainer.assign("balance_batch", [native], ranks, why="the data-parallel ranks")
+        return
+    name = trainer.translation.name
+    text = (
+        f"{name}: the updates of a step take other samples of it than in the original, which "
+        "balances lengths over ranks before it splits them"
+    )
+    trainer.translation.remarks.append(text)
 
 
 def _put_dynamic(sections: Sections) -> None:
@@ -267,7 +322,12 @@ def _put_warmup(sections: Sections, keys: Keys, native: str) -> None:
     key = "lr_warmup_steps_ratio" if is_fraction else "lr_warmup_steps"
     value = float(ratio) if is_fraction else (steps or 0) * (updates or 1)
     entry = keys.get(key)
-    if entry is not None and value:
+    if entry is not None and value and updates == 1 and not is_fraction and _has_zero(native):
+        keys.translation.assign(entry, [f"{native}.warmup"], value)
+        keys.translation.set(_FROM_ZERO, wrap(True, entry.origin))
+    elif entry is not None and value:
+        if _has_zero(native):
+            keys.translation.set(_FROM_ZERO, wrap(True, entry.origin))
         text = "the original raises the rate from 0 once per step, msrl with every update"
         keys.translation.approximate(entry, f"{native}.warmup", value, text)
     for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
@@ -277,6 +337,11 @@ def _put_warmup(sections: Sections, keys: Keys, native: str) -> None:
         if first is not None and first.value not in (neutral, None):
             keys.translation.difference(first, "the first rate of a warm-up")
         keys.record(name, KeyStatus.OFF, "")
+
+
+def _has_zero(native: str) -> bool:
+    """Return True if a warm-up of this version can begin at a rate of 0."""
+    return native == POLICY and has_key(_FROM_ZERO)
 
 
 # --- Adapters ---

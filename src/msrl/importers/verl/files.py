@@ -14,6 +14,7 @@ from msrl.config.sources import Node, Origin, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.environment import put_exports
 from msrl.importers.hydra import Override
+from msrl.importers.programs import put_left_out
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.table import load_table
 from msrl.importers.translation import Translation
@@ -120,7 +121,20 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
         raise MsrlError(f"{name}: must contain one training of verl ({programs}), has {len(runs)}")
     translation = translate_words(next(iter(runs.values())), name)
     put_exports(translation, script)
+    if not translation.is_refused:
+        put_left_out(translation, script, {id(words) for words in commands}, _LEFT_OUT)
     return translation
+
+
+_LEFT_OUT = {
+    "ray start": "`msrl cluster up` starts Ray",
+    "ray stop": "`msrl cluster down` stops Ray",
+    "python -m verl.model_merger": "`msrl convert-ckpt mcore2hf` writes Hugging Face folders",
+    "hf": "`msrl` takes the names of models and datasets on a hub",
+    **dict.fromkeys(
+        ("gsm8k", "math_dataset", "dapo_math"), "verl's rows: data.train takes them as they are"
+    ),
+}
 
 
 def translate_words(words: list[Word], name: str) -> Translation:

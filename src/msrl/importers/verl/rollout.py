@@ -70,6 +70,9 @@ def _put_engine(sections: Sections) -> None:
         keys.translation.approximate(limit, "rollout.engine.max_model_len", total, text)
     elif limit is not None and size is not None:
         keys.translation.assign(limit, ["rollout.engine.max_model_len"], size)
+    if keys.value("free_cache_engine") is False:
+        keys.assign("free_cache_engine", ["rollout.engine.sleep"], 0)
+    keys.record("free_cache_engine", KeyStatus.SAME, "engines sleep while the policy trains")
     for name in ("skip_rollout", "skip"):
         entry = keys.get(name)
         is_on = settings_of(entry).get("enable") or (entry is not None and entry.value is True)
