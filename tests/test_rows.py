@@ -36,7 +36,7 @@ def read(name: str, rows: list[Any], kind: str | None = None, **map_keys: str) -
     from collections import Counter
 
     job: Any = TokenizeSettings(handler(name, kind, **map_keys), None, None, None, False, None)  # type: ignore[arg-type]
-    return _convert_rows(job, RowBatch("x.jsonl", 1, rows, lines=False), Counter())[1]
+    return _convert_rows(job, RowBatch("x.jsonl", 1, rows, lines=False), Counter(), Counter())[1]
 
 
 def turns(conversation: Conversation) -> list[tuple[str, str]]:
@@ -237,15 +237,6 @@ def test_rows_with_images_are_refused(reader: str):
     assert turns(read(reader, rows[:1])[0]) == PAIR
     with pytest.raises(MsrlError, match=mentions("images", "text")):
         read(reader, rows[1:])
-
-
-@pytest.mark.parametrize("mark", [{"loss": False}, {"weight": 0}, {"train": False}])
-def test_answers_that_are_marked_as_not_trained_are_refused(mark: dict[str, Any]):
-    name, value = next(iter(mark.items()))
-    rows = [{"messages": [*CHAT, CHAT[0], {**CHAT[1], **turn}]} for turn in ({name: 1}, mark)]
-    assert len(turns(read("sharegpt", rows[:1])[0])) == 4
-    with pytest.raises(MsrlError, match=mentions("turn 4", f"{name}={value}")):
-        read("sharegpt", rows[1:])
 
 
 @pytest.mark.parametrize("case", USUAL)

@@ -34,12 +34,14 @@ class Message:
     """One turn of a conversation.
 
     `content` includes thoughts and tool calls as text. `fields` has them separately, in OpenAI's
-    form, for chat templates that render them; None if role and content say everything.
+    form, for chat templates that render them; None if role and content say everything. An answer
+    with `is_trained=False` is context only: the loss mask leaves it out.
     """
 
     role: Role
     content: str
     fields: Mapping[str, Any] | None = None
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)

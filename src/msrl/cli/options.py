@@ -388,6 +388,23 @@ MapKeys = Annotated[
         help='Column names of the input, as in {"prompt": "question"}.',
     ),
 ]
+Keep = Annotated[
+    list[str] | None,
+    _option(
+        "--keep",
+        metavar="COLUMN",
+        panel=INPUT,
+        help="Unread column that prompts keep for reward functions; all keeps every one. Can be "
+        "repeated.",
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    _option(
+        "--ignore", metavar="KEY", panel=INPUT,
+        help="Key of rows and turns that is not read, even if it has a meaning. Can be repeated.",
+    ),
+]  # fmt: skip
 TooLongRows = Annotated[
     str | None,
     _option(

@@ -33,6 +33,8 @@ def preprocess(
     too_long: o.TooLongRows = None,
     enable_thinking: o.Thinking = None,
     map_keys: o.MapKeys = None,
+    keep: o.Keep = None,
+    ignore: o.Ignore = None,
     workers: o.Workers = None,
     overwrite: o.Overwrite = None,
     append_eod: o.AppendEod = None,

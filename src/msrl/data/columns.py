@@ -7,7 +7,8 @@ means that the dataset does not have the field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,28 +31,49 @@ class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted un
 class ColumnMapping:
     """Column path of every field, and the fields whose column must exist.
 
-    `answer` is the field of the ground truth if prompts may have none: its column is then mapped to
-    the empty path.
+    Attributes:
+        paths: Column path of every field.
+        required: Fields whose column must exist.
+        answer: Field of the ground truth if prompts may have none: its column is then mapped to the
+            empty path.
+        mapped: Fields whose column the user names.
+        read: Columns that the paths name, and those that the user maps to nothing.
     """
 
     paths: Mapping[str, str]
     required: frozenset[str]
     answer: str | None = None
+    mapped: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
 
     def value(self, row: Any, name: str) -> Any:
         """Return the value of a field, or None if the column of an optional field is absent.
 
         Raises:
-            MsrlError: a required column is absent.
+            MsrlError: a required column is absent, or several columns could be that of the field.
         """
         path = self.paths.get(name, "")
+        if "|" in path and name not in self.mapped:
+            _refuse_several(row, name, path)
         value = pick(row, path)
         if value is not MISSING:
             return value
         if path and name in self.required:
-            hint = _no_answer_hint(name) if name == self.answer else ""
-            raise MsrlError(_missing_column(row, name, path) + hint)
+            raise MsrlError(self._missing_columns(row))
         return None
+
+    def _missing_columns(self, row: Any) -> str:
+        """Return the message for all absent columns: the existing ones and the option to use."""
+        if not isinstance(row, dict | list):
+            return f"the row is {_kind(row)}, not an object"
+        paths = ((name, path) for name, path in self.paths.items() if name in self.required)
+        missing = {name: path for name, path in paths if path and pick(row, path) is MISSING}
+        shown = " and ".join(f"{path!r} (for {name!r})" for name, path in missing.items())
+        columns = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
+        names, it = ("columns", "them") if len(missing) > 1 else ("column", "the column")
+        hint = _no_answer_hint(self.answer) if self.answer in missing else ""
+        option = _option(*missing)
+        return f"no {names} {shown}; the row has: {columns}. Name {it} with {option}.{hint}"
 
     def text(self, row: Any, name: str) -> str:
         """Return the value of a text field, or "" if an optional field is absent or null.
@@ -72,7 +94,7 @@ class ColumnMapping:
     def extra(self, row: Any) -> dict[str, str]:
         """Return the columns that are mapped as `extra.NAME`, as text by NAME."""
         return {
-            name.removeprefix(EXTRA): self.text(row, name)
+            name.removeprefix(EXTRA): as_text(self.value(row, name))
             for name in self.paths
             if name.startswith(EXTRA)
         }
@@ -105,20 +127,51 @@ def make_columns(
             raise MsrlError(f"map_keys.{name}: this handler requires the field. Name its column.")
     mapped = frozenset(name for name, path in map_keys.items() if path)
     unmapped = frozenset(name for name, path in map_keys.items() if not path)
-    return ColumnMapping({**defaults, **map_keys}, (required - unmapped) | mapped, answer)
+    paths = {**defaults, **map_keys}
+    read = [*paths.values(), *(defaults[name] for name in unmapped if name in defaults)]
+    return ColumnMapping(
+        paths, (required - unmapped) | mapped, answer, frozenset(map_keys), _columns(read)
+    )
+
+
+def _columns(paths: Iterable[str]) -> frozenset[str]:
+    """Return the columns that paths name: each whole alternative, and its first part."""
+    alternatives = [name for path in paths for name in path.split("|") if name]
+    return frozenset(alternatives) | {name.partition(".")[0] for name in alternatives}
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a column as text: texts as they are, null as "", others as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def pick(row: Any, path: str) -> Any:
-    """Return the value at a path, or MISSING.
+    """Return the value at a path, or MISSING. Alternatives that are null are skipped.
 
     >>> pick({"a": [{"b": 1}]}, "x|a.0.b")
     1
     """
+    found = MISSING
     for alternative in path.split("|"):
         value = _walk(row, alternative) if alternative else MISSING
-        if value is not MISSING:
+        if value is not MISSING and value is not None:
             return value
-    return MISSING
+        found = value if found is MISSING else found
+    return found
+
+
+def _refuse_several(row: Any, name: str, path: str) -> None:
+    """Raise MsrlError if a row has different values in several columns of one field."""
+    values = {alternative: _walk(row, alternative) for alternative in path.split("|")}
+    present = {key: value for key, value in values.items() if value is not MISSING and value}
+    first = next(iter(present.values()), None)
+    if any(value != first for value in present.values()):
+        raise MsrlError(
+            f"columns {' and '.join(present)}: each could be {name!r}. Name one of them with "
+            f"{_option(name)}."
+        )
 
 
 def _walk(value: Any, path: str) -> Any:
@@ -136,21 +189,12 @@ def _walk(value: Any, path: str) -> Any:
     return _walk(inner, tail) if tail else inner
 
 
-def _missing_column(row: Any, name: str, path: str) -> str:
-    """Return the message for an absent column: the existing columns and the option to use."""
-    if not isinstance(row, dict | list):
-        return f"the row is {_kind(row)}, not an object"
-    columns = ", ".join(map(str, row)) if isinstance(row, dict) else f"a list of {len(row)}"
-    problem = f"no column {path!r} (for {name!r}); the row has: {columns}"
-    return f"{problem}. Name the column with {_option(name)}."
-
-
 def _no_answer_hint(name: str) -> str:
     return f' For prompts without a ground truth, use --map-keys \'{{"{name}": ""}}\'.'
 
 
-def _option(name: str) -> str:
-    return f'--map-keys \'{{"{name}": "COLUMN"}}\''
+def _option(*names: str) -> str:
+    return f"--map-keys '{json.dumps(dict.fromkeys(names, 'COLUMN'))}'"
 
 
 def _kind(value: Any) -> str:

@@ -80,6 +80,7 @@ def native_examples(
         _check_thoughts(template, conversation, opens_thought=turns.opens_thought)
         text, located = locate(tokenizer, turns)
         rows.append(text.split(MARK))
+        located = _without_context_answers(tokenizer, conversation, located)
         chosen = located[-1:] if only_last else located
         bounds = [answer for answer in chosen if answer is not None]
         # The marks are not part of the encoded text.
@@ -90,6 +91,29 @@ def native_examples(
     return [
         RenderedExample(ids, _mask(offsets, bounds))
         for (ids, offsets), bounds in zip(encoded, answers, strict=True)
+    ]
+
+
+def _without_context_answers(
+    tokenizer: TextTokenizer, conversation: Conversation, located: list[_Bounds | None]
+) -> list[_Bounds | None]:
+    """Return the bounds with None for answers that the row excludes from the loss.
+
+    Raises:
+        MsrlError: the template has not one generation block for each answer.
+    """
+    answers = [message for message in conversation.messages if message.role == "assistant"]
+    if all(answer.is_trained for answer in answers):
+        return located
+    if len(answers) != len(located):
+        raise MsrlError(
+            f"template native: the chat template of {tokenizer.folder} marks {len(located)} "
+            f"trained texts for {len(answers)} answers, so that the answers that the row excludes "
+            "cannot be found. Use the packaged template of the model's family."
+        )
+    return [
+        bounds if answer.is_trained else None
+        for answer, bounds in zip(answers, located, strict=True)
     ]
 
 

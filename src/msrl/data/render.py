@@ -37,7 +37,8 @@ class Renderer:
     def examples(self, conversations: Sequence[Conversation]) -> list[RenderedExample]:
         """Return the token ids and loss mask of each conversation.
 
-        The loss mask covers every answer including its end-of-turn token.
+        The loss mask covers every answer including its end-of-turn token, without those that the
+        row excludes.
         """
         if self.template.native:
             return native_examples(self.tokenizer, conversations, self.enable_thinking)
@@ -90,7 +91,8 @@ class Renderer:
                 spans.append(Span(template.separator))
             if turn.role == "assistant":
                 keeps_thought = not is_prompt or number > last_question
-                spans += self._answer(turn.content, is_prompt, keeps_thought=keeps_thought)
+                answer = self._answer(turn.content, is_prompt, keeps_thought=keeps_thought)
+                spans += answer if turn.is_trained else _masked(answer)
             elif turn.role == "tool":
                 spans += _tool(template, turns, number)
             else:
@@ -99,13 +101,13 @@ class Renderer:
                 form = template.user.replace("{{idx}}", str(number // 2))
                 spans += _fill(form, turn.content, before)
         if template.end and turns and turns[-1].role == "assistant":
-            spans.append(Span(template.end, is_trained=True))
+            spans.append(Span(template.end, is_trained=True, is_masked=not turns[-1].is_trained))
         return [self._with_names(span) for span in spans if span.text]
 
     def _with_names(self, span: Span) -> Span:
         if span.is_quoted:
             return span
-        return Span(self.with_token_names(span.text), span.is_trained)
+        return span._replace(text=self.with_token_names(span.text))
 
     def _answer(self, content: str, is_prompt: bool, *, keeps_thought: bool) -> list[Span]:
         """Return the spans of an answer.
@@ -329,6 +331,11 @@ def _thought_tags(template: Template, content: str) -> tuple[str, str]:
     own = (template.thought_start.strip(), template.thought_end.strip())
     begun = [tags for tags in (own, THOUGHT) if content.lstrip().startswith(tags[0])]
     return next(iter(begun), own if own[1] in content else THOUGHT)
+
+
+def _masked(answer: Sequence[Span]) -> list[Span]:
+    """Return the spans of an answer that is context only."""
+    return [span._replace(is_masked=True) if span.is_trained else span for span in answer]
 
 
 def _starts_round(turns: Sequence[Message], number: int) -> bool:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from msrl.data.tokenizer import TextTokenizer
 from msrl.types import Bools, Ints, RenderedExample
 
+_LOSS = attrgetter("is_trained", "is_masked")
 # `encode_special_tokens` is a state of the back end, which threads share.
 _LOCK = threading.Lock()
 
@@ -27,12 +29,14 @@ class Span(NamedTuple):
     """A piece of text.
 
     `is_trained`: its tokens are in the loss mask. `is_quoted`: it comes from the row, so that
-    control tokens in it are text.
+    control tokens in it are text. `is_masked`: it is part of an answer that the row excludes from
+    the loss: the same tokens as if it were trained, which are not in the loss mask.
     """
 
     text: str
     is_trained: bool = False
     is_quoted: bool = False
+    is_masked: bool = False
 
 
 def encode(
@@ -40,7 +44,7 @@ def encode(
 ) -> list[RenderedExample]:
     """Return the token ids and loss mask of each row of spans.
 
-    Consecutive spans with the same `is_trained` are encoded together.
+    Consecutive spans with the same `is_trained` and `is_masked` are encoded together.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -49,8 +53,8 @@ def encode(
     """
     runs: list[tuple[int, bool, list[Span]]] = []
     for row, spans in enumerate(rows):
-        for is_trained, group in groupby(spans, key=lambda span: span.is_trained):
-            runs.append((row, is_trained, list(group)))
+        for (is_trained, is_masked), group in groupby(spans, key=_LOSS):
+            runs.append((row, is_trained and not is_masked, list(group)))
     ids = _encode_runs(tokenizer, controls, [spans for _, _, spans in runs])
     pieces: list[list[tuple[list[int], bool]]] = [[] for _ in rows]
     for (row, is_trained, _), run_ids in zip(runs, ids, strict=True):

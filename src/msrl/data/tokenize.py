@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.data.columns import EXTRA, DroppedRow
+from msrl.data.columns import ColumnMapping, DroppedRow, as_text
 from msrl.data.dataset import IGNORE
 from msrl.data.handlers import Handler
 from msrl.data.manifest import PREFERENCES, TEXTS
@@ -23,7 +23,7 @@ from msrl.data.preferences import fit
 from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
-from msrl.data.rows.media import refuse_media
+from msrl.data.rows.keys import check_row, is_empty, without
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.steps import StepTokens
@@ -45,6 +45,7 @@ from msrl.types import (
 
 Tokens = NDArray[np.int32]
 T = TypeVar("T")
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class TokenizeSettings:
     truncate: bool  # truncate longer examples instead of dropping them
     eod_token_id: int | None  # appended to every document
     step_tokens: StepTokens | None = None  # of texts with labeled steps
+    kept: tuple[str, ...] = ()  # unread columns that become `extra` of prompts; `all` for all
+    ignored: frozenset[str] = frozenset()  # keys of rows, turns and blocks that are not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,26 @@ class TokenizedRows:
     num_without_answer: int = 0  # prompts without a ground truth
     preferences: tuple[RenderedPreference, ...] = ()  # rows of preference data
     step_labels: Ints | None = None  # [N] for steps
+    unread: Mapping[str, int] = field(default_factory=dict[str, int])  # rows by key not read
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
     """Tokenize the rows of a batch. Raises MsrlError with file and row if a row is not valid."""
     dropped: Counter[str] = Counter()
-    offsets, items = _convert_rows(job, batch, dropped)
+    unread: Counter[str] = Counter()
+    offsets, items = _convert_rows(job, batch, dropped, unread)
+    result = _tokenize_items(job, batch, offsets, items, dropped)
+    return replace(result, unread=unread)
+
+
+def _tokenize_items(
+    job: TokenizeSettings,
+    batch: RowBatch,
+    offsets: list[int],
+    items: list[Any],
+    dropped: Counter[str],
+) -> TokenizedRows:
+    """Tokenize the texts or conversations of a batch."""
     num_read = len(items) + dropped.total()
     if job.handler.kind == "pretrain":
         return _tokenize_texts(job, items, dropped, num_read)
@@ -110,21 +127,16 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
 
 
 def _convert_rows(
-    job: TokenizeSettings, batch: RowBatch, dropped: Counter[str]
+    job: TokenizeSettings, batch: RowBatch, dropped: Counter[str], unread: Counter[str]
 ) -> tuple[list[int], list[Any]]:
     """Return the offsets of the usable rows and their texts or conversations."""
-    kind, convert = job.handler.kind, job.handler.converter()
-    passed = [path for name, path in job.handler.columns.paths.items() if name.startswith(EXTRA)]
-    is_checked = kind not in TEXTS and not is_own(job.handler.name)
+    convert = _own_converter(job) if is_own(job.handler.name) else _checked_converter(job, unread)
+    kind = job.handler.kind
     offsets: list[int] = []
     items: list[Any] = []
     for offset, row in batch.values():
         try:
-            if is_checked:
-                if kind not in PREFERENCES:
-                    refuse_preference(row, passed if kind == "prompts" else ())
-                refuse_media(row, passed)
-            item = convert(row)
+            item = convert(without(row, job.ignored) if job.ignored else row)
             _check_characters(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
             items.append(item if is_fitted else _fit_to_kind(item, kind))
@@ -135,6 +147,37 @@ def _convert_rows(
             advice = hint(row, job.handler.name)
             raise MsrlError(f"{batch.where(offset)}: {error}{advice}") from None
     return offsets, items
+
+
+def _own_converter(job: TokenizeSettings) -> Callable[[Any], Any]:
+    """Return the user's function. It decides which keys of a row have a meaning."""
+    return job.handler.converter()
+
+
+def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[[Any], Any]:
+    """Return the function that reads a row, and refuses or counts the keys that it leaves out."""
+    kind, resolve = job.handler.kind, job.handler.resolver()
+    kept, is_kept = frozenset(job.kept) - {ALL}, ALL in job.kept
+
+    def convert(row: Any) -> Any:
+        if kind in ("sft", "prompts"):
+            refuse_preference(row)
+        resolved, columns, read = resolve(row)
+        names = columns.read | kept if kept else columns.read
+        check_row(row, names, kind, unread, is_kept=is_kept)
+        item = read(resolved, columns)
+        return _with_extra(item, row, columns, job.kept) if job.kept else item
+
+    return convert
+
+
+def _with_extra(
+    conversation: Conversation, row: Any, columns: ColumnMapping, kept: tuple[str, ...]
+) -> Conversation:
+    """Return a conversation with columns of its row that the handler does not read as `extra`."""
+    names = [name for name in row if name not in columns.read and not is_empty(row[name])]
+    extra = {name: as_text(row[name]) for name in names if ALL in kept or name in kept}
+    return replace(conversation, extra={**extra, **conversation.extra})
 
 
 def _check_characters(item: str | StepRow | Conversation | PreferenceRow) -> None:

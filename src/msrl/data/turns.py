@@ -8,6 +8,10 @@ Sources of the formats:
   list of text parts
 - Anthropic's messages: {role, content}; content is a list of blocks (text, thinking, tool_use,
   tool_result)
+- ms-swift: the roles tool_call and tool_response
+- OpenRouter: `reasoning_details`, a list of texts
+
+`msrl.data.rows.keys` has the keys that mark an answer as context only, and those that are refused.
 
 The text of an assistant turn contains its thought in `<think>` tags and each tool call in
 `<tool_call>` tags, the format of Qwen and Hermes. `Message.fields` has them separately for the
@@ -17,11 +21,13 @@ tokenizer's own chat template.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from msrl.data.columns import DroppedRow
+from msrl.data.rows.keys import DETAILS, THOUGHTS, check_block, check_turn, is_trained
 from msrl.errors import MsrlError, nearest
 from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import Message, Role
@@ -36,10 +42,12 @@ ROLES: dict[str, Role] = {
     "bot": "assistant",
     "model": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "observation": "tool",
     "tool": "tool",
     "function": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "ipython": "tool",
 }
 _FOLLOWS: dict[Role, tuple[Role, ...]] = {
@@ -48,9 +56,9 @@ _FOLLOWS: dict[Role, tuple[Role, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Marks of ms-swift, OpenAI and axolotl.
-_TRAINED_KEYS = ("loss", "weight", "train")
+_CALL_ROLES = ("function_call", "tool_call")
+_CALL_KEYS = frozenset({"id", "type", "index", "function", "name", "call_id", "tool_call_id"})
+_ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _PASSED_KEYS = ("name", "tool_call_id")
 
 
@@ -93,9 +101,11 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     if not isinstance(name, str) or name not in ROLES:
         raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
     role = ROLES[name]
-    if role == "assistant":
-        _refuse_untrained(turn, location)
+    check_turn(turn, location)
     content = _read_content(turn, name, location)
+    if role != "assistant" and (content.thought or content.calls):
+        part = "a thought" if content.thought else "a tool call"
+        raise MsrlError(f"{location}: a turn of {role} contains {part}. Move it to an answer.")
     results = tuple(_tool_message(turn, text, id_) for id_, text in content.results)
     if results and role not in ("user", "tool"):
         raise MsrlError(f"{location}: a turn of {role} contains a tool_result")
@@ -103,17 +113,29 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
         return results
     if role == "tool":
         return (*results, _tool_message(turn, content.text, None))
-    return (*results, _message(role, content))
+    message = _message(role, content, location)
+    blocks = turn["content"] if isinstance(turn.get("content"), list) else ()
+    if not is_trained(turn, blocks, role, location):
+        message = replace(message, is_trained=False)
+    return (*results, message)
 
 
-def _refuse_untrained(turn: dict[str, Any], location: str) -> None:
-    """Raise MsrlError if a turn is marked as not trained: all answers of a row are trained."""
-    marks = [key for key in _TRAINED_KEYS if turn.get(key) in (False, 0)]
-    if marks:
+def with_system(messages: Sequence[Message], value: Any) -> list[Message]:
+    """Return turns with the system text of their row: text, or a list of text blocks.
+
+    Raises:
+        MsrlError: the value is neither, or the turns have another system text.
+    """
+    if not value:
+        return list(messages)
+    turn = read_turn({"role": "system", "content": value}, "the system text")[0]
+    own = [message.content for message in messages if message.role == "system"]
+    if any(text != turn.content for text in own):
         raise MsrlError(
-            f"{location}: {marks[0]}={turn[marks[0]]}: answers without training are not supported. "
-            "Remove the turn or the mark, or end the row before it."
+            "the row has a system text in a column and another one in its turns. Remove one of "
+            'them, or ignore the column with --map-keys \'{"system": ""}\'.'
         )
+    return [turn, *(message for message in messages if message.role != "system")]
 
 
 def check_order(messages: list[Message]) -> None:
@@ -178,6 +200,8 @@ def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
     if isinstance(content, list):
         blocks = _read_blocks(content, location)
         return blocks._replace(thought=thought or blocks.thought, calls=(*blocks.calls, *calls))
+    if isinstance(turn.get("value"), str) and turn.get("content") not in (None, content):
+        raise MsrlError(f"{location}: value and content differ. Remove one of them.")
     if content is None and (calls or thought):
         content = ""
     if not isinstance(content, str):
@@ -185,7 +209,7 @@ def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
             f"{location}: the content is {type(content).__name__}, not text. "
             "Only text turns are supported."
         )
-    if name == "function_call":
+    if name in _CALL_ROLES:
         return _read_function_call(content, thought, location)
     return _Content(content, thought, calls, ())
 
@@ -198,8 +222,11 @@ def _read_blocks(blocks: list[Any], location: str) -> _Content:
     results: list[tuple[str | None, str]] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
+        if kind:
+            check_block(block, location)
+        text = block.get("text", block.get("value")) if kind == "text" else None
+        if isinstance(text, str):
+            texts.append(text)
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
@@ -251,12 +278,18 @@ def _read_calls(turn: dict[str, Any], location: str) -> Iterator[ToolCall]:
 
 def _read_call(call: Any, location: str) -> ToolCall:
     """Return a call: {name, arguments}, or the same under `function`."""
-    function = call.get("function", call) if isinstance(call, dict) else {}
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function", call)
     if not isinstance(function, dict):
         function = {}
-    arguments = _first(function, "arguments", "parameters")
-    id_ = call.get("id") if isinstance(call, dict) else None
-    return _call(function.get("name"), arguments, id_, location)
+    for key, value in (*call.items(), *function.items()):
+        if key not in _CALL_KEYS and key not in _ARGUMENTS and value not in (None, "", [], {}):
+            raise MsrlError(
+                f"{location}: a tool call with {key}: not a part of a call. Write the arguments "
+                "into 'arguments', or remove the key."
+            )
+    arguments = _first(function, *_ARGUMENTS)
+    return _call(function.get("name"), arguments, call.get("id"), location)
 
 
 def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
@@ -277,18 +310,39 @@ def _loads(text: str, location: str, subject: str) -> Any:
 
 def _thought(turn: dict[str, Any], location: str) -> str:
     """Return the separate thought of a turn, or "" if it has none."""
-    for key in _THOUGHT_KEYS:
+    thoughts: dict[str, str] = {}
+    for key in THOUGHTS:
         thought = turn.get(key)
         if thought and not isinstance(thought, str):
             raise MsrlError(f"{location}: {key} is {type(thought).__name__}, not text")
         if thought:
-            return thought
-    return ""
+            thoughts[key] = thought
+    if turn.get(DETAILS):
+        thoughts[DETAILS] = _detailed_thought(turn[DETAILS], location)
+    if len(set(thoughts.values())) > 1:
+        raise MsrlError(
+            f"{location}: {' and '.join(thoughts)}: the turn has different thoughts. Remove all "
+            "but one."
+        )
+    return next(iter(thoughts.values()), "")
 
 
-def _message(role: Role, content: _Content) -> Message:
+def _detailed_thought(details: Any, location: str) -> str:
+    """Return the thought in OpenRouter's `reasoning_details`, a list of texts."""
+    items = details if isinstance(details, list) else [details]
+    texts = [item.get("text") if isinstance(item, dict) else None for item in items]
+    if not all(isinstance(text, str) for text in texts):
+        raise MsrlError(
+            f"{location}: {DETAILS}: contains a part without text, such as a summary or an "
+            f"encrypted thought. Write the thought into reasoning_content, or use --ignore "
+            f"{DETAILS}."
+        )
+    return "".join(texts)
+
+
+def _message(role: Role, content: _Content, location: str) -> Message:
     """Return a message whose text contains the thought and the calls."""
-    calls = map(_call_text, content.calls)
+    calls = [_call_text(call, location) for call in content.calls]
     text = "\n".join([*([content.text] if content.text else []), *calls])
     if role != "assistant" or not (content.thought or content.calls):
         return Message(role, text)
@@ -310,9 +364,16 @@ def _tool_message(turn: dict[str, Any], text: str, id_: str | None) -> Message:
     return Message("tool", text, {"role": "tool", "content": text, **fields} if fields else None)
 
 
-def _call_text(call: ToolCall) -> str:
-    """Return a tool call in tags."""
-    text = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+def _call_text(call: ToolCall, location: str) -> str:
+    """Return a tool call in tags. Raises MsrlError for numbers that JSON does not have."""
+    value = {"name": call.name, "arguments": call.arguments}
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise MsrlError(
+            f"{location}: the arguments of {call.name} contain NaN or Infinity, which JSON does "
+            "not have. Write another value."
+        ) from None
     return f"<tool_call>\n{text}\n</tool_call>"
 
 

@@ -85,6 +85,7 @@ class DatasetWriter:
         self._window: list[tuple[Tokens, Tokens]] = []
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
         self.max_tokens = 0
 
     def _open(self, prefix: str, kind: str) -> None:
@@ -124,6 +125,7 @@ class DatasetWriter:
 
     def _add(self, batch: TokenizedRows) -> None:
         self.dropped.update(batch.dropped)
+        self.unread.update(batch.unread)
         lengths = batch.sequences.lengths
         self.counts.update(
             read=batch.num_read,

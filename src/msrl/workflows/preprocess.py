@@ -41,6 +41,7 @@ from msrl.workflows.training.interrupts import children_ignore_interrupts
 _REPORT_EVERY_S = 5.0
 _CHECKED_FILES = 20  # by `check`, which reads one batch of rows of each
 _PROCESS_BYTES = 64 << 20  # of input for each worker process
+_LISTED_COLUMNS = 30
 _THREADS = 2  # one converts rows while the other one waits for the tokenizer
 
 
@@ -137,6 +138,11 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options
     )
     _check_kind(settings, handler.kind)
+    if settings.keep and is_own(name):
+        raise MsrlError(
+            f"preprocess.keep: has no effect with handler {name}, which returns `extra` itself. "
+            "Remove it."
+        )
     template = None if handler.kind in TEXTS else _load_template(settings.template)
     tokenizer = open_tokenizer(_required("tokenizer", settings.tokenizer))
     renderer: Renderer | None = None
@@ -150,6 +156,8 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         truncate=settings.too_long == "truncate",
         eod_token_id=_end_of_document(tokenizer) if settings.append_eod else None,
         step_tokens=step_tokens(tokenizer, handler.options) if handler.kind == "steps" else None,
+        kept=settings.keep,
+        ignored=frozenset(settings.ignore),
     )
 
 
@@ -252,6 +260,14 @@ def make_manifest(
         num_without_answer=counts["without_answer"],
         chat_template="" if renderer is None else chat_template(renderer),
     )
+
+
+def unread_columns(unread: Mapping[str, int]) -> str:
+    """Return the line that names the columns and keys that nothing read, or ""."""
+    names = [f"{name} ({number:,} rows)" for name, number in sorted(unread.items())]
+    names = [name.replace(" rows)", ")") if " of " in name else name for name in names]
+    more = f" and {len(names) - _LISTED_COLUMNS:,} more" if len(names) > _LISTED_COLUMNS else ""
+    return f"columns not read: {', '.join(names[:_LISTED_COLUMNS])}{more}" if names else ""
 
 
 def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
@@ -370,6 +386,7 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
         "template": settings.template is not None and kind in TEXTS,
         "enable_thinking": settings.enable_thinking is not None and kind in TEXTS,
         "append_eod": settings.append_eod and kind != "pretrain",
+        "keep": bool(settings.keep) and kind != "prompts",
     }
     for key, is_set in unused.items():
         if is_set:

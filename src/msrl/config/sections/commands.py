@@ -126,6 +126,16 @@ class PreprocessConfig(Section):
         default_factory=dict[str, str],
         description="Column names of the input by the handler's names. Default: the same names.",
     )
+    keep: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns that the handler does not read and that prompts keep as extra values "
+        "for reward functions, by name; all keeps every one.",
+    )
+    ignore: tuple[Text, ...] = Field(
+        default=(),
+        description="Keys of rows, turns and content blocks that are not read, by name. It allows "
+        "keys that would be refused because they decide what is trained, shown or masked.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Additional options of the handler, by name.",

@@ -10,6 +10,8 @@ A handler module defines:
   or `preference(row, columns) -> PreferenceRow` for pairs and labeled answers, or
   `steps(row, columns, *, options) -> StepRow` for step rewards
 
+- `resolve(row, columns, kind)`: optional; the row, its columns and the function that reads it
+
 The class names of MindSpeed's handlers are accepted as aliases, or refused with a reason.
 `path/file.py:NAME` is a handler of the user; see `msrl.data.rows.own_handler`.
 """
@@ -29,6 +31,7 @@ from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
 
 Kind = Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"]
+Resolved = tuple[Any, ColumnMapping, Callable[..., Any]]
 _FUNCTIONS = {
     "pretrain": "text",
     "pairs": "preference",
@@ -101,9 +104,25 @@ class Handler:
         """
         if own_handler.is_own(self.name):
             return own_handler.converter(self.name, self.kind, self.options)
+        resolve = self.resolver()
+
+        def convert(row: Any) -> Any:
+            resolved, columns, function = resolve(row)
+            return function(resolved, columns)
+
+        return convert
+
+    def resolver(self) -> Callable[[Any], Resolved]:
+        """Return the function that returns a row, its columns and the function that reads it.
+
+        Only handler `auto` changes the row, and has other columns for other rows.
+        """
         module = registry.load(__name__, self.name, key="preprocess.handler")
-        convert = _function(module, self.kind)
-        return partial(convert, columns=self.columns, **self.options)
+        resolve = getattr(module, "resolve", None)
+        if resolve is not None:
+            return partial(resolve, columns=self.columns, kind=self.kind)
+        read = partial(_function(module, self.kind), **self.options)
+        return lambda row: (row, self.columns, read)
 
 
 def handler_names() -> tuple[str, ...]:

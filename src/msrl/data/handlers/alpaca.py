@@ -1,6 +1,6 @@
-"""Alpaca format: instruction, input, answer, system text and history.
+"""Alpaca format: instruction, input, answer, thought, system text, history and tools.
 
-Input, system text and history are optional. The question is the instruction followed by the
+All but the instruction and the answer are optional. The question is the instruction followed by the
 input on a new line, as LLaMA-Factory and MindSpeed join them. `history` is a list of earlier
 [question, answer] pairs.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
+from msrl.data.turns import read_turn, tools_text
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 
@@ -18,8 +19,10 @@ COLUMNS = {
     "prompt": "instruction",
     "query": "input",
     "response": "output",
-    "system": "system",
+    "thought": "reasoning_content",
+    "system": "system|system_prompt",
     "history": "history",
+    "tools": "tools|functions",
 }
 REQUIRED = frozenset({"prompt", "response"})
 ANSWER = "response"
@@ -29,8 +32,27 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """Return the turns of a row. Raises MsrlError if a column is missing or not text."""
     messages = prompt_messages(row, columns)
     if columns.paths["response"]:
-        messages.append(Message("assistant", columns.text(row, "response")))
-    return Conversation(tuple(messages), extra=columns.extra(row))
+        messages.append(_answer(row, columns))
+    return Conversation(tuple(messages), extra=with_tools(row, columns))
+
+
+def with_tools(row: Any, columns: ColumnMapping) -> dict[str, str]:
+    """Return the columns that the output keeps, and the tools of a row as `tools`."""
+    extra = columns.extra(row)
+    if tools := tools_text(columns.value(row, "tools")):
+        extra["tools"] = tools
+    return extra
+
+
+def _answer(row: Any, columns: ColumnMapping) -> Message:
+    """Return the answer with its thought. Integers are converted to text."""
+    answer = columns.value(row, "response")
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return Message("assistant", str(answer))
+    turn = {"role": "assistant", "content": columns.text(row, "response")}
+    if thought := columns.text(row, "thought"):
+        turn["reasoning_content"] = thought
+    return read_turn(turn, "the answer")[0]
 
 
 def prompt_messages(row: Any, columns: ColumnMapping) -> list[Message]:

@@ -15,8 +15,9 @@ COLUMNS = {
     "query": "input",
     "chosen": "chosen|output.0",
     "rejected": "rejected|output.1",
-    "system": "system",
+    "system": "system|system_prompt",
     "history": "history",
+    "tools": "tools|functions",
     "margin": "margin",
     "weight": "weight",
 }

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.rows.sides import labeled, read_answer, read_prompt, system_messages
-from msrl.data.turns import read_messages
+from msrl.data.rows.sides import labeled, read_answer, read_prompt
+from msrl.data.turns import read_messages, with_system
 from msrl.types import PreferenceRow
 
 KINDS = ("labeled",)
@@ -18,8 +18,8 @@ COLUMNS = {
     "prompt": "prompt|instruction",
     "completion": "completion|output",
     "label": "label|kto_tag",
-    "system": "system",
-    "tools": "tools",
+    "system": "system|system_prompt",
+    "tools": "tools|functions",
     "weight": "weight",
 }
 REQUIRED = frozenset({"label"})
@@ -39,4 +39,4 @@ def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
         completion = columns.value(row, "completion")
         prompt = read_prompt(columns.value(row, "prompt"))
         turns = (*prompt, *read_answer(completion, "the completion"))
-    return labeled((*system_messages(row, columns), *turns), row, columns)
+    return labeled(with_system(turns, columns.value(row, "system")), row, columns)

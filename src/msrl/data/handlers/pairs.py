@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.rows.sides import pair, read_prompt, system_messages
+from msrl.data.rows.sides import pair, read_prompt
+from msrl.data.turns import with_system
 from msrl.errors import MsrlError
 from msrl.types import PreferenceRow
 
@@ -18,8 +19,8 @@ COLUMNS = {
     "prompt": "prompt|question",
     "chosen": "chosen",
     "rejected": "rejected",
-    "system": "system",
-    "tools": "tools",
+    "system": "system|system_prompt",
+    "tools": "tools|functions",
     "margin": "margin",
     "weight": "weight",
 }
@@ -41,4 +42,4 @@ def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
             """--map-keys '{"prompt": "COLUMN"}'."""
         )
     turns = () if prompt is None else read_prompt(prompt)
-    return pair((*system_messages(row, columns), *turns), *sides, row, columns)
+    return pair(with_system(turns, columns.value(row, "system")), *sides, row, columns)

@@ -9,14 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.handlers.alpaca import join_question
-from msrl.data.turns import check_order, read_messages
+from msrl.data.handlers.alpaca import prompt_messages, with_tools
+from msrl.data.turns import check_order, read_messages, with_system
 from msrl.errors import MsrlError
 from msrl.thoughts import without_thought
-from msrl.types import Conversation, Message
+from msrl.types import Conversation
 
 KINDS = ("prompts", "sft")
-COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "system": "system|system_prompt",
+    "history": "history",
+    "tools": "tools|functions",
+}
 REQUIRED = frozenset({"prompt", "response"})
 ANSWER = "response"
 
@@ -29,14 +36,17 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """
     prompt = columns.value(row, "prompt")
     if isinstance(prompt, list):
-        messages = list(read_messages(prompt))
+        messages = with_system(read_messages(prompt), columns.value(row, "system"))
     else:
-        messages = [Message("user", join_question(row, columns))]
-    if system := columns.text(row, "system"):
-        messages = [Message("system", system), *(m for m in messages if m.role != "system")]
+        messages = prompt_messages(row, columns)
     check_order(messages)
+    if messages[-1].role == "assistant":
+        raise MsrlError(
+            f"column {columns.paths['prompt']!r} (for 'prompt') ends with an answer. A prompt ends "
+            "with a question or a tool response: remove the last turn."
+        )
     answer = _answer(row, columns) if columns.paths["response"] else None
-    return Conversation(tuple(messages), answer=answer, extra=columns.extra(row))
+    return Conversation(tuple(messages), answer=answer, extra=with_tools(row, columns))
 
 
 def _answer(row: Any, columns: ColumnMapping) -> str:

@@ -9,11 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.turns import check_order, read_messages, read_turn, tools_text
-from msrl.types import Conversation, Message
+from msrl.data.handlers.alpaca import with_tools
+from msrl.data.turns import check_order, read_messages, with_system
+from msrl.types import Conversation
 
 KINDS = ("sft", "prompts")
-COLUMNS = {"messages": "conversations|messages", "system": "system", "tools": "tools"}
+COLUMNS = {
+    "messages": "conversations|messages",
+    "system": "system|system_prompt",
+    "tools": "tools|functions",
+}
 REQUIRED = frozenset({"messages"})
 
 
@@ -24,22 +29,7 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
         MsrlError: the format of the turns is unknown.
         DroppedRow: the order of the turns is not possible.
     """
-    messages = list(read_messages(columns.value(row, "messages")))
-    if system := system_text(columns.value(row, "system")):
-        messages = [Message("system", system), *(m for m in messages if m.role != "system")]
+    turns = read_messages(columns.value(row, "messages"))
+    messages = with_system(turns, columns.value(row, "system"))
     check_order(messages)
-    extra = columns.extra(row)
-    if tools := tools_text(columns.value(row, "tools")):
-        extra["tools"] = tools
-    return Conversation(tuple(messages), extra=extra)
-
-
-def system_text(value: Any) -> str:
-    """Return the system text of a row: text, or a list of text blocks.
-
-    Raises:
-        MsrlError: the value is neither.
-    """
-    if not value:
-        return ""
-    return read_turn({"role": "system", "content": value}, "the system text")[0].content
+    return Conversation(tuple(messages), extra=with_tools(row, columns))

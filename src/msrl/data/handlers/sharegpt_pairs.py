@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.rows.sides import pair, system_messages
-from msrl.data.turns import read_messages
+from msrl.data.rows.sides import pair
+from msrl.data.turns import read_messages, with_system
 from msrl.types import PreferenceRow
 
 KINDS = ("pairs",)
@@ -17,8 +17,8 @@ COLUMNS = {
     "messages": "conversations|messages",
     "chosen": "chosen",
     "rejected": "rejected",
-    "system": "system",
-    "tools": "tools",
+    "system": "system|system_prompt",
+    "tools": "tools|functions",
     "margin": "margin",
     "weight": "weight",
 }
@@ -33,6 +33,6 @@ def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
         DroppedRow: the answers are empty or equal, or the order of the turns is not possible.
     """
     messages = read_messages(columns.value(row, "messages"))
-    prompt = (*system_messages(row, columns), *messages)
+    prompt = with_system(messages, columns.value(row, "system"))
     sides = (columns.value(row, "chosen"), columns.value(row, "rejected"))
     return pair(prompt, *sides, row, columns)

@@ -7,42 +7,51 @@
 | `reward_model.ground_truth` beside `prompt` | r1 |
 | `instruction` and `output` | alpaca |
 | a question and an answer, such as `query` and `response` | alpaca |
+| for prompts: a question and `label` that is no truth value (slime) | r1 |
 | `text` only | pretrain |
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msrl.data.rows.keys import is_empty, truth
 from msrl.data.rows.preference import has_preference_columns
 from msrl.errors import MsrlError
 
 _TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "problem", "input", "inputs", "user")
-_CONTEXTS = ("context", "passage", "document")
 _ANSWERS = (
     "output", "response", "answer", "completion", "solution", "target", "targets", "assistant",
 )  # fmt: skip
+_GROUND_TRUTHS = ("answer", "ground_truth", "final_answer")
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Handler of a row and the columns of its fields. `messages` are turns in several columns."""
+    """Handler of a row and the columns of its fields.
+
+    `messages` are turns of several columns, which `joined` names.
+    """
 
     handler: str
     map_keys: Mapping[str, str] = field(default_factory=dict[str, str])
     messages: list[Any] | None = None
+    joined: frozenset[str] = frozenset()
 
 
-def recognize(row: Any) -> RowFormat | None:
-    """Return the format of a row, or None if it is unknown."""
+def recognize(row: Any, kind: str = "sft") -> RowFormat | None:
+    """Return the format of a row for a kind of data, or None if it is unknown.
+
+    Raises:
+        MsrlError: several columns could be the turns, the question or the answer.
+    """
     if not isinstance(row, dict):
         return None
     columns: dict[str, Any] = {str(key): value for key, value in row.items() if value is not None}
-    return _recognize_turns(columns) or _recognize_answers(columns)
+    return _recognize_turns(columns) or _recognize_answers(columns, kind)
 
 
 def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
@@ -61,7 +70,10 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
 
 def hint(row: Any, handler: str) -> str:
     """Return a hint to the handler that reads a row which `handler` cannot read, or ""."""
-    row_format = recognize(row)
+    try:
+        row_format = recognize(row)
+    except MsrlError:
+        return ""
     if row_format is None or row_format.handler == handler or has_preference_columns(row):
         return ""
     return f" The row has the format of handler {row_format.handler}."
@@ -69,32 +81,78 @@ def hint(row: Any, handler: str) -> str:
 
 def _recognize_turns(columns: Mapping[str, Any]) -> RowFormat | None:
     """Return the format of a row with lists of turns."""
-    for name in _TURNS:
-        if _is_turns(columns.get(name)):
-            return RowFormat("sharegpt", {"messages": name})
+    name = _only({name: columns[name] for name in _TURNS if is_turns(columns.get(name))}, "turns")
+    if name is not None:
+        return RowFormat("sharegpt", {"messages": name})
     prompt: Any = columns.get("prompt")
     completion: Any = columns.get("completion", columns.get("response"))
-    if _is_turns(prompt) and _is_turns(completion):
-        return RowFormat("sharegpt", {"messages": "messages"}, [*prompt, *completion])
+    if is_turns(prompt) and is_turns(completion):
+        names = frozenset({"prompt", "completion" if "completion" in columns else "response"})
+        return RowFormat("sharegpt", {"messages": "messages"}, [*prompt, *completion], names)
     return None
 
 
-def _recognize_answers(columns: Mapping[str, Any]) -> RowFormat | None:
+def _recognize_answers(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
     """Return the format of a row with a question and an answer in separate columns."""
-    question = next((name for name in _QUESTIONS if name in columns), None)
+    question = _question(columns)
+    if question is None:
+        return RowFormat("pretrain") if isinstance(columns.get("text"), str) else None
     reward = columns.get("reward_model")
-    if question and isinstance(reward, dict) and "ground_truth" in reward:
+    has_reward = isinstance(reward, dict) and "ground_truth" in reward
+    if has_reward and (kind == "prompts" or _answer(columns, kind) is None):
         keys = {"prompt": question, "query": "", "response": "reward_model.ground_truth"}
         return RowFormat("r1", keys)
-    answer = next((name for name in _ANSWERS if name in columns), None)
-    if question and answer:
-        handler = "r1" if _is_turns(columns[question]) else "alpaca"
-        keys = {"prompt": question, "query": _query(question, columns), "response": answer}
-        system = {"system": "system_prompt"} if "system_prompt" in columns else {}
-        return RowFormat(handler, {**keys, **system})
-    if question and not answer and _is_turns(columns[question]):
-        return RowFormat("r1", {"prompt": question, "query": "", "response": ""})
+    answer = _answer(columns, kind)
+    keys = {"prompt": question, "query": _query(question, columns)}
+    if answer:
+        is_plain = isinstance(columns[answer], str) and not is_turns(columns[question])
+        return RowFormat("alpaca" if is_plain else "r1", {**keys, "response": answer})
+    if is_turns(columns[question]):
+        return RowFormat("r1", {**keys, "response": ""})
     return RowFormat("pretrain") if isinstance(columns.get("text"), str) else None
+
+
+def _question(columns: Mapping[str, Any]) -> str | None:
+    """Return the column of the question."""
+    names = [name for name in _QUESTIONS if name in columns]
+    if "instruction" in names:
+        names = [name for name in names if name != "input"]
+    candidates = {name: columns[name] for name in names if name != "user"}
+    return _only(candidates, "the question") or next(iter(names), None)
+
+
+def _answer(columns: Mapping[str, Any], kind: str) -> str | None:
+    """Return the column of the answer. Prompts read a ground truth rather than a solution."""
+    names = [name for name in _ANSWERS if name in columns]
+    truths = [name for name in _GROUND_TRUTHS if name in columns] if kind == "prompts" else []
+    if not (names or truths) and kind == "prompts" and _is_ground_truth(columns.get("label")):
+        return "label"
+    names = truths or names
+    candidates = {name: columns[name] for name in names if name != "assistant"}
+    return _only(candidates, "the answer") or next(iter(names), None)
+
+
+def _is_ground_truth(label: Any) -> bool:
+    """Return True for a label that is not a truth value. A text such as "1" is an answer."""
+    return isinstance(label, str) or (isinstance(label, int | float) and truth(label) is None)
+
+
+def _only(candidates: Mapping[str, Any], field: str) -> str | None:
+    """Return the only column with a value, or the first of equal ones; None without one.
+
+    Raises:
+        MsrlError: columns have different values.
+    """
+    filled = {name: value for name, value in candidates.items() if not is_empty(value)}
+    first = next(iter(filled), None)
+    if first is not None and any(value != filled[first] for value in filled.values()):
+        names = list(filled)
+        raise MsrlError(
+            f"columns {' and '.join(names)}: each could be {field}. Name the columns with "
+            "--handler and --map-keys, or leave columns out, as with --ignore "
+            f"{names[-1]}."
+        )
+    return first or next(iter(candidates), None)
 
 
 def _query(question: str, columns: Mapping[str, Any]) -> str:
@@ -103,18 +161,7 @@ def _query(question: str, columns: Mapping[str, Any]) -> str:
     return next((name for name in names if name in columns), "")
 
 
-def refuse_context(row: Mapping[str, Any], columns: Iterable[str]) -> None:
-    """Raise MsrlError if a row has a text for its question that no field reads."""
-    unread = [name for name in _CONTEXTS if name not in columns and row.get(name)]
-    if unread:
-        example = json.dumps({"query": unread[0]})
-        raise MsrlError(
-            f"column {unread[0]!r} would not be part of the question. Add it with "
-            f"--map-keys '{example}', or remove the column."
-        )
-
-
-def _is_turns(value: Any) -> bool:
+def is_turns(value: Any) -> bool:
     """Return True for a list of {from, value} or {role, content}."""
     return (
         isinstance(value, list)

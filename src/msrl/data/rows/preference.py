@@ -6,7 +6,8 @@ Anthropic's hh-rlhf, StackExchange paired, PKU-SafeRLHF and AlpacaFarm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from msrl.errors import MsrlError
@@ -24,24 +25,14 @@ _ADVICE = (
 _PAIRS_ADVICE = _ADVICE.format(handler="pairs, alpaca_pairs or sharegpt_pairs")
 
 
-def refuse_preference(row: Any, passed: Iterable[str] = ()) -> None:
-    """Raise MsrlError if a row holds preference data.
-
-    Args:
-        row: a row of the input.
-        passed: columns that the output keeps as they are, so that they are not treated as labels.
-    """
+def refuse_preference(row: Any) -> None:
+    """Raise MsrlError if a row holds a preference pair."""
     if not isinstance(row, dict):
         return
-    columns: dict[str, Any] = {str(k): v for k, v in row.items() if v is not None}
-    if pair := _pair(columns):
+    names = tuple(row)
+    pair = _pair_of_names(names)
+    if pair and all(row[name] is not None for name in pair):
         raise MsrlError(f"columns {' and '.join(pair)}: preference pairs (DPO). {_PAIRS_ADVICE}")
-    labels = [name for name in _LABELS if name not in passed and _is_truth_value(columns.get(name))]
-    if labels:
-        raise MsrlError(
-            f"column {labels[0]}={columns[labels[0]]}: answers labeled as desirable or not (KTO). "
-            f"{_ADVICE.format(handler='labeled')}"
-        )
 
 
 def has_preference_columns(row: Any) -> bool:
@@ -49,7 +40,7 @@ def has_preference_columns(row: Any) -> bool:
     if not isinstance(row, dict):
         return False
     columns: dict[str, Any] = {str(k): v for k, v in row.items() if v is not None}
-    return bool(_pair(columns)) or any(name in columns for name in _LABELS)
+    return bool(_pair_of_names(tuple(columns))) or any(name in columns for name in _LABELS)
 
 
 def refuse_preference_columns(map_keys: Mapping[str, str]) -> None:
@@ -61,21 +52,16 @@ def refuse_preference_columns(map_keys: Mapping[str, str]) -> None:
             )
 
 
-def _pair(columns: Mapping[str, Any]) -> tuple[str, ...]:
+@lru_cache(maxsize=1024)
+def _pair_of_names(names: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the columns that hold a preference pair, or ()."""
-    for name in columns:
+    texts = [name for name in names if isinstance(name, str)]
+    for name in texts:
         other = name.replace("chosen", "rejected")
-        if other != name and other in columns:
+        if other != name and other in texts:
             return name, other
-    return next((pair for pair in _PAIRS if all(name in columns for name in pair)), ())
+    return next((pair for pair in _PAIRS if all(name in texts for name in pair)), ())
 
 
 def _is_side(name: str) -> bool:
     return "chosen" in name or "rejected" in name
-
-
-def _is_truth_value(value: Any) -> bool:
-    """Return True for a boolean, also in the text form of CSV files."""
-    return isinstance(value, bool) or (
-        isinstance(value, str) and value.strip().lower() in ("true", "false")
-    )

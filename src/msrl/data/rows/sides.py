@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from msrl.data.columns import ColumnMapping, DroppedRow
-from msrl.data.turns import check_order, read_messages, read_turn, tools_text
+from msrl.data.rows.keys import truth
+from msrl.data.turns import check_order, read_messages, read_turn, tools_text, with_system
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message, PreferenceRow
 
-_LABELS = {"true": True, "false": False}
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def read_prompt(value: Any) -> tuple[Message, ...]:
@@ -63,23 +64,15 @@ def labeled(turns: Sequence[Message], row: Any, columns: ColumnMapping) -> Prefe
         MsrlError: the label is neither true nor false.
         DroppedRow: the prompt or the answer is empty.
     """
-    label = columns.value(row, "label")
-    if isinstance(label, str):
-        label = _LABELS.get(label.strip().lower())
-    if not isinstance(label, bool):
-        value = columns.value(row, "label")
+    value = columns.value(row, "label")
+    label = _LABELS.get(value.strip().lower()) if isinstance(value, str) else truth(value)
+    if label is None:
         raise MsrlError(
             f"column {columns.paths['label']!r} (for 'label') contains {value!r}, which is not a "
-            "label. Write true for a desirable answer and false for an undesirable one."
+            "label. Write true or 1 for a desirable answer and false or 0 for an undesirable one."
         )
     conversation = _conversation(turns, row, columns)
     return PreferenceRow((conversation,), float(label), _weight(row, columns))
-
-
-def system_messages(row: Any, columns: ColumnMapping) -> tuple[Message, ...]:
-    """Return the system text of a row as a turn, or no turn."""
-    text = columns.text(row, "system")
-    return (Message("system", text),) if text else ()
 
 
 def _join(prompt: Sequence[Message], answer: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -89,8 +82,8 @@ def _join(prompt: Sequence[Message], answer: tuple[Message, ...]) -> tuple[Messa
     questions = [message.content for message in prompt if message.role == "user"]
     if questions and questions[-1] not in [message.content for message in answer]:
         raise DroppedRow("different_prompts")
-    system = () if answer[0].role == "system" else [m for m in prompt if m.role == "system"]
-    return (*system, *answer)
+    system = [message for message in prompt if message.role == "system"]
+    return tuple(with_system(answer, system[0].content if system else None))
 
 
 def _conversation(turns: Sequence[Message], row: Any, columns: ColumnMapping) -> Conversation:
@@ -100,6 +93,11 @@ def _conversation(turns: Sequence[Message], row: Any, columns: ColumnMapping) ->
     if turns[-1].role != "assistant" or not turns[-1].content.strip():
         raise DroppedRow("empty_answer")
     check_order(list(turns))
+    if not turns[-1].is_trained:
+        raise MsrlError(
+            "the last answer is marked as context only, but it is what preference training reads. "
+            "Remove the mark or the row."
+        )
     extra: dict[str, str] = {}
     if "tools" in columns.paths and (tools := tools_text(columns.value(row, "tools"))):
         extra["tools"] = tools
