@@ -388,6 +388,13 @@ MapKeys = Annotated[
         help='Column names of the input, as in {"prompt": "question"}.',
     ),
 ]
+Split = Annotated[
+    str | None,
+    _option(
+        "--split", metavar="NAME", panel=INPUT,
+        help="Split to read of a folder that has several, such as train.",
+    ),
+]  # fmt: skip
 Keep = Annotated[
     list[str] | None,
     _option(

@@ -23,6 +23,7 @@ def preprocess(
     ctx: typer.Context,
     input: o.Input = None,
     more_input: o.MoreInput = None,
+    split: o.Split = None,
     tokenizer: o.Tokenizer = None,
     handler: o.Handler = None,
     kind: o.Kind = None,

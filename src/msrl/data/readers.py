@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msrl.data.rows.splits import folder_files
+from msrl.data.rows.tables import check_schema, read_rows
 from msrl.errors import MsrlError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
@@ -60,13 +62,13 @@ class RowBatch:
                 yield offset, _parse(row, self.where(offset))
 
 
-def find_files(inputs: Sequence[str]) -> tuple[Path, ...]:
+def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, ...]:
     """Return the files of `inputs` (files, folders or globs), each once.
 
-    The files of a folder are sorted by name.
+    The files of a folder are sorted by name. `split` selects those of one split.
 
     Raises:
-        MsrlError: an input matches no file.
+        MsrlError: an input matches no file, or a folder has several splits and none is selected.
     """
     if not inputs:
         raise MsrlError(
@@ -75,7 +77,9 @@ def find_files(inputs: Sequence[str]) -> tuple[Path, ...]:
         )
     files: dict[Path, None] = {}
     for item in inputs:
-        files.update(dict.fromkeys(_expand_input(item)))
+        files.update(dict.fromkeys(_expand_input(item, split)))
+    if split is not None and not any(Path(item).is_dir() for item in inputs):
+        raise MsrlError(f"preprocess.split={split}: has no effect without a folder. Remove it.")
     return tuple(files)
 
 
@@ -89,11 +93,11 @@ def read_batches(files: Iterable[Path]) -> Iterator[RowBatch]:
             raise MsrlError(f"{path}: cannot be read: {reason}") from error
 
 
-def _expand_input(item: str) -> list[Path]:
+def _expand_input(item: str, split: str | None) -> list[Path]:
     """Return the files of one input."""
     path = Path(item)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if is_data_file(p))
+        files = [*folder_files(path, split, _is_known)]
         # Text files beside other data are usually notes about it.
         files = [file for file in files if _suffix(file) != ".txt"] or files
         problem = f"the folder contains no {', '.join(SUFFIXES)} file"
@@ -219,13 +223,54 @@ def _read_parquet(path: Path) -> Iterator[RowBatch]:
     first = 1
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=MAX_ROWS):
-                yield RowBatch(str(path), first, batch.to_pylist(), lines=False)
-                first += batch.num_rows
+            check_schema(file.schema_arrow, str(path))
+            for batch in file.iter_batches(batch_size=_batch_rows(file.metadata, path)):
+                for rows in _row_batches(batch, path, first):
+                    yield rows
+                    first += len(rows.rows)
     except ArrowException as error:
         raise MsrlError(
             f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _batch_rows(metadata: Any, path: Path) -> int:
+    """Return the number of rows to decode at once.
+
+    Raises:
+        MsrlError: the rows of a row group are too large.
+    """
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    sizes = [group.total_byte_size // group.num_rows for group in groups if group.num_rows]
+    largest = max((1, *sizes))
+    if largest > MAX_LINE_BYTES:
+        raise MsrlError(
+            f"{path}: its rows have {largest:,} bytes (limit: {MAX_LINE_BYTES:,}). Split them."
+        )
+    return min(MAX_ROWS, max(1, MAX_LINE_BYTES // largest))
+
+
+def _row_batches(table: Any, path: Path, first: int) -> Iterator[RowBatch]:
+    """Yield the rows of a record batch in batches of limited number and size."""
+    size = table.nbytes
+    step = max(1, min(MAX_ROWS, table.num_rows * 16 * MAX_BYTES // max(1, size)))
+    for start in range(0, table.num_rows, step):
+        part = table.slice(start, step)
+        if size > MAX_LINE_BYTES:
+            _check_row_sizes(part, path, first + start)
+        rows = read_rows(part, str(path), first + start)
+        yield RowBatch(str(path), first + start, rows, lines=False)
+
+
+def _check_row_sizes(part: Any, path: Path, first: int) -> None:
+    """Raise MsrlError if a row is too large."""
+    for number in range(part.num_rows):
+        size = part.slice(number, 1).nbytes
+        if size > MAX_LINE_BYTES:
+            raise MsrlError(
+                f"{path}: row {first + number} has {size:,} bytes (limit: {MAX_LINE_BYTES:,}). "
+                "Split or remove it."
+            )
 
 
 def _read_arrow(path: Path) -> Iterator[RowBatch]:
@@ -244,12 +289,12 @@ def _read_arrow(path: Path) -> Iterator[RowBatch]:
                 reader = pa.ipc.open_file(pa.BufferReader(file.read()))
                 tables = (reader.get_batch(i) for i in range(reader.num_record_batches))
             else:
-                tables = iter(pa.ipc.open_stream(file))
+                tables = reader = pa.ipc.open_stream(file)
+            check_schema(reader.schema, str(path))
             for table in tables:
-                for start in range(0, table.num_rows, MAX_ROWS):
-                    rows = table.slice(start, MAX_ROWS).to_pylist()
-                    yield RowBatch(str(path), first, rows, lines=False)
-                    first += len(rows)
+                for rows in _row_batches(table, path, first):
+                    yield rows
+                    first += len(rows.rows)
     except pa.ArrowException as error:
         raise MsrlError(
             f"{path}: not a complete Arrow file: {str(error).splitlines()[0]}"

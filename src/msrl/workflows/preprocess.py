@@ -67,7 +67,7 @@ def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
     Raises:
         MsrlError: a setting or a row is not valid.
     """
-    yield from show_rows(make_job(settings), find_files(settings.input), settings.show or 0)
+    yield from show_rows(make_job(settings), find_files(settings.input, settings.split), settings.show or 0)
 
 
 def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
@@ -76,7 +76,7 @@ def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
     Raises:
         MsrlError: a setting or the data is not valid. No data is written then.
     """
-    files = find_files(settings.input)
+    files = find_files(settings.input, settings.split)
     job = make_job(settings)
     capacity = settings.seq_length if settings.pack else None
     pad = job.tokenizer.pad_token_id
@@ -106,7 +106,7 @@ def check(config: Config) -> int:
         MsrlError: the configuration or one of the rows is not valid.
     """
     settings = config.preprocess
-    files = find_files(settings.input)
+    files = find_files(settings.input, settings.split)
     job = make_job(settings)
     if settings.show is None:
         prefix = _required("output_prefix", settings.output_prefix)

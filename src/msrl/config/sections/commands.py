@@ -88,6 +88,10 @@ class PreprocessConfig(Section):
         description="Data files (JSON, JSONL, Parquet, Arrow, CSV, text), folders or globs to "
         "read, or datasets on a hub (ORG/NAME, ORG/NAME:PATTERN).",
     )
+    split: Text | None = Field(
+        default=None,
+        description="Split of a folder to read, such as train. Default: the only one.",
+    )
     tokenizer: Text | None = Field(
         default=None,
         description="Folder of the Hugging Face tokenizer, or the name of a model on a hub.",

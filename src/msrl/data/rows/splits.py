@@ -1,0 +1,100 @@
+"""Data files of a folder by split, as the hubs and the `datasets` library name them.
+
+A split is a folder or a part of a file name: `data/train-00000-of-00002.parquet`,
+`test/0000.parquet`, `train.jsonl`. `save_to_disk` writes a folder with `state.json` for a dataset,
+and one with `dataset_dict.json` for a dictionary of splits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from msrl.errors import MsrlError, nearest
+
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# The keywords of `datasets.data_files`, with the name of their split.
+_KEYWORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+
+
+def folder_files(
+    folder: Path, split: str | None, is_data: Callable[[Path], bool]
+) -> tuple[Path, ...]:
+    """Return the data files of a folder, in the order of their names.
+
+    Args:
+        folder: the folder.
+        split: split to read; None if the folder has only one.
+        is_data: whether a file is a data file.
+
+    Raises:
+        MsrlError: the folder has several splits and none was named, or not the named one.
+    """
+    names = _saved_splits(folder)
+    files = [file for file in _all_files(folder) if is_data(file)]
+    splits = {file: _split_name(file.relative_to(folder), names) for file in files}
+    known = sorted({name for name in splits.values() if name is not None})
+    if not any(_keyword(name) for name in known) and not names:
+        known = []
+    if split is not None:
+        wanted = split if split in known else _KEYWORDS.get(split.lower(), split)
+        if wanted not in known:
+            hint = nearest(split, known) if known else "it has none"
+            raise MsrlError(f"preprocess.split={split}: no split of {folder}; {hint}")
+        return tuple(file for file in files if splits[file] == wanted)
+    if len(known) > 1:
+        counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
+        raise MsrlError(
+            f"preprocess.input={folder}: has the splits {', '.join(counts)}. Choose one with "
+            f"--split, as in --split {known[-1]}, or name files."
+        )
+    return tuple(files)
+
+
+def _count(names: Iterable[str | None], name: str) -> str:
+    number = sum(other == name for other in names)
+    return f"{number} file" if number == 1 else f"{number} files"
+
+
+def _saved_splits(folder: Path) -> tuple[str, ...]:
+    """Return the splits of a dictionary of datasets that `save_to_disk` wrote, else ()."""
+    path = folder / "dataset_dict.json"
+    try:
+        return tuple(map(str, json.loads(path.read_bytes())["splits"])) if path.is_file() else ()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MsrlError(f"{path}: not a dictionary of splits: {error}") from error
+
+
+def _all_files(folder: Path) -> list[Path]:
+    """Return the files of a folder without hidden ones and the metadata of `datasets`."""
+    files: list[Path] = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and not is_hidden and file.name not in _METADATA:
+            files.append(file)
+    return files
+
+
+def _split_name(path: Path, names: Sequence[str]) -> str | None:
+    """Return the split of a file below a folder, or None."""
+    if path.parts[0] in names:
+        return path.parts[0]
+    shard = _SHARD.match(path.name)
+    if shard is not None and shard[1] != "data":
+        return _KEYWORDS.get(shard[1], shard[1])
+    keywords = [_keyword(path.name)]
+    keywords += [_KEYWORDS.get(part.lower()) for part in reversed(path.parts[:-1])]
+    return next((name for name in keywords if name is not None), None)
+
+
+def _keyword(name: str) -> str | None:
+    """Return the split that one of the words of a name denotes, or None."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((_KEYWORDS[word] for word in words if word in _KEYWORDS), None)

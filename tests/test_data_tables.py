@@ -1,0 +1,187 @@
+"""Tables of pyarrow and `datasets`: the same rows as JSONL, splits of folders, and limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from msrl.data import readers
+from msrl.data.handlers import make_handler
+from msrl.data.readers import find_files, read_batches
+from msrl.errors import MsrlError
+from support import mentions
+
+
+def row(name: str, arguments: dict[str, Any], tool: dict[str, Any], **answer: Any) -> Any:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": "b", **answer},
+    ]
+    return {"messages": turns, "tools": [tool]}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"name": name, "description": "d", "parameters": parameters}
+
+
+WRAPPED = {"type": "function", "function": tool("weather", city={"type": "string"})}
+ROWS = [
+    row("weather", {"city": "Paris"}, WRAPPED),
+    row("stock", {"ticker": "X", "n": [1, None]}, tool("stock", ticker={"type": "string"})),
+    row("none", {}, tool("none"), loss=False, reasoning_content="t"),
+]
+
+
+def read(*inputs: Path, split: str | None = None) -> list[Any]:
+    files = find_files([str(item) for item in inputs], split)
+    return [row for batch in read_batches(files) for _, row in batch.values()]
+
+
+def conversations(rows: list[Any]) -> list[Any]:
+    handler = make_handler("auto", kind="sft", map_keys={}, options={})
+    return [handler.converter()(row) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tables")
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    padded = datasets.Dataset.from_list(ROWS)
+    typed = datasets.Dataset.from_list(ROWS, on_mixed_types="use_json")
+    for name, dataset in (("padded", padded), ("typed", typed)):
+        dataset.to_parquet(str(folder / f"{name}.parquet"))
+        dataset.save_to_disk(str(folder / name))
+        pq.write_table(dataset.data.table, folder / f"{name}_arrow.parquet")
+    splits = datasets.DatasetDict({"train": padded, "test": padded.select([0])})
+    splits.save_to_disk(str(folder / "dict"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["padded.parquet", "typed.parquet", "padded", "typed", "padded_arrow.parquet"]
+)
+def test_tables_of_datasets_give_the_conversations_of_the_same_rows_as_json(
+    tables: Path, name: str
+):
+    assert conversations(read(tables / name)) == conversations(read(tables / "rows.jsonl"))
+
+
+def test_null_members_vanish_at_every_depth_and_other_nulls_stay(tmp_path: Path):
+    kind = pa.struct([("a", pa.struct([("b", pa.int64())])), ("c", pa.list_(pa.int64()))])
+    values = [{"a": {"b": None}, "c": [1, None]}, None, {"a": None, "c": None}]
+    mapping = pa.array([[("x", None), ("y", 1)], [], None], pa.map_(pa.string(), pa.int64()))
+    objects = pa.array([[v, None] for v in values], pa.list_(kind))
+    table = pa.table({"o": pa.array(values, kind), "l": objects, "m": mapping})
+    pq.write_table(table, tmp_path / "x.parquet")
+    first, second, third = read(tmp_path / "x.parquet")
+    assert first == {"o": {"a": {}, "c": [1, None]}, "l": [{"a": {}, "c": [1, None]}, None], "m": {"x": None, "y": 1}}  # fmt: skip  # noqa: E501
+    assert second == {"o": None, "l": [None, None], "m": {}}
+    assert third == {"o": {}, "l": [{}, None], "m": None}
+
+
+def test_explicit_nulls_of_json_columns_stay(tmp_path: Path):
+    rows = [{"a": {"x": None}}, {"a": [1, None]}, {"a": None}]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(
+        str(tmp_path / "x.parquet")
+    )
+    assert read(tmp_path / "x.parquet")[:2] == rows[:2]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, nested: bool):
+    fields = [pa.array(["a"]), pa.array(["b"])]
+    table = pa.Table.from_arrays(fields, names=["text", "text"])
+    if nested:
+        table = pa.table({"o": pa.StructArray.from_arrays(fields, names=["text", "text"])})
+    pq.write_table(table, tmp_path / "x.parquet")
+    with (
+        pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as w,
+    ):
+        w.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        with pytest.raises(MsrlError, match=mentions(name, "'text'", "more than once")):
+            read(tmp_path / name)
+
+
+def test_a_dictionary_of_splits_asks_for_one(tables: Path):
+    with pytest.raises(MsrlError, match=mentions("dict", "test", "train", "--split")):
+        read(tables / "dict")
+    assert len(read(tables / "dict", split="train")) == 3
+    assert len(read(tables / "dict", split="test")) == 1
+    assert len(read(tables / "dict" / "test")) == 1
+
+
+def shards(*names: str) -> tuple[str, ...]:
+    return tuple(f"data/{name}-of-00002.jsonl" for name in names)
+
+
+LAYOUTS = (
+    shards("train-00000", "train-00001", "test-00000"),
+    shards("train_sft-00000", "train_sft-00001", "test_sft-00000"),
+    ("train.jsonl", "train_2.jsonl", "validation.jsonl"),
+    ("train/0.jsonl", "train/1.jsonl", "test/0.jsonl"),
+    ("data/train/a.jsonl", "data/train/b.jsonl", "data/dev/c.jsonl"),
+    ("x-train.jsonl", "y.train.jsonl", "x-eval.jsonl"),
+)
+
+
+@pytest.mark.parametrize("names", LAYOUTS)
+def test_a_folder_with_several_splits_asks_for_one(tmp_path: Path, names: tuple[str, ...]):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"file": name}) + "\n")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "train.jsonl").write_text("{}\n")
+    with pytest.raises(MsrlError, match=mentions("train", "--split")):
+        read(tmp_path)
+    split = "train_sft" if "train_sft" in names[0] else "train"
+    assert {r["file"] for r in read(tmp_path, split=split)} == set(names[:2])
+    with pytest.raises(MsrlError, match=mentions("split=trian", split)):
+        read(tmp_path, split="trian")
+    (tmp_path / names[2]).unlink()
+    assert len(read(tmp_path)) == 2
+
+
+def test_a_split_without_a_folder_and_folders_without_splits(tmp_path: Path):
+    for name in ("part-00000-of-00002.jsonl", "rest-00001-of-00002.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert len(read(tmp_path)) == 2
+    with pytest.raises(MsrlError, match=mentions("split=train", "none")):
+        read(tmp_path, split="train")
+    with pytest.raises(MsrlError, match=mentions("split=train", "no effect")):
+        read(tmp_path / "part-00000-of-00002.jsonl", split="train")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_rows_of_tables_are_limited_by_bytes(tmp_path: Path, monkeypatch: Any, suffix: str):
+    monkeypatch.setattr(readers, "MAX_BYTES", 1 << 10)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 15)
+    path = tmp_path / f"x.{suffix}"
+
+    def write(texts: list[str]) -> None:
+        table = pa.table({"text": texts})
+        if suffix == "parquet":
+            pq.write_table(table, path, use_dictionary=False, compression="gzip")
+        else:
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as w:
+                w.write_table(table)
+
+    write(["a" * 6000] * 20)
+    batches = list(read_batches([path]))
+    assert sum(len(batch.rows) for batch in batches) == 20 and len(batches) > 5
+    assert [batch.first for batch in batches][1] == 1 + len(batches[0].rows)
+    write(["a", "a" * 40000])
+    with pytest.raises(MsrlError, match=mentions("x.", "bytes", "limit")):
+        list(read_batches([path]))
