@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,8 @@ def read(
     job: Any = TokenizeSettings(
         handler, None, None, None, False, None, None, keep, frozenset(ignore)
     )  # type: ignore[arg-type]
-    unread: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    items = _convert_rows(job, RowBatch("x.jsonl", 1, [row], lines=False), dropped, unread)[1]
-    return (items or [dropped])[0], dict(unread)
+    rows = _convert_rows(job, RowBatch("x.jsonl", 1, [row], lines=False))
+    return (rows.items or [rows.dropped])[0], dict(rows.unread)
 
 
 def answer(**keys: Any) -> dict[str, Any]:

@@ -33,10 +33,8 @@ def converse(name: str, row: Any, kind: str | None = None, **map_keys: str) -> C
 
 def read(name: str, rows: list[Any], kind: str | None = None, **map_keys: str) -> list[Any]:
     """Return the conversations of rows as preprocessing reads them."""
-    from collections import Counter
-
     job: Any = TokenizeSettings(handler(name, kind, **map_keys), None, None, None, False, None)  # type: ignore[arg-type]
-    return _convert_rows(job, RowBatch("x.jsonl", 1, rows, lines=False), Counter(), Counter())[1]
+    return _convert_rows(job, RowBatch("x.jsonl", 1, rows, lines=False)).items
 
 
 def turns(conversation: Conversation) -> list[tuple[str, str]]:

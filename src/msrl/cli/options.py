@@ -419,6 +419,15 @@ TooLongRows = Annotated[
         help="Action on rows longer than --seq-length.",
     ),
 ]  # fmt: skip
+OnBadRow = Annotated[
+    str | None,
+    _option(
+        "--on-bad-row", metavar="ACTION", panel=ROWS,
+        values=complete.choices("preprocess.on_bad_row"),
+        help="Action on rows that cannot be read: refuse (default) or drop, which counts them by "
+        "reason and writes them to PREFIX_bad_rows.jsonl.",
+    ),
+]  # fmt: skip
 Thinking = Annotated[
     bool | None,
     _option(

@@ -32,6 +32,7 @@ def preprocess(
     seq_length: o.SeqLength = None,
     pack: o.Pack = None,
     too_long: o.TooLongRows = None,
+    on_bad_row: o.OnBadRow = None,
     enable_thinking: o.Thinking = None,
     map_keys: o.MapKeys = None,
     keep: o.Keep = None,

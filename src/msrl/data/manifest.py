@@ -53,6 +53,14 @@ def answers_path(prefix: str) -> Path:
     return Path(f"{prefix}_answers.jsonl")
 
 
+def bad_rows_path(prefix: str) -> Path:
+    """Return the path of the rows that were dropped because they are not valid.
+
+    The file has one JSON object per row: {"row": location, "problem": ..., "value": ...}.
+    """
+    return Path(f"{prefix}_bad_rows.jsonl")
+
+
 def incomplete_path(prefix: str) -> Path:
     return Path(f"{prefix}_incomplete")
 
@@ -61,7 +69,7 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
     """Return every file that a dataset of any kind can have under this prefix."""
     names = {dataset_name(prefix, kind, key) for kind, keys in KEYS.items() for key in keys}
     data = [Path(f"{name}.{suffix}") for name in sorted(names) for suffix in ("bin", "idx")]
-    return (*data, answers_path(prefix), manifest_path(prefix))
+    return (*data, answers_path(prefix), bad_rows_path(prefix), manifest_path(prefix))
 
 
 def has_data(prefix: str) -> bool:
@@ -88,7 +96,8 @@ def record_name(prefix: str, path: Path) -> str:
 
 def fingerprint(prefix: str) -> str:
     """Return a digest that distinguishes the data of this prefix from other data."""
-    files = [path for path in all_paths(prefix) if path.is_file() and path != manifest_path(prefix)]
+    others = (manifest_path(prefix), bad_rows_path(prefix))
+    files = [path for path in all_paths(prefix) if path.is_file() and path not in others]
     return digest_of_ends((record_name(prefix, path), path) for path in files)
 
 

@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 256 << 20
 class RowBatch:
     """Consecutive rows of one file: unparsed lines if `lines`, else values.
 
-    `first` is the number of the first row, from 1.
+    `first` is the number of the first row, from 1. A row that cannot be read is its `MsrlError`.
     """
 
     path: str
@@ -55,11 +55,21 @@ class RowBatch:
         Raises:
             MsrlError: a line is not JSON.
         """
+        for offset in self.offsets():
+            yield offset, self.value(offset)
+
+    def offsets(self) -> Iterator[int]:
+        """Yield the offset of every row, skipping blank lines."""
         for offset, row in enumerate(self.rows):
-            if not self.lines:
-                yield offset, row
-            elif row.strip():
-                yield offset, _parse(row, self.where(offset))
+            if not self.lines or row.strip():
+                yield offset
+
+    def value(self, offset: int) -> Any:
+        """Return a row. Raises MsrlError if it cannot be read, for example a line not of JSON."""
+        row = self.rows[offset]
+        if isinstance(row, MsrlError):
+            raise row
+        return _parse(row, self.where(offset)) if self.lines else row
 
 
 def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, ...]:
@@ -316,9 +326,8 @@ def _read_csv(path: Path) -> Iterator[RowBatch]:
                     f"{', '.join(names) or 'nothing'}"
                 )
             while rows := list(itertools.islice(reader, MAX_ROWS)):
-                for number, row in enumerate(rows, first):
-                    _check_csv_row(path, number, row)
-                yield RowBatch(str(path), first, rows, lines=False)
+                checked = [_checked_csv_row(path, n, row) for n, row in enumerate(rows, first)]
+                yield RowBatch(str(path), first, checked, lines=False)
                 first += len(rows)
     except csv.Error as error:
         raise MsrlError(f"{path}: not CSV: after row {first - 1}: {error}") from error
@@ -326,10 +335,11 @@ def _read_csv(path: Path) -> Iterator[RowBatch]:
         raise MsrlError(f"{path}: not UTF-8: {error.reason} after row {first - 1}") from error
 
 
-def _check_csv_row(path: Path, number: int, row: dict[Any, Any]) -> None:
-    """Raise MsrlError if a row has more or fewer values than the header."""
+def _checked_csv_row(path: Path, number: int, row: dict[Any, Any]) -> dict[Any, Any] | MsrlError:
+    """Return a row, or the error if it has more or fewer values than the header."""
     if None in row or None in row.values():
-        raise MsrlError(f"{path}: row {number}: the number of values differs from the header")
+        return MsrlError(f"{path}: row {number}: the number of values differs from the header")
+    return row
 
 
 def _read_text(path: Path) -> Iterator[RowBatch]:
@@ -340,7 +350,7 @@ def _read_text(path: Path) -> Iterator[RowBatch]:
             try:
                 rows.append({"text": line.decode("utf-8-sig").rstrip("\r\n")})
             except UnicodeDecodeError as error:
-                raise MsrlError(f"{batch.where(offset)}: not UTF-8: {error.reason}") from error
+                rows.append(MsrlError(f"{batch.where(offset)}: not UTF-8: {error.reason}"))
         yield RowBatch(batch.path, batch.first, rows, lines=False)
 
 

@@ -6,11 +6,12 @@ It imports neither torch nor transformers, except for the template `native`.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,15 @@ class TokenizeSettings:
     step_tokens: StepTokens | None = None  # of texts with labeled steps
     kept: tuple[str, ...] = ()  # unread columns that become `extra` of prompts; `all` for all
     ignored: frozenset[str] = frozenset()  # keys of rows, turns and blocks that are not read
+    drop_bad_rows: bool = False  # drop and count rows that are not valid
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be read. `line` has its location, problem and value as JSON."""
+
+    reason: str
+    message: str
+    line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +99,29 @@ class TokenizedRows:
     preferences: tuple[RenderedPreference, ...] = ()  # rows of preference data
     step_labels: Ints | None = None  # [N] for steps
     unread: Mapping[str, int] = field(default_factory=dict[str, int])  # rows by key not read
+    bad: tuple[BadRow, ...] = ()  # rows that are not valid, if these are dropped
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
-    """Tokenize the rows of a batch. Raises MsrlError with file and row if a row is not valid."""
-    dropped: Counter[str] = Counter()
-    unread: Counter[str] = Counter()
-    offsets, items = _convert_rows(job, batch, dropped, unread)
-    result = _tokenize_items(job, batch, offsets, items, dropped)
-    return replace(result, unread=unread)
+    """Tokenize the rows of a batch.
+
+    Raises:
+        MsrlError: a row is not valid, and invalid rows are not dropped. The message begins with
+            file and row.
+    """
+    converted = _convert_rows(job, batch)
+    num_read = len(converted.items) + converted.dropped.total() + len(converted.bad)
+    dropped = Counter(converted.dropped)
+    try:
+        result = _tokenize_items(job, batch, converted.offsets, converted.items, dropped)
+    except MsrlError:
+        if not job.drop_bad_rows:
+            raise
+        offsets, items = _renderable(job, batch, converted)
+        dropped = Counter(converted.dropped)
+        result = _tokenize_items(job, batch, offsets, items, dropped)
+    bad = tuple(converted.bad)
+    return replace(result, num_read=num_read, unread=converted.unread, bad=bad)
 
 
 def _tokenize_items(
@@ -108,7 +132,7 @@ def _tokenize_items(
     dropped: Counter[str],
 ) -> TokenizedRows:
     """Tokenize the texts or conversations of a batch."""
-    num_read = len(items) + dropped.total()
+    num_read = len(items)
     if job.handler.kind == "pretrain":
         return _tokenize_texts(job, items, dropped, num_read)
     if job.handler.kind == "steps":
@@ -126,27 +150,78 @@ def _tokenize_items(
     return _collect_examples(job, examples, dropped, num_read)
 
 
-def _convert_rows(
-    job: TokenizeSettings, batch: RowBatch, dropped: Counter[str], unread: Counter[str]
+def _renderable(
+    job: TokenizeSettings, batch: RowBatch, rows: _Converted
 ) -> tuple[list[int], list[Any]]:
-    """Return the offsets of the usable rows and their texts or conversations."""
-    convert = _own_converter(job) if is_own(job.handler.name) else _checked_converter(job, unread)
-    kind = job.handler.kind
+    """Return the rows that can be rendered. The others are added to those that are not valid."""
     offsets: list[int] = []
     items: list[Any] = []
-    for offset, row in batch.values():
+    for offset, item in zip(rows.offsets, rows.items, strict=True):
         try:
+            _tokenize_items(job, batch, [offset], [item], Counter())
+        except MsrlError as error:
+            rows.bad.append(_bad_row(batch, offset, str(error)))
+        else:
+            offsets.append(offset)
+            items.append(item)
+    return offsets, items
+
+
+@dataclass(frozen=True, slots=True)
+class _Converted:
+    """Usable rows of a batch with their offsets, and what became of the others."""
+
+    offsets: list[int]
+    items: list[Any]
+    dropped: Counter[str]
+    unread: Counter[str]
+    bad: list[BadRow]
+
+
+def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
+    """Return the usable rows as texts or conversations."""
+    rows = _Converted([], [], Counter(), Counter(), [])
+    is_user = is_own(job.handler.name)
+    convert = _own_converter(job) if is_user else _checked_converter(job, rows.unread)
+    kind = job.handler.kind
+    for offset in batch.offsets():
+        row: Any = None
+        try:
+            row = batch.value(offset)
             item = convert(without(row, job.ignored) if job.ignored else row)
             _check_characters(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
-            items.append(item if is_fitted else _fit_to_kind(item, kind))
-            offsets.append(offset)
+            rows.items.append(item if is_fitted else _fit_to_kind(item, kind))
+            rows.offsets.append(offset)
         except DroppedRow as error:
-            dropped[error.reason] += 1
+            rows.dropped[error.reason] += 1
         except MsrlError as error:
-            advice = hint(row, job.handler.name)
-            raise MsrlError(f"{batch.where(offset)}: {error}{advice}") from None
-    return offsets, items
+            where = "" if row is None else f"{batch.where(offset)}: "
+            message = f"{where}{error}{hint(row, job.handler.name)}"
+            if not job.drop_bad_rows:
+                raise MsrlError(message) from None
+            rows.bad.append(_bad_row(batch, offset, message))
+    return rows
+
+
+def _bad_row(batch: RowBatch, offset: int, message: str) -> BadRow:
+    where = batch.where(offset)
+    row = batch.rows[offset]
+    if isinstance(row, bytes):
+        row = row.decode("utf-8", "backslashreplace").rstrip("\r\n")
+    elif isinstance(row, MsrlError):
+        row = None
+    problem = message.removeprefix(f"{where}: ")
+    record = {"row": where, "problem": problem, "value": row}
+    return BadRow(_reason(problem), message, json.dumps(record, default=str))
+
+
+def _reason(problem: str) -> str:
+    """Return the part of a message that is the same for all rows with this problem."""
+    problem = re.sub(r"^(turn|answer) \d+: ", "", problem)
+    clause = re.split(r"[.;:] ", problem, maxsplit=1)[0]
+    clause = re.sub(r"^(column )?(\w+)=\S+$", r"\1\2", clause)
+    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "...", clause))[:80]
 
 
 def _own_converter(job: TokenizeSettings) -> Callable[[Any], Any]:

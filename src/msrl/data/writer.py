@@ -27,6 +27,7 @@ from msrl.data.manifest import (
     PREFERENCES,
     all_paths,
     answers_path,
+    bad_rows_path,
     dataset_name,
     incomplete_path,
     manifest_path,
@@ -86,6 +87,8 @@ class DatasetWriter:
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
+        self.first_bad: dict[str, str] = {}
+        self._bad_rows: TextIO | None = None
         self.max_tokens = 0
 
     def _open(self, prefix: str, kind: str) -> None:
@@ -113,9 +116,10 @@ class DatasetWriter:
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
                 writer.abandon()
-        if self._answers is not None:
-            with contextlib.suppress(OSError):
-                self._answers.close()
+        for file in (self._answers, self._bad_rows):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
         remove(self._folder)
 
     def add(self, batch: TokenizedRows) -> None:
@@ -126,6 +130,7 @@ class DatasetWriter:
     def _add(self, batch: TokenizedRows) -> None:
         self.dropped.update(batch.dropped)
         self.unread.update(batch.unread)
+        self._add_bad_rows(batch)
         lengths = batch.sequences.lengths
         self.counts.update(
             read=batch.num_read,
@@ -151,6 +156,19 @@ class DatasetWriter:
             )
         else:
             self._add_examples(batch)
+
+    def _add_bad_rows(self, batch: TokenizedRows) -> None:
+        """Count rows that are not valid by reason, and write them to a separate file."""
+        if not batch.bad:
+            return
+        if self._bad_rows is None:
+            path = bad_rows_path(self._prefix)
+            self._bad_rows = self._partial(path).open("w", encoding="utf-8")
+            self._paths = (path, *self._paths)
+        for bad in batch.bad:
+            self.dropped[bad.reason] += 1
+            self.first_bad.setdefault(bad.reason, bad.message)
+            self._bad_rows.write(f"{bad.line}\n")
 
     def commit(self, manifest: DatasetManifest) -> DatasetManifest:
         """Close all files and rename them. Return the manifest with the checksums of the files.
@@ -178,6 +196,8 @@ class DatasetWriter:
 
     def _close(self) -> Iterator[tuple[str, FileRecord]]:
         """Close all data files. Yield the name and the record of each."""
+        if self._bad_rows is not None:
+            self._bad_rows.close()
         for key, writer in self._writers.items():
             name = Path(dataset_name(self._prefix, self._kind, key))
             for suffix, record in zip(("bin", "idx"), writer.close(), strict=True):

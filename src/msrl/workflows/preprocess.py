@@ -23,7 +23,7 @@ from pathlib import Path
 from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
-from msrl.data.manifest import KEYS, TEXTS
+from msrl.data.manifest import KEYS, TEXTS, bad_rows_path
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
@@ -93,7 +93,11 @@ def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
         writer.finish()
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
-        return writer.commit(manifest)
+        manifest = writer.commit(manifest)
+    for line in (unread_columns(writer.unread), *bad_rows(prefix, writer)):
+        if line:
+            print(line)
+    return manifest
 
 
 def check(config: Config) -> int:
@@ -121,6 +125,7 @@ def check(config: Config) -> int:
             num_read += result.num_read
             num_examples += len(result.sequences.lengths) + len(result.preferences)
             dropped.update(result.dropped)
+            dropped.update(bad.reason for bad in result.bad)
         is_all = is_all and next(batches, None) is None
     if is_all:
         _check_not_empty(num_examples, dropped, files)
@@ -158,6 +163,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         step_tokens=step_tokens(tokenizer, handler.options) if handler.kind == "steps" else None,
         kept=settings.keep,
         ignored=frozenset(settings.ignore),
+        drop_bad_rows=settings.on_bad_row == "drop",
     )
 
 
@@ -268,6 +274,14 @@ def unread_columns(unread: Mapping[str, int]) -> str:
     names = [name.replace(" rows)", ")") if " of " in name else name for name in names]
     more = f" and {len(names) - _LISTED_COLUMNS:,} more" if len(names) > _LISTED_COLUMNS else ""
     return f"columns not read: {', '.join(names[:_LISTED_COLUMNS])}{more}" if names else ""
+
+
+def bad_rows(prefix: str, writer: DatasetWriter) -> Iterator[str]:
+    """Yield the lines on rows that were dropped because they are not valid."""
+    for reason, message in writer.first_bad.items():
+        yield f"bad rows ({reason}): {writer.dropped[reason]:,}, the first: {message}"
+    if writer.first_bad:
+        yield f"wrote all bad rows to {bad_rows_path(prefix)}"
 
 
 def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:

@@ -167,6 +167,11 @@ class PreprocessConfig(Section):
         "trained, and write nothing. Dry runs of trainings show this many rows of their data. "
         "Default: preprocess writes data, and dry runs show one row.",
     )
+    on_bad_row: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description="Action on rows that cannot be read: end the command with the first one, or "
+        "drop them. Dropped rows are counted by reason and written to PREFIX_bad_rows.jsonl.",
+    )
     enable_thinking: Bool | None = Field(
         default=None,
         description="Thinking mode of templates that support it. false gives the model an empty "
