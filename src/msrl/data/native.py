@@ -43,6 +43,11 @@ class _Turns:
     opens_thought: bool = False  # the generation prompt begins a thought
 
 
+def shows_date(tokenizer: TextTokenizer) -> bool:
+    """Return True if the chat template may write the current date into a text."""
+    return re.search(r"\bstrftime_now\b", _template(tokenizer)) is not None
+
+
 def native_prompts(
     tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None
 ) -> list[Ints]:

@@ -24,6 +24,7 @@ from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path
+from msrl.data.native import shows_date
 from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
@@ -67,7 +68,8 @@ def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
     Raises:
         MsrlError: a setting or a row is not valid.
     """
-    yield from show_rows(make_job(settings), find_files(settings.input, settings.split), settings.show or 0)
+    files = find_files(settings.input, settings.split)
+    yield from show_rows(make_job(settings), files, settings.show or 0)
 
 
 def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
@@ -94,7 +96,7 @@ def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
         manifest = writer.commit(manifest)
-    for line in (unread_columns(writer.unread), *bad_rows(prefix, writer)):
+    for line in (unread_columns(writer.unread), shown_date(job), *bad_rows(prefix, writer)):
         if line:
             print(line)
     return manifest
@@ -274,6 +276,17 @@ def unread_columns(unread: Mapping[str, int]) -> str:
     names = [name.replace(" rows)", ")") if " of " in name else name for name in names]
     more = f" and {len(names) - _LISTED_COLUMNS:,} more" if len(names) > _LISTED_COLUMNS else ""
     return f"columns not read: {', '.join(names[:_LISTED_COLUMNS])}{more}" if names else ""
+
+
+def shown_date(job: TokenizeSettings) -> str:
+    """Return the line on a chat template that writes the date into the rows, or ""."""
+    renderer = job.renderer
+    if renderer is None or not renderer.template.native or not shows_date(renderer.tokenizer):
+        return ""
+    return (
+        f"the chat template may write the current date ({time.strftime('%d %b %Y')}) into rows, so "
+        "that another day gives other tokens. A packaged template writes no current date."
+    )
 
 
 def bad_rows(prefix: str, writer: DatasetWriter) -> Iterator[str]:
