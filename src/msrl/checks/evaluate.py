@@ -70,7 +70,7 @@ def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]
             f"{_run_hint(resolved)}"
         )
         return
-    if problem := location.mistake(name):
+    if problem := location.mistake(name, resolved.config.preprocess.split):
         yield resolved.mistake("data.eval", problem)
         return
     manifest = plan.datasets[name].manifest  # an error is reported when the data is opened

@@ -92,7 +92,7 @@ def _data_names(resolved: Resolved) -> Iterator[tuple[str, Callable[[str], str]]
 def check_data(resolved: Resolved) -> Iterator[str]:
     """Check that all data is preprocessed, or rows to preprocess."""
     for name, mistake in _data_names(resolved):
-        problem = location.mistake(name)
+        problem = location.mistake(name, resolved.config.preprocess.split)
         if problem is not None:
             yield mistake(problem)
 

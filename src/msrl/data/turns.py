@@ -330,8 +330,9 @@ def _thought(turn: dict[str, Any], location: str) -> str:
 def _detailed_thought(details: Any, location: str) -> str:
     """Return the thought in OpenRouter's `reasoning_details`, a list of texts."""
     items = details if isinstance(details, list) else [details]
-    texts = [item.get("text") if isinstance(item, dict) else None for item in items]
-    if not all(isinstance(text, str) for text in texts):
+    values = [item.get("text") if isinstance(item, dict) else None for item in items]
+    texts = [text for text in values if isinstance(text, str)]
+    if len(texts) < len(values):
         raise MsrlError(
             f"{location}: {DETAILS}: contains a part without text, such as a summary or an "
             f"encrypted thought. Write the thought into reasoning_content, or use --ignore "

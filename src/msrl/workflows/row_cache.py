@@ -96,6 +96,7 @@ def row_settings(plan: RunPlan, name: str) -> PreprocessConfig:
         options.setdefault("reward_tokens", list(plan.config.algo.reward_model.reward_tokens))
     defaults = {
         "input": (name,),
+        "split": section.split if Path(name).is_dir() else None,
         "kind": kind,
         "handler": section.handler or ("auto" if kind in ("sft", "prompts") else kind),
         "template": section.template or template,
@@ -121,7 +122,7 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
     New ones are in the folder `temporary`, or else in the cache.
     """
     start, settings = time.perf_counter(), row_settings(plan, name)
-    files = find_files(settings.input)
+    files = find_files(settings.input, settings.split)
     states = [_state(file) for file in files]
     source = _source(settings, files)
     digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:32]

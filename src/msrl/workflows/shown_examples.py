@@ -82,7 +82,9 @@ def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Itera
     """
     rows = (result for batch in read_batches(files) for result in _single_rows(job, batch))
     for where, result in islice(rows, count):
-        if result.dropped:
+        if result.bad:
+            yield ShownExample(f"{where}: dropped: {result.bad[0].message}", ())
+        elif result.dropped:
             reason = next(iter(result.dropped)).replace("_", " ")
             yield ShownExample(f"{where}: dropped: {reason}", ())
         else:

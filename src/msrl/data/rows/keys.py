@@ -63,7 +63,7 @@ def truth(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return {0: False, 1: True}.get(value)
+        return bool(value) if value in (0, 1) else None
     return _TRUTHS.get(value.strip().lower()) if isinstance(value, str) else None
 
 

@@ -22,13 +22,16 @@ def names_rows(name: str) -> bool:
     return not has_data(name) and _is_local(name)
 
 
-def mistake(name: str) -> str | None:
-    """Return why a value names neither preprocessed data nor rows, or None if it names one."""
+def mistake(name: str, split: str | None = None) -> str | None:
+    """Return why a value names neither preprocessed data nor rows, or None if it names one.
+
+    `split` is the split that is read of folders.
+    """
     path = Path(name)
     if has_data(name):
         return _ambiguity(name) if _is_local(name) else None
     if path.is_dir():
-        return _folder_mistake(path)
+        return _folder_mistake(path, split)
     if not _is_local(name):
         return _absence(path, name)
     if path.is_file() and (owner := _owner(path)) is not None:
@@ -52,7 +55,7 @@ def _ambiguity(name: str) -> str | None:
     return f"is both a prefix of preprocessed data ({name}_*.idx) and a {what} of rows. {remedy}"
 
 
-def _folder_mistake(folder: Path) -> str | None:
+def _folder_mistake(folder: Path, split: str | None = None) -> str | None:
     prefixes = existing_prefixes(folder)
     if is_hf(str(folder)) or is_mcore(str(folder)):
         return "is the folder of a model. Name a prefix of preprocessed data, or rows."
@@ -61,12 +64,12 @@ def _folder_mistake(folder: Path) -> str | None:
             f"is a folder with preprocessed data. Name a prefix ({_listed(prefixes)}), or files of "
             f"rows such as {folder}/*.jsonl."
         )
-    return _files_mistake(str(folder))
+    return _files_mistake(str(folder), split)
 
 
-def _files_mistake(name: str) -> str | None:
+def _files_mistake(name: str, split: str | None = None) -> str | None:
     try:
-        files = find_files((name,))
+        files = find_files((name,), split)
     except MsrlError as error:
         return str(error).removeprefix(f"preprocess.input={name}: ")
     except OSError as error:

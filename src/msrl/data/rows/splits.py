@@ -53,7 +53,7 @@ def folder_files(
         counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
         raise MsrlError(
             f"preprocess.input={folder}: has the splits {', '.join(counts)}. Choose one with "
-            f"--split, as in --split {known[-1]}, or name files."
+            f"preprocess.split, as in --split {known[-1]}, or name files."
         )
     return tuple(files)
 
