@@ -162,11 +162,15 @@ TOOL_FORMATS: dict[str, FormatRow] = {
     ),
     "glm": FormatRow(
         "I add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
-        "<arg_key>text</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n<tool_call>stop",
+        "<arg_key>text</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n"
+        "<tool_call>stop</tool_call>",
         "I add.",
         _CALLS,
         [
             "<tool_call>",
+            "<tool_call>stop",
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key>"
+            "<arg_value>2</arg_value></tool_call>",
             "<tool_call>add\n<arg_key>a</arg_key>1</tool_call>",
             '<tool_call>{"name": "add"}\n{}</tool_call>',
         ],
@@ -177,5 +181,73 @@ TOOL_FORMATS: dict[str, FormatRow] = {
         "I add.",
         _CALLS,
         ["[TOOL_CALLS]", "[TOOL_CALLS] [1]", "[TOOL_CALLS]add[ARGS]{", "[TOOL_CALLS] []"],
+    ),
+    "qwen3_coder": FormatRow(
+        "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=stop>\n</function>\n</tool_call>",
+        "I add.",
+        _CALLS,
+        [
+            "<tool_call>",
+            "<tool_call>\n<function=add>",
+            "<function=add>\n<parameter=a>\n1\n</parameter>",
+            "<function=add>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+            '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+        ],
+    ),
+    "granite": FormatRow(
+        'I add.<|tool_call|>[{"name": "add", "arguments": {"a": 1, "text": "x"}}, '
+        '{"name": "stop", "arguments": {}}]',
+        "I add.",
+        _CALLS,
+        ["<|tool_call|>", '<|tool_call|>[{"name": "add"', "<|tool_call|>[]", "<tool_call> {}"],
+    ),
+    "minimax": FormatRow(
+        'I add.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="text">x</parameter>\n</invoke>\n<invoke name="stop">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "I add.",
+        _CALLS,
+        [
+            "<minimax:tool_call>",
+            '<minimax:tool_call>\n<invoke name="add">',
+            '<invoke name="add"><parameter name="a">1<parameter name="b">2</parameter></invoke>',
+            "<tool_calls>",
+            '<tool_calls>\n{"name": "add", "arguments": {',
+        ],
+    ),
+    "kimi_k2": FormatRow(
+        "I add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        '<|tool_call_argument_begin|>{"a": 1, "text": "x"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.stop:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "I add.",
+        [call._replace(id=f"functions.{call.name}:{n}") for n, call in enumerate(_CALLS)],
+        [
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>functions.add:0",
+            "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>",
+            "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>[1]<|tool_call_end|>",
+        ],
+    ),
+    "llama4_pythonic": FormatRow(
+        '[add(a=1, text="x"), stop()]',
+        "",
+        _CALLS,
+        ["[add(a=1", "[add(1)]", "[add(a=open('x'))]", "[add(a=1)] and more"],
+    ),
+    "gpt_oss": FormatRow(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1, "text": "x"}<|call|><|start|>assistant '
+        "to=functions.stop<|channel|>commentary json<|message|>{}<|call|>",
+        "I add.",
+        _CALLS,
+        [
+            "<|channel|>commentary to=functions.add",
+            '<|channel|>commentary to=functions.add<|message|>{"a": 1',
+            "<|channel|>commentary to=functions.add<|message|>add<|call|>",
+        ],
     ),
 }

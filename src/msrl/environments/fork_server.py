@@ -52,7 +52,8 @@ def main() -> None:
     os.environ.update(without_loopback_proxy(os.environ))
     try:
         factories = {name: _load(name, source) for name, source in setup.sources.items()}
-        tool_format(setup.tool_format)
+        if setup.tool_format:
+            tool_format(setup.tool_format)
     except (NotLoadedError, MsrlError) as error:
         sink.write(error_message(str(error)))
         return

@@ -67,13 +67,24 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def read_call(text: str, arguments_key: str = "arguments") -> ToolCall | MalformedCall:
-    """Return the call in a JSON object {"name": ..., ARGUMENTS_KEY: {...}}."""
+def scan_json(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, after white space, and its end.
+
+    The text of its strings cannot end a call, whatever marks it contains.
+
+    Raises:
+        ValueError: As by `read_json`.
+    """
+    start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        value = read_json(text)
-    except ValueError as error:
-        return MalformedCall(text, f"not JSON: {error}")
-    return call_from_object(value, text, arguments_key)
+        value, end = _DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError(_MAX_NESTING_ERROR) from None
+    _check_depth(value)
+    return value, end
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def call_from_object(
@@ -82,25 +93,74 @@ def call_from_object(
     """Return the call that a JSON value describes."""
     if not isinstance(value, dict):
         return MalformedCall(text, "must be a JSON object")
-    name, arguments = value.get("name"), value.get(arguments_key, {})
+    name, arguments = value.get("name"), value.get(arguments_key)
     if not isinstance(name, str) or not name:
         return MalformedCall(text, "the object needs a name")
-    if isinstance(arguments, str):
-        return named_call(name, arguments, text)
-    if not isinstance(arguments, dict):
-        return MalformedCall(text, f"{arguments_key} must be a JSON object")
     id_ = value.get("id")
-    return ToolCall(name, arguments, id_ if isinstance(id_, str) else None)
+    call = _call_from_text if isinstance(arguments, str) else _call
+    return call(name, arguments, text, id_ if isinstance(id_, str) else None)
 
 
-def named_call(name: str, arguments: str, text: str) -> ToolCall | MalformedCall:
-    """Return the call of a tool with arguments as the text of a JSON object."""
+def _call_from_text(
+    name: str, arguments: str, text: str, id_: str | None
+) -> ToolCall | MalformedCall:
+    """Return the call with arguments as the text of a JSON object; an empty text has none."""
     try:
-        value = read_json(arguments)
+        value = read_json(arguments) if arguments.strip() else None
     except ValueError as error:
         return MalformedCall(text, f"the arguments are not JSON: {error}")
-    if not isinstance(value, dict):
+    return _call(name, value, text, id_)
+
+
+def _call(name: str, value: Any, text: str, id_: str | None = None) -> ToolCall | MalformedCall:
+    """Return the call of a tool; null means that there are no arguments."""
+    if not isinstance(value, dict | None):
         return MalformedCall(text, "the arguments must be a JSON object")
     if not name:
         return MalformedCall(text, "the call needs a name")
-    return ToolCall(name, value)
+    return ToolCall(name, value or {}, id_)
+
+
+def named_json_call(
+    name: str, text: str, start: int, ends: tuple[str, ...]
+) -> tuple[ToolCall | MalformedCall, int]:
+    """Return a call whose arguments begin at `start`, and the position after its end mark.
+
+    Args:
+        name: Name of the tool.
+        text: Text of an answer.
+        start: Position of the JSON object, which may be missing before an end mark.
+        ends: Marks that may end a call. A complete object at the end of the text needs none.
+    """
+    rest = text[start:].lstrip()
+    mark = next((mark for mark in ends if rest.startswith(mark)), None)
+    if mark is not None:
+        return _call(name, None, text), len(text) - len(rest) + len(mark)
+    try:
+        value, end = scan_json(text, start)
+    except ValueError as error:
+        return MalformedCall(text[start:], f"the arguments are not JSON: {error}"), len(text)
+    after = end_of_call(text, end, ends)
+    if after is None:
+        problem = f"{ends[0]} must follow the arguments"
+        return MalformedCall(text[start:], problem), next_mark(text, end, ends)
+    return _call(name, value, text[start:end]), after
+
+
+def end_of_call(text: str, start: int, ends: tuple[str, ...]) -> int | None:
+    """Return the position after the end mark of a call whose JSON is complete.
+
+    Returns:
+        None if other text follows. The mark may be truncated or missing at the end of the text.
+    """
+    rest = text[start:].lstrip()
+    mark = next((mark for mark in ends if rest.startswith(mark)), None)
+    if mark is not None:
+        return len(text) - len(rest) + len(mark)
+    return len(text) if any(mark.startswith(rest) for mark in ends) else None
+
+
+def next_mark(text: str, start: int, marks: tuple[str, ...]) -> int:
+    """Return the position after the next of the marks, or the end of the text."""
+    ends = [text.find(mark, start) + len(mark) for mark in marks if text.find(mark, start) >= 0]
+    return min(ends, default=len(text))

@@ -12,13 +12,14 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from msrl import registry
 from msrl.data.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
+from msrl.errors import MsrlError
 from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import JsonObject, Message
 
@@ -125,9 +126,10 @@ def run_calls(toolbox: Toolbox, answer: str) -> tuple[list[Message], list[JsonOb
     Every call is answered by one message of the role `tool`. Errors of a call are text for the
     model: an unknown tool, wrong arguments, text that is no call, and exceptions of a tool.
     """
-    parsed: ParsedAnswer = tool_format(toolbox.tool_format).parse(
-        visible_text(answer, opens_thought=toolbox.opens_thought), tool_schemas(toolbox)
-    )
+    schemas = tool_schemas(toolbox)
+    if not schemas and not toolbox.tool_format:
+        return None
+    parsed = read_answer(toolbox, answer, schemas).parsed
     if not parsed.calls:
         return None
     messages: list[Message] = []
@@ -140,6 +142,33 @@ def run_calls(toolbox: Toolbox, answer: str) -> tuple[list[Message], list[JsonOb
         messages.append(_tool_message(call, output, number))
         records.append(_record(call, error))
     return messages, records
+
+
+class ReadAnswer(NamedTuple):
+    """Text of the thought of an answer, its calls and other text, and the text that is not read."""
+
+    thought: str
+    parsed: ParsedAnswer
+    rest: str
+
+
+def read_answer(toolbox: Toolbox, answer: str, tools: Sequence[JsonObject]) -> ReadAnswer:
+    """Return the calls of an answer after its thought.
+
+    Calls after a later start tag do not run, unless the tag is text inside of a call.
+
+    Raises:
+        MsrlError: The format of tool calls is not known.
+    """
+    if not toolbox.tool_format:
+        raise unknown_format("the chat template")
+    parse = tool_format(toolbox.tool_format).parse
+    thought, visible, rest = split_thoughts(answer, opens_thought=toolbox.opens_thought)
+    if rest:
+        parsed: ParsedAnswer = parse(visible + rest, tools)
+        if THOUGHT[0] not in parsed.content:
+            return ReadAnswer(thought, parsed, "")
+    return ReadAnswer(thought, parse(visible, tools), rest)
 
 
 def visible_text(answer: str, *, opens_thought: bool = False) -> str:
@@ -280,13 +309,24 @@ def _shortened(text: str) -> str:
 
 
 def detect_format(chat_template: str) -> str | None:
-    """Return the tool format whose marks occur in the text of a chat template, or None."""
-    for name in registry.names(registry.TOOL_FORMATS):
-        module = importlib.import_module(f"{registry.TOOL_FORMATS}.{name}")
-        if any(_all_in(marks, chat_template) for marks in module.MARKS):
-            return name
-    return None
+    """Return the tool format whose marks occur in the text of a chat template, or None.
+
+    This is the only table of formats: episodes, `serve` and evaluation use it.
+    """
+    names = [name for name in registry.names(registry.TOOL_FORMATS) if _has(name, chat_template)]
+    if len(names) > 1:  # formats with own tags inside of the tags of hermes
+        names = [name for name in names if name != "hermes"]
+    return names[0] if len(names) == 1 else None
 
 
-def _all_in(marks: Sequence[str], text: str) -> bool:
-    return all(mark in text for mark in marks)
+def _has(name: str, chat_template: str) -> bool:
+    marks = importlib.import_module(f"{registry.TOOL_FORMATS}.{name}").MARKS
+    return any(all(mark in chat_template for mark in entry) for entry in marks)
+
+
+def unknown_format(subject: str) -> MsrlError:
+    """Return the error about a chat template whose tool format is not known."""
+    return MsrlError(
+        f"environment.tool_format: {subject} does not show a known format of tool calls. Set the "
+        f"key to the format of the model: {', '.join(registry.names(registry.TOOL_FORMATS))}."
+    )

@@ -29,8 +29,7 @@ from msrl.environments.builtin._chat_server import (
     text_content,
 )
 from msrl.environments.proxies import without_loopback_proxy
-from msrl.environments.tool_call import ParsedAnswer
-from msrl.environments.tools import split_thoughts, tool_format
+from msrl.environments.tools import read_answer
 from msrl.errors import MsrlError
 from msrl.types import JsonObject, Message, Role
 
@@ -120,16 +119,15 @@ class Endpoint(Environment):
 
     def _reply(self, answer: str) -> JsonObject:
         """Return the message for the agent, with the calls of the answer if it has tools."""
-        thoughts, visible, open_thought = split_thoughts(answer, opens_thought=self.opens_thought)
-        parsed = ParsedAnswer(visible)
-        if self._tools:
-            parsed = tool_format(self.tool_format).parse(visible, self._tools)
+        if not self._tools:
+            return {"role": "assistant", "content": answer}
+        thought, parsed, rest = read_answer(self, answer, self._tools)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(parsed.calls):  # a malformed call stays text
             return {"role": "assistant", "content": answer}
         first = len(self._seen)
         entries = [_call_entry(call, f"{first:04d}{n:05d}") for n, call in enumerate(calls)]
-        content = f"{thoughts}{parsed.content}{open_thought}"
+        content = f"{thought}{parsed.content}{rest}"
         return {"role": "assistant", "content": content, "tool_calls": entries}
 
     def _restored(self, entries: Sequence[JsonObject]) -> list[Message]:

@@ -1,7 +1,8 @@
-"""Tool calls of DeepSeek V3, R1 and V3.1, between the control tokens of DeepSeek's chat templates.
+"""Tool calls of DeepSeek V3 and later, between the control tokens of DeepSeek's templates.
 
 V3 and R1 write `function<sep>NAME`, a line feed and the arguments in a fenced block of JSON; V3.1
-writes `NAME<sep>ARGUMENTS`.
+writes `NAME<sep>ARGUMENTS`; V3.2 and V4 write tags of a call and its parameters.
+Formats: the chat templates and `encoding` folders of the models of deepseek-ai.
 """
 
 from __future__ import annotations
@@ -9,31 +10,46 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msrl.data.turns import ToolCall
-from msrl.environments.tool_call import MalformedCall, ParsedAnswer, named_call
+from msrl.environments.tool_call import (
+    MalformedCall,
+    ParsedAnswer,
+    named_json_call,
+    next_mark,
+    read_json,
+)
+from msrl.environments.tool_formats._tags import Tags, parse_tags
 from msrl.types import JsonObject
 
-MARKS = (("<｜tool▁calls▁begin｜>",), ("<｜tool▁call▁begin｜>",))
+MARKS = (("<｜tool▁calls▁begin｜>",), ("<｜tool▁call▁begin｜>",), ("<｜DSML｜",))
+VLLM_PARSERS = {
+    "deepseek_v4": "<｜DSML｜tool_calls>",
+    "deepseek_v32": "<｜DSML｜",
+    "deepseek_v3": "```json",
+    "deepseek_v31": "",
+}
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END, _SEPARATOR = (
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>",
 )
-_CALL = re.compile(f"{_CALL_BEGIN}(.*?)(?:{_CALL_END}|(?={_CALL_BEGIN})|(?={_END})|\\Z)", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+_HEAD = re.compile(f"([^<]*){_SEPARATOR}")
+_FENCED = re.compile(r"([^\n<]*)\n\s*(?:```(?:json)?)?")
+_DSML = "｜DSML｜"
 
 
 def parse(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
     """Return the calls of an answer. The last call may lack its closing token."""
-    calls = tuple(_read_call(match[1]) for match in _CALL.finditer(text))
+    for block in ("tool_calls", "function_calls"):
+        if f"<{_DSML}{block}>" in text:
+            return parse_tags(text, _dsml(block), tools)
     start = min((text.find(mark) for mark in (_BEGIN, _CALL_BEGIN) if mark in text), default=-1)
     if start < 0:
         return ParsedAnswer(text.strip())
-    if not calls:
-        calls = (MalformedCall(text[start:], f"{_CALL_BEGIN} is missing"),)
-    return ParsedAnswer(text[:start].strip(), calls)
+    return ParsedAnswer(text[:start].strip(), tuple(_read_calls(text, start)))
 
 
 def render(calls: Iterable[ToolCall]) -> str:
@@ -48,12 +64,47 @@ def _render_call(call: ToolCall) -> str:
     return f"{_CALL_BEGIN}{body}{_CALL_END}"
 
 
-def _read_call(text: str) -> ToolCall | MalformedCall:
-    head, separator, after_kind = text.partition(_SEPARATOR)
-    if not separator:
-        return MalformedCall(text, f"{_SEPARATOR} is missing")
-    if head.strip() != "function":
-        return named_call(head.strip(), after_kind.strip(), text)
-    name, _, body = after_kind.partition("\n")
-    fenced = _FENCED.search(body)
-    return named_call(name.strip(), fenced[1] if fenced else body.strip(), text)
+def _read_calls(text: str, start: int) -> Iterable[ToolCall | MalformedCall]:
+    position = text.find(_CALL_BEGIN, start)
+    if position < 0:
+        yield MalformedCall(text[start:], f"{_CALL_BEGIN} is missing")
+    while position >= 0:
+        call, end = _read_call(text, position + len(_CALL_BEGIN))
+        yield call
+        position = text.find(_CALL_BEGIN, end)
+
+
+def _read_call(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:
+    head = _HEAD.match(text, start)
+    if head is None:
+        end = next_mark(text, start, (_CALL_END,))
+        return MalformedCall(text[start:end], f"{_SEPARATOR} is missing"), end
+    if head[1].strip() != "function":
+        return named_json_call(head[1].strip(), text, head.end(), (_CALL_END,))
+    fenced = _FENCED.match(text, head.end())
+    if fenced is None:
+        end = next_mark(text, start, (_CALL_END,))
+        return MalformedCall(text[start:end], "the arguments are missing"), end
+    ends = (f"```{_CALL_END}", f"```\n{_CALL_END}", _CALL_END)
+    return named_json_call(fenced[1].strip(), text, fenced.end(), ends)
+
+
+def _read(text: str, argument: re.Match[str], _: object) -> Any:
+    """Return the value of a parameter, which tells whether it is a string."""
+    if argument[2] == "true":
+        return text
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
+
+
+def _dsml(block: str) -> Tags:
+    return Tags(
+        block=(f"<{_DSML}{block}>", f"</{_DSML}{block}>"),
+        call=re.compile(f'<{_DSML}invoke name="([^"\n]*)">'),
+        call_end=f"</{_DSML}invoke>",
+        argument=re.compile(f'<{_DSML}parameter name="([^"\n]*)"(?: string="([^"]*)")?>'),
+        argument_end=f"</{_DSML}parameter>",
+        read=_read,
+    )

@@ -1,6 +1,7 @@
 """Tool calls of GLM-4.5 and later: a name and pairs of `<arg_key>` and `<arg_value>` tags.
 
-Values of text parameters stand as they are, all others as JSON.
+Values of text parameters stand as they are, all others as JSON. GLM-4.5 writes line feeds between
+the tags, GLM-4.7 and later write none.
 Format: the chat template of zai-org/GLM-4.5.
 """
 
@@ -8,29 +9,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msrl.data.turns import ToolCall
-from msrl.environments.tool_call import MalformedCall, ParsedAnswer, read_json
+from msrl.environments.tool_call import ParsedAnswer
+from msrl.environments.tool_formats._tags import Tags, parse_tags, typed_value
 from msrl.types import JsonObject
 
 MARKS = (("<arg_key>",),)
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_ARGUMENT = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL
-)
+VLLM_PARSERS = {"glm45": ""}
 
 
 def parse(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
-    """Return the calls of an answer. The last call may lack its closing tags."""
-    types = _text_parameters(tools)
-    calls = tuple(_read_call(match[1], types) for match in _CALL.finditer(text))
-    return ParsedAnswer(_CALL.sub("", text).strip(), calls)
+    """Return the calls of an answer."""
+    return parse_tags(text, _TAGS, tools)
 
 
 def render(calls: Iterable[ToolCall]) -> str:
-    """Return calls as a model writes them."""
+    """Return calls as GLM-4.5 and GLM-4.6 write them."""
     return "\n".join(map(_render_call, calls))
 
 
@@ -42,42 +39,15 @@ def _render_call(call: ToolCall) -> str:
     return "\n".join([*lines, "</tool_call>"])
 
 
-def _read_call(text: str, text_parameters: Mapping[str, set[str]]) -> ToolCall | MalformedCall:
-    name, tag, arguments_text = text.partition("<arg_key>")
-    name, arguments_text = name.strip(), tag + arguments_text
-    if not name or "\n" in name or "<" in name:
-        return MalformedCall(text, "the call must begin with the name of a tool")
-    arguments: dict[str, Any] = {}
-    end = 0
-    while match := _ARGUMENT.match(arguments_text, end):
-        key = match[1].strip()
-        is_text = key in text_parameters.get(name, set())
-        arguments[key] = match[2] if is_text else _value(match[2])
-        end = match.end()
-    if arguments_text[end:].strip():
-        return MalformedCall(text, "arguments must be pairs of <arg_key> and <arg_value> tags")
-    return ToolCall(name, arguments)
+def _read(text: str, _: re.Match[str], schema: object) -> Any:
+    return typed_value(text, schema)
 
 
-def _value(text: str) -> Any:
-    """Return a value as JSON, or as text if it is none."""
-    try:
-        return read_json(text)
-    except ValueError:
-        return text
-
-
-def _is_text(schema: object) -> bool:
-    """Return True for the schema of a text. A schema may also be true or false."""
-    return isinstance(schema, dict) and schema.get("type") == "string"
-
-
-def _text_parameters(tools: Sequence[JsonObject]) -> dict[str, set[str]]:
-    """Return the names of the parameters of type string, by tool."""
-    names: dict[str, set[str]] = {}
-    for entry in tools:
-        function = entry["function"]
-        properties = function.get("parameters", {}).get("properties", {})
-        texts = {key for key, kind in properties.items() if _is_text(kind)}
-        names[function["name"]] = texts
-    return names
+_TAGS = Tags(
+    block=None,
+    call=re.compile(r"<tool_call>([^<]*)"),
+    call_end="</tool_call>",
+    argument=re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    argument_end="</arg_value>",
+    read=_read,
+)

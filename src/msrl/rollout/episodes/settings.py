@@ -18,7 +18,7 @@ class EpisodeSettings:
         environment: Section of the configuration.
         tokenizer_dir: Folder of the tokenizer.
         chat_template: Template of the data (Jinja); empty for the tokenizer's own.
-        tool_format: Format of tool calls that the template shows.
+        tool_format: Format of tool calls that the template shows; empty if it is not known.
         max_prompt_tokens: Longest opening of an episode.
         opens_thought: True if the generation prompt of the template begins a thought.
     """

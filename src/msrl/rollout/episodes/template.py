@@ -135,7 +135,7 @@ class EpisodeTemplate:
         except MsrlError as error:
             raise MsrlError(f"environment: {error}") from error
         if _PROBE not in shown:
-            raise MsrlError(f"environment: {self._name} cannot show tools. {_REMEDY}")
+            raise MsrlError(f"environment: {self.name} cannot show tools. {_REMEDY}")
 
     def _check_shown(self, role: str, message: Message) -> None:
         try:
@@ -144,11 +144,12 @@ class EpisodeTemplate:
             raise MsrlError(f"environment: {error}") from error
         if _PROBE not in shown:
             raise MsrlError(
-                f"environment: {self._name} cannot show {role} messages after an answer. {_REMEDY}"
+                f"environment: {self.name} cannot show {role} messages after an answer. {_REMEDY}"
             )
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Name of the template in messages."""
         if self.chat_template:
             return "the chat template of the data"
         return f"the chat template of {self.tokenizer.folder}"
@@ -166,7 +167,7 @@ class EpisodeTemplate:
                 raise
             return self._after_calls(before, calls, turns)
         if text.count(_SENTINEL) != 1:
-            raise MsrlError(f"{self._name} does not show each answer once. {_REMEDY}")
+            raise MsrlError(f"{self.name} does not show each answer once. {_REMEDY}")
         return text.partition(_SENTINEL)[2]
 
     def _after_calls(
@@ -180,7 +181,7 @@ class EpisodeTemplate:
         tail = self._render([*before, answer, *turns], []).partition(_SENTINEL)[2]
         eos = self.tokenizer.eos_token
         if not eos or eos not in tail:
-            raise MsrlError(f"{self._name} does not show an answer before its calls. {_REMEDY}")
+            raise MsrlError(f"{self.name} does not show an answer before its calls. {_REMEDY}")
         return tail[tail.index(eos) :]
 
     @cached_property
@@ -214,7 +215,7 @@ class EpisodeTemplate:
     def _failure(self, error: Exception) -> MsrlError:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return MsrlError(
-            f"{self._name} fails for a message of the environment: {printable(reason)}. {_REMEDY}"
+            f"{self.name} fails for a message of the environment: {printable(reason)}. {_REMEDY}"
         )
 
 

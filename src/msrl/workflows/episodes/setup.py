@@ -10,7 +10,7 @@ from pathlib import Path
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.environments.base import EpisodeFault, Opening
 from msrl.environments.pool import ENVIRONMENT_COLUMN, EnvironmentPool
-from msrl.environments.tools import detect_format
+from msrl.environments.tools import detect_format, unknown_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
@@ -18,8 +18,6 @@ from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate, open_template
 from msrl.types import Prompt
-
-_DEFAULT_FORMAT = "hermes"
 
 
 def episode_settings(plan: RunPlan, prompts: Iterable[Prompt]) -> EpisodeSettings | None:
@@ -48,9 +46,7 @@ def make_settings(
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
     template = open_template(tokenizer_dir, chat_template)
-    tool_format = section.tool_format
-    if tool_format is None:
-        tool_format = detect_format(template.source) or _DEFAULT_FORMAT
+    tool_format = section.tool_format or detect_format(template.source) or ""
     opens_thought = not section.is_single_turn and template.opens_thought
     return EpisodeSettings(
         section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens, opens_thought
@@ -76,6 +72,8 @@ def check_openings(
                 f"{rows[name].index}, whose messages are unknown. Set its option prompt_column, "
                 "return messages from reset, or set history to append."
             )
+        if opening.tools and not settings.tool_format:
+            raise unknown_format(template.name)
         _check_opening(opening, rows[name], template)
     return openings
 

@@ -1,6 +1,6 @@
 """vLLM's parser of tool calls for a prompt template (names of vLLM 0.23 to 0.32).
 
-A template shows the model how it must write a call, so the markup in it selects the parser.
+A template shows the model how it must write a call. Its tool format is detected as for episodes.
 """
 
 from __future__ import annotations
@@ -9,21 +9,10 @@ from typing import Any
 
 from msrl.data.render import Renderer
 from msrl.data.tokenizer import load_tokenizer
+from msrl.environments.tools import detect_format, tool_format
 
-# The first entry whose markup is in the text of the template decides.
-_PARSERS = (
-    (("<tool_call>", "<arg_key>"), "glm45"),
-    (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<tool_call>",), "hermes"),
-    (("<|python_tag|>",), "llama3_json"),
-    (("<|start_header_id|>ipython", '"parameters"'), "llama3_json"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
-    (("<|channel|>", "commentary"), "openai"),
-    (("<|action_start|>",), "internlm"),
-    (("<|tool_call|>",), "granite"),
-)
+# Formats that only vLLM reads, by their marks.
+_OTHER_PARSERS = {"<|action_start|>": "internlm"}
 # Text of chat templates that msrl writes for templates without tools.
 _WITHOUT_TOOLS = "cannot show tools"
 
@@ -33,7 +22,14 @@ def tool_parser(renderer: Renderer) -> str | None:
     text = _text_on_tools(renderer)
     if _WITHOUT_TOOLS in text:
         return None
-    return next((name for marks, name in _PARSERS if all(mark in text for mark in marks)), None)
+    name = detect_format(text)
+    parsers = _OTHER_PARSERS if name is None else _parsers(name)
+    return next((parser for mark, parser in parsers.items() if mark in text), None)
+
+
+def _parsers(name: str) -> dict[str, str]:
+    """Return the parsers of a format by the mark that selects each."""
+    return {mark: parser for parser, mark in tool_format(name).VLLM_PARSERS.items()}
 
 
 def _text_on_tools(renderer: Renderer) -> str:
