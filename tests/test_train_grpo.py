@@ -1256,3 +1256,20 @@ def link_target(path: Path) -> str:
         return str(path.readlink())
     except OSError:  # closed, or the process has ended
         return ""
+
+
+def test_prompts_from_rows_give_the_numbers_of_preprocessed_prompts(inputs, whole, monkeypatch):
+    monkeypatch.setenv("MSRL_DATA_CACHE", str(inputs / "cache"))
+    changes = several_updates(inputs, "rows", checkpoint={"every_steps": 1})
+    changes["data"] = {"train": str(inputs / "data.jsonl"), "eval": str(inputs / "eval.jsonl")}
+    changes["preprocess"] = {"handler": "gsm8k", "template": "qwen"}
+    changes["train"] = {**changes["train"], "steps": 1}
+    file = write_config(inputs / "rows.yaml", changes)
+    succeed("train-grpo", "-c", str(file), log=inputs / "rows.log")
+    run = inputs / "runs" / "rows"
+    [first], expected = metrics(run), metrics(whole)[0]
+    names = [name for name in expected if not name.startswith(("perf/", "time", "timing"))]
+    names = [name for name in names if name.startswith(("train/", "reward/", "rollout/"))]
+    assert names and {n: first[n] for n in names} == {n: expected[n] for n in names}
+    records = json.loads((run / "data.json").read_text())
+    assert set(records) == {str(inputs / "data.jsonl"), str(inputs / "eval.jsonl")}
