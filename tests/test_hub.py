@@ -153,12 +153,17 @@ def test_data_and_tokenizer_of_the_hub_are_preprocessed_and_a_dry_run_records_th
     assert manifest["num_examples"] == 9
     assert not [name for name in hub.downloads if "safetensors" in name]
 
-    settings = ["--model", MODEL, "--data", "data", "--steps", "1", "--platform", "cpu"]
+    rows = f"{DATASET}:train/*.jsonl"
+    settings = ["--model", MODEL, "--data", rows, "--steps", "1", "--platform", "cpu"]
     settings += ["--set", "train.global_batch=2", "--set", "train.micro_batch=1"]
     dry = msrl(hub, tmp_path, "train-sft", *settings, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     commit = hub.repositories[f"models/{MODEL}"].names["main"]
     assert f"model.path: {MODEL}@{commit}" in dry.stdout.replace('"', "")
+    data_commit = hub.repositories[f"datasets/{DATASET}"].names["main"]
+    name = f"{DATASET}@{data_commit}:train/*.jsonl"
+    assert f"data.train: {name}" in dry.stdout.replace('"', "")
+    assert_mentions(dry.stdout, f"{name}, row 1:", "trained")
     assert str(tmp_path / "cache") not in dry.stdout
     assert not [name for name in hub.downloads if "safetensors" in name]
 

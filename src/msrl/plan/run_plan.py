@@ -217,6 +217,14 @@ class RunPlan:
         """Return the prefix of the data that a value of the section `data` names."""
         return self.datasets[name].prefix
 
+    def shown_name(self, name: str) -> str:
+        """Return the name of data for files and messages: that of a hub, or a reference."""
+        references = self.config.references
+        for key, value in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            if value == name and key in references:
+                return references[key]
+        return name
+
     def with_datasets(self, datasets: Mapping[str, DatasetPlan]) -> RunPlan:
         """Return the plan with these datasets instead of those with the same names."""
         merged = {**self.datasets, **datasets}

@@ -132,7 +132,7 @@ def _with_examples(summary: str, plan: RunPlan) -> Inputs:
     examples = [
         example
         for name in names
-        for example in show_data(plan.prefix(name), name, kind, tokenizer, count)
+        for example in show_data(plan.prefix(name), plan.shown_name(name), kind, tokenizer, count)
     ]
     return Inputs(summary, tuple(examples), tokenizer)
 

@@ -144,7 +144,7 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
     manifest = read_manifest(prefix)
     assert manifest is not None
     ending = "; from the cache" if problem is None else ""
-    line = preprocess.summary(name, manifest, time.perf_counter() - start)
+    line = preprocess.summary(plan.shown_name(name), manifest, time.perf_counter() - start)
     print(printable(f"{line}{ending}"), file=sys.stderr)
     paths = {
         "prefix": prefix,
@@ -285,10 +285,12 @@ def _texts(plan: RunPlan, datasets: Mapping[str, DatasetPlan]) -> dict[str, str]
     data, texts = plan.data, dict[str, str]()
     for name in plan.datasets:
         key = "data.train" if name == data.train else "data.eval"
-        key = f"data.blend.{name}" if name in data.blend else f"{key}={name}"
+        shown = plan.shown_name(name)
+        key = f"data.blend.{name}" if name in data.blend else f"{key}={shown}"
         texts[f"preprocess.input={name}"] = key
     for name, dataset in datasets.items():
-        texts |= {f"data prefix {dataset.prefix}": name, dataset.prefix: name}
+        shown = plan.shown_name(name)
+        texts |= {f"data prefix {dataset.prefix}": shown, dataset.prefix: shown}
     return texts
 
 

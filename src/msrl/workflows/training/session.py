@@ -263,6 +263,8 @@ def open_session(
 
 def _record_rows(plan: RunPlan, run_dir: Path) -> None:
     """Write the sources of the rows that the run has preprocessed to its folder."""
-    sources = {name: data.source for name, data in plan.datasets.items() if data.source}
+    sources = {
+        plan.shown_name(name): data.source for name, data in plan.datasets.items() if data.source
+    }
     if sources:
         write_text(run_dir / DATA, json.dumps(sources, ensure_ascii=False, indent=1) + "\n")
