@@ -258,11 +258,24 @@ def _agentic() -> Any:
         ),
     }
     for file, members in definitions.items():
-        path = checkout() / _AGENTIC / file
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if getattr(node, "name", "") in members]
-        exec(compile(tree, str(path), "exec"), names)
+        names = _definitions(_AGENTIC / file, members, names)
     return types.SimpleNamespace(**names)
+
+
+def _definitions(file: Path, members: Sequence[str], names: dict[str, Any]) -> dict[str, Any]:
+    """Return `names` with these functions and classes of a module that needs a cluster."""
+    path = checkout() / file
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", "") in members]
+    exec(compile(tree, str(path), "exec"), names)
+    return names
+
+
+def preference_loss(*logprobs: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Return the loss of pairs from the sums [P] of policy and reference, chosen and rejected."""
+    file = Path("roll", "pipeline", "dpo", "actor_worker.py")
+    loss = _definitions(file, ("loss_fn",), {"torch": torch})["loss_fn"]
+    return loss(*logprobs, beta=beta, label_smoothing=label_smoothing)[0]
 
 
 def episode_advantages(

@@ -273,8 +273,7 @@ def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "feature"),
     [
-        (RLVR + "student: {}\n", "distillation"),
-        ("sft_train: {}\n", "train-sft"),
+        (RLVR + "diffusion_process: {}\n", "diffusion"),
         (
             changed(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
             "vision-language",

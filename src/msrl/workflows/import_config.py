@@ -28,7 +28,8 @@ _INPUTS = re.compile(
     r"model\.(path|tokenizer)|checkpoint\.(load|resume)|data\.(train|eval|blend\..*)"
     r"|eval\.(every_steps|at_start)|preprocess\.(input(\.\d+)?|tokenizer|output_prefix)"
     r"|convert\.(load|save|hf_config|lora)|(generate|chat)\.(model|lora)|generate\.(prompt|input)"
-    r"|cluster\.(nodes|address|roles\.\w+\.load)|reward\.sources\.\d+\.model|train\.lora\.load"
+    r"|algo\.distill\.teachers\.\d+\.model|reward\.sources\.\d+\.model|train\.lora\.load"
+    r"|cluster\.(nodes|address|roles\.\w+\.load)"
 )
 
 
@@ -103,7 +104,9 @@ def _commands(resolved: Resolved) -> Iterator[str]:
         commands = [command for command in commands if command != "preprocess"]  # of its rows
     yield from commands
     serves = bool({"generate", "chat"} & set(commands))
-    if resolved.is_set("reward.sources") or (resolved.is_set("rollout") and not serves):
+    if resolved.is_set("algo.distill") and not resolved.is_set("reward.sources"):
+        yield "train-distill"
+    elif resolved.is_set("reward.sources") or (resolved.is_set("rollout") and not serves):
         yield "train-grpo"
     elif resolved.is_set("algo.preference"):
         yield "train-dpo"

@@ -13,7 +13,7 @@ from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus
 
 if TYPE_CHECKING:
-    from msrl.importers.roll.files import Worker
+    from msrl.importers.roll.worker import Worker
 
 _NO_DEVICES = "must be a list of devices, such as list(range(0,16))"
 _MAX_DEVICES = 1 << 20  # of a mapping, which is a list of their numbers
@@ -106,15 +106,19 @@ class Devices:
         )
 
     def apply(self) -> None:
+        self.put_training()
+        self._engines()
+
+    def put_training(self) -> None:
+        """Translate the devices and the parallel layout of the trained model."""
         self._world()
         self._parallel_layout()
-        self._engines()
 
     def _world(self) -> None:
         own, top = self.train.own, self.top
         if self.world is None:
             return top.translation.errors.append(
-                f"{top.translation.name}: actor_train.device_mapping: missing. "
+                f"{top.translation.name}: {self.train.name}.device_mapping: missing. "
                 "Set the devices of training."
             )
         if self.data_parallel is None:

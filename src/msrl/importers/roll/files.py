@@ -11,14 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from msrl.config.messages import node_at
-from msrl.config.sources import Node, plain, wrap
-from msrl.config.templates import template_names
+from msrl.config.sources import Node, wrap
 from msrl.importers.critic import assign_critic_optimizer
 from msrl.importers.megatron import converted
-from msrl.importers.native_keys import refusal
 from msrl.importers.roll.corrections import put_correction
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.environments import (
@@ -35,36 +32,18 @@ from msrl.importers.roll.environments import (
 from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
-from msrl.importers.roll.training import (
-    put_dtype,
-    put_engine_dtype,
-    put_frozen,
-    put_lora,
-    put_profile,
-    put_warmup,
-)
+from msrl.importers.roll.run import put_run
+from msrl.importers.roll.supervised import is_supervised, translate_supervised
+from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
-from msrl.importers.sections import Keys, as_list, refuse_misspelled
+from msrl.importers.roll.worker import SECTIONS, Worker
+from msrl.importers.sections import Keys
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
-SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "strategy_args")
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
 _CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
-_TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
-    "swanlab": {
-        "logdir": "dir",
-        "experiment_name": "name",
-        "description": "notes",
-        **{key: key for key in ("project", "workspace", "tags")},
-    },
-    "tensorboard": {"log_dir": "dir"},
-    "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
-}
-_MOCK_KEYS = ("enable", "mode", "dump_dir")  # of rollout_mock
-_UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
-_MODELSCOPE = "to load models of ModelScope, export MSRL_HUB=modelscope before msrl starts"
 _RLVR_KEYS = (  # that agentic runs never read
     "importance_sampling",
     "rl_loss_coef",
@@ -83,30 +62,6 @@ _RLVR_KEYS = (  # that agentic runs never read
 _ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
-class Worker:
-    """Keys of one worker, by section."""
-
-    def __init__(self, translation: Translation, name: str, node: Node | None) -> None:
-        self.name = name
-        self.own = Keys(translation, "worker", translation.entries(node, "worker", name))
-        self.sections = {name: self._section(translation, self.own, name) for name in SECTIONS}
-        self.sections["strategy_config"] = self._section(
-            translation, self.sections["strategy_args"], "strategy_config"
-        )
-
-    def _section(self, translation: Translation, keys: Keys, name: str) -> Keys:
-        entry = keys.get(name)
-        path = f"{self.name}.{name}" if entry is None else entry.path
-        return Keys(
-            translation, name, translation.entries(entry.node if entry else None, name, path)
-        )
-
-    def record_all(self, status: KeyStatus, text: str) -> None:
-        for keys in (self.own, *self.sections.values()):
-            for entry in keys:
-                keys.translation.record(entry, status, text)
-
-
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
@@ -116,6 +71,8 @@ def translate(tree: Node, file: Path) -> Translation:
     if feature := unsupported_pipeline(tree):
         return refused(translation, f"{file}: not supported: {feature}")
     tree, translation.variables = resolved(tree, file, translation.errors)
+    if is_supervised(tree):
+        return translate_supervised(translation, tree)
     if error := unsupported_environment(tree, ENVIRONMENTS):
         return refused(translation, error)
     return _RollFile(translation, tree).translate()
@@ -170,7 +127,7 @@ class _RollFile:
         self._model_length()
         self._algorithm()
         self._kl()
-        self._run()
+        put_run(self.top)
         put_rewards(self.translation, self.top)
         put_filter(self.translation, self.top)
         self._additional_prompts()
@@ -372,75 +329,6 @@ class _RollFile:
             horizon = top.value("kl_horizon")
             top.assign("kl_horizon", ["algo.kl.controller.horizon"], horizon)
 
-    def _run(self) -> None:
-        top = self.top
-        resume = top.get("resume_from_checkpoint")
-        if resume is not None:
-            value = resume.value
-            if isinstance(value, bool):
-                value = "auto" if value else "none"
-            self.translation.assign(resume, ["checkpoint.resume"], value)
-        self._trackers()
-        put_profile(top)
-        config = top.get("checkpoint_config")
-        if config is not None:
-            is_section = isinstance(config.node.value, dict)
-            settings: dict[str, Any] = plain(config.node) if is_section else {}
-            refuse_misspelled(self.translation, config, _UPLOAD_KEYS)
-            if settings.get("output_dir"):
-                self.translation.assign(config, ["checkpoint.save"], settings["output_dir"])
-            self.translation.record(config, KeyStatus.SAME, "msrl does not upload checkpoints")
-        mock = top.get("rollout_mock")
-        if mock is not None:
-            refuse_misspelled(self.translation, mock, _MOCK_KEYS)
-        self._variables()
-
-    def _variables(self) -> None:
-        """Translate environment variables, which the original converts to text."""
-        entry = self.top.get("system_envs")
-        if entry is None:
-            return
-        values: dict[str, Any] = plain(entry.node) or {}
-        for name, value in values.items():
-            if isinstance(value, (dict, list)):
-                self.translation.add_error(entry, f"{name} must be a text")
-        texts = {str(key): str(value) for key, value in values.items()}
-        why = _MODELSCOPE if texts.get("USE_MODELSCOPE", "0") != "0" else ""
-        self.translation.assign(entry, ["cluster.env"], texts, why=why)
-
-    def _trackers(self) -> None:
-        """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""
-        names = as_list(self.top.value("track_with"))
-        trackers = [name for name in names if not refusal("log.trackers", name)]
-        self._tracker_options(trackers)
-        if trackers or names == ["stdout"] or not self.top.get("track_with"):
-            return self.top.assign("track_with", ["log.trackers"], trackers)
-        self.translation.set("log.trackers", wrap([], self.top.origin("track_with")))
-        text = "metrics.jsonl and the terminal have the same metrics"
-        return self.top.record("track_with", KeyStatus.SAME, text)
-
-    def _tracker_options(self, trackers: Sequence[str]) -> None:
-        """Translate tracker_kwargs, the arguments of the only tracker that the original has."""
-        entry = self.top.get("tracker_kwargs")
-        if entry is None or not isinstance(entry.node.value, dict):
-            return None
-        values: dict[str, Any] = plain(entry.node)
-        if not trackers or not values:
-            status = KeyStatus.DROPPED if values else KeyStatus.OFF
-            text = "metrics.jsonl has the metrics of trackers that msrl does not have"
-            return self.translation.record(entry, status, text if values else "")
-        name = trackers[0]
-        if name == "tensorboard" and values.get("log_dir"):
-            values["log_dir"] = f"{values['log_dir']}/{self.top.value('exp_name')}"
-        natives = {key: _TRACKER_OPTIONS[name].get(key, "") for key in values}
-        options = {native: values[key] for key, native in natives.items() if native}
-        ignored = sorted(key for key, native in natives.items() if not native)
-        why = f"without {', '.join(ignored)}" if ignored else ""
-        if not options:
-            text = f"{', '.join(ignored)}: the environment configures {name}"
-            return self.translation.record(entry, KeyStatus.DROPPED, text)
-        return self.translation.assign(entry, [f"log.options.{name}"], options, why=why)
-
     def _asynchronous(self) -> None:
         """Translate the number of steps that generation may be ahead of training."""
         entry = self.top.get("async_generation_ratio")
@@ -473,17 +361,10 @@ class _RollFile:
     def _worker_args(self) -> None:
         """Translate the remaining keys of the workers actor_train, actor_infer and reference."""
         train, infer = self.train, self.infer
-        args = train.sections["training_args"]
-        betas = [args.value("adam_beta1"), args.value("adam_beta2")]
-        for key in ("adam_beta1", "adam_beta2"):
-            args.assign(key, ["train.optimizer.betas"], betas)
-        model = train.sections["model_args"]
-        put_dtype(model)
-        put_frozen(model)
+        args, model = train.sections["training_args"], train.sections["model_args"]
+        put_training_args(args, model)
         put_engine_dtype(infer.sections["model_args"], model)
-        put_lora(model)
-        put_warmup(args)
-        self._data(train.sections["data_args"])
+        put_data(train.sections["data_args"])
         if train.own.get("infer_batch_size"):
             train.own.assign(
                 "infer_batch_size",
@@ -546,27 +427,6 @@ class _RollFile:
         return worker.record_all(
             KeyStatus.DEAD, "only data_args and generating_args of validation are read"
         )
-
-    def _data(self, data: Keys) -> None:
-        data.record(
-            "file_name",
-            KeyStatus.SAME,
-            "preprocess the rows with `msrl preprocess`, then use --set data.train=PREFIX",
-        )
-        name = str(data.value("template"))
-        if data.get("template") and name in template_names():
-            data.assign("template", ["model.template"], name)
-        data.record(
-            "template",
-            KeyStatus.SAME,
-            "the template is set by `msrl preprocess --template`",
-        )
-        data.record(
-            "domain_interleave_probs",
-            KeyStatus.SAME,
-            "preprocessing mixes the domains",
-        )
-        data.apply_remaining()
 
     def _environments(self) -> None:
         """Translate environments and the normalization of rewards, which agentic runs have."""

@@ -10,14 +10,7 @@ from typing import Any, cast
 from msrl.config.sources import Node, plain
 from msrl.importers.translation import Translation
 
-_TOP = {
-    "student": "distillation",
-    "teacher": "distillation",
-    "teacher_0": "distillation",
-    "sft_train": "supervised training. Use `msrl train-sft`",
-    "chosen_key": "preference training. Use `msrl train-dpo`",
-    "diffusion_process": "training of diffusion models",
-}
+_DIFFUSION = "training of diffusion models"
 _MODALITIES = ("image", "images", "video", "audio")
 _IMAGES = "a vision-language or audio pipeline"
 _IMAGE_WORKERS = {"DetectionRewardWorker", "VideoR1RewardWorker"}
@@ -27,15 +20,16 @@ _IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])", re.I)  # such as qwen2-vl
 def unsupported_pipeline(tree: Node) -> str:
     """Return the feature that a file needs and msrl does not have; empty if there is none."""
     entries = tree.value if isinstance(tree.value, dict) else {}
-    for key in entries:
-        if key in _TOP:
-            return _TOP[key]
-    for worker in ("actor_train", "validation"):
+    if "diffusion_process" in entries:
+        return _DIFFUSION
+    for worker in ("actor_train", "sft_train", "student", "student_train", "validation"):
         keys = _keys(entries.get(worker), "data_args")
         if any(key.partition("_")[0] in _MODALITIES for key in keys):
             return _IMAGES
     workers = _reward_workers(entries)
-    if _IMAGE_TEMPLATE.search(_template(entries.get("actor_train"))) or workers & _IMAGE_WORKERS:
+    trainers = [entries.get(name) for name in ("actor_train", "sft_train", "student")]
+    has_images = any(_IMAGE_TEMPLATE.search(_template(trainer)) for trainer in trainers)
+    if has_images or workers & _IMAGE_WORKERS:
         return _IMAGES
     infer = _section(entries, "actor_infer")
     if infer.get("device_mapping") is not None and not _trains(entries):

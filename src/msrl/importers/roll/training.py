@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from msrl.config.sources import wrap
+from msrl.config.templates import template_names
 from msrl.errors import MsrlError
 from msrl.importers.megatron import converted
 from msrl.importers.sections import Keys, as_list
@@ -17,6 +18,40 @@ from msrl.models.families import load_shape
 
 # The first step also compiles and allocates.
 _PROFILED_STEPS = (2, 3)
+_TOKENIZERS = ("qwen2_5", "qwen3", "native")  # templates that are the tokenizer's own
+
+
+def put_training_args(args: Keys, model: Keys) -> None:
+    """Translate the optimizer, the dtype and the adapters of a trained model."""
+    betas = [args.value("adam_beta1"), args.value("adam_beta2")]
+    for key in ("adam_beta1", "adam_beta2"):
+        args.assign(key, ["train.optimizer.betas"], betas)
+    put_dtype(model)
+    put_frozen(model)
+    put_lora(model)
+    put_warmup(args)
+
+
+def put_data(data: Keys) -> None:
+    """Record the files and columns of rows, which are read in preprocessing."""
+    data.record(
+        "file_name",
+        KeyStatus.SAME,
+        "preprocess the rows with `msrl preprocess`, then use --set data.train=PREFIX",
+    )
+    name = str(data.value("template"))
+    preset = "native" if name in _TOKENIZERS else name
+    if data.get("template") and preset in template_names():
+        data.assign("template", ["model.template"], preset)
+    preset = preset if preset in template_names() else "NAME"
+    text = f"preprocess the rows with `msrl preprocess --template {preset}`"
+    data.record("template", KeyStatus.SAME, text)
+    data.record(
+        "domain_interleave_probs",
+        KeyStatus.SAME,
+        "preprocessing mixes the domains",
+    )
+    data.apply_remaining()
 
 
 def put_dtype(model: Keys) -> None:

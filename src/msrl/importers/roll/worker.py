@@ -1,0 +1,33 @@
+"""Sections of a worker of ROLL: its own keys, and those of model, training and strategy."""
+
+from __future__ import annotations
+
+from msrl.config.sources import Node
+from msrl.importers.sections import Keys
+from msrl.importers.translation import KeyStatus, Translation
+
+SECTIONS = ("model_args", "training_args", "data_args", "generating_args", "strategy_args")
+
+
+class Worker:
+    """Keys of one worker, by section."""
+
+    def __init__(self, translation: Translation, name: str, node: Node | None) -> None:
+        self.name = name
+        self.own = Keys(translation, "worker", translation.entries(node, "worker", name))
+        self.sections = {name: self._section(translation, self.own, name) for name in SECTIONS}
+        self.sections["strategy_config"] = self._section(
+            translation, self.sections["strategy_args"], "strategy_config"
+        )
+
+    def _section(self, translation: Translation, keys: Keys, name: str) -> Keys:
+        entry = keys.get(name)
+        path = f"{self.name}.{name}" if entry is None else entry.path
+        return Keys(
+            translation, name, translation.entries(entry.node if entry else None, name, path)
+        )
+
+    def record_all(self, status: KeyStatus, text: str) -> None:
+        for keys in (self.own, *self.sections.values()):
+            for entry in keys:
+                keys.translation.record(entry, status, text)
