@@ -399,11 +399,16 @@ def statuses(translation: Translation) -> dict[str, KeyStatus]:
     return {result.entry.path: result.status for result in translation.key_results}
 
 
-def test_options_of_the_engine_that_msrl_does_not_pass_on_are_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "option",
+    ["use_new_kernel: true", "quantization: fp8", "attention_dropout: 0.1", "kv_cache_dtype: fp8"],
+)
+def test_options_of_the_engine_and_of_megatron_are_honored_or_refused(
+    option: str, tmp_path: Path
+) -> None:
     key = "tensor_model_parallel_size: 2"
-    translation = roll_changed((key, f"{key}, use_new_kernel: true"), folder=tmp_path)
-    path = "actor_train.strategy_args.strategy_config.use_new_kernel"
-    assert statuses(translation)[path] is KeyStatus.DROPPED
+    with pytest.raises(MsrlError, match=mentions(option.replace(": ", "="), "not supported")):
+        roll_changed((key, f"{key}, {option}"), folder=tmp_path)
     translation = roll_changed(("max_steps: 10", "max_steps: 10\nown_label: x"), folder=tmp_path)
     assert statuses(translation)["own_label"] is KeyStatus.DEAD
 

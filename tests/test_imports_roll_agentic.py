@@ -261,9 +261,6 @@ def test_a_filter_of_ratios_is_imported_with_other_averages(
         ("is_weight: {enabled: true, upper_bound: null}", ("upper_bound=null", "bound")),
         ("is_weight: {enable: true}", ("enable", "unknown")),
         ("is_wieght: {enabled: true}", ("is_wieght", "unknown")),
-        ("filters: [{enabled: true, agg_type: segment}]", ("agg_type=segment", "geometric")),
-        ("filters: [{enabled: true, diff_enabled: true}]", ("diff_enabled", "ratios")),
-        ("filters: [{enabled: true}, {enabled: true}]", ("several",)),
         ('is_weight: {enabled: "true"}', ("enabled", "true or false")),
         ("is_weight: {enabled: 1}", ("enabled=1", "true or false")),
         ("is_weight: {enabled: true, detach: 1}", ("detach=1", "true or false")),
@@ -280,6 +277,22 @@ def test_corrections_that_msrl_does_not_have_are_refused_by_name(
 ) -> None:
     with pytest.raises(MsrlError, match=mentions("train_infer_correction", *keywords)):
         imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "keyword"),
+    [
+        ("filters: [{enabled: true, agg_type: segment}]", "agg_type=segment"),
+        ("filters: [{enabled: true, diff_enabled: true}]", "diff_enabled"),
+        ("filters: [{enabled: true}, {enabled: true}]", "several"),
+    ],
+)
+def test_filters_that_msrl_does_not_have_are_refused_or_dropped(
+    keys: str, keyword: str, tmp_path: Path
+) -> None:
+    translation = imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+    assert_mentions("\n".join(translation.differences), "train_infer_correction", keyword)
+    assert "mismatch" not in tree(translation)["algo"]
 
 
 QUESTIONS = """\

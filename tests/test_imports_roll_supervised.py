@@ -118,7 +118,7 @@ def test_the_loss_of_an_imported_dpo_file_is_that_of_roll(tmp_path: Path) -> Non
     options = section.pop("options")
     policy, reference = -10 * torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0))
     lengths = torch.ones(6)
-    sides = [Answers(policy[i], reference[i], lengths) for i in range(2)]
+    sides = [Answers(policy[i], lengths, reference[i]) for i in range(2)]
     pairs = Pairs(*sides, torch.zeros(6))
     ours = dpo.preference_loss(pairs, **section, **options).loss.mean()
     theirs = oracle.preference_loss(*policy, *reference, beta=0.2, label_smoothing=0.1)

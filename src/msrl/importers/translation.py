@@ -81,8 +81,8 @@ class Translation:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
     reads differently, `remarks` what msrl computes differently by design. With `ignores_unknown`,
     the original reads files with any additional keys, with `ignored_sections` only at these places.
-    It passes other keys of the sections in `forwarded` on, to what their values name. `variables`
-    are top-level keys that other keys refer to.
+    It passes other keys of the sections in `forwarded` on; they are errors with this text.
+    `variables` are top-level keys that other keys refer to.
     """
 
     system: str
@@ -167,7 +167,7 @@ class Translation:
         if sections[0] == "top" and is_variable:
             self.record(entry, KeyStatus.APPLIED, "a variable that other keys refer to")
         elif forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
-            self.record(entry, KeyStatus.DROPPED, forwarded)
+            self.errors.append(f"{entry}: {forwarded}")
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:

@@ -345,7 +345,7 @@ class _RlFile:
             self.rl.assign(
                 f"use_{name}",
                 ["log.trackers"],
-                [name],
+                names,
                 same="metrics.jsonl contains the same metrics",
             )
         if not names:

@@ -124,5 +124,5 @@ def _put_filter(translation: Translation, entry: SourceKey, filters: list[dict[s
             translation.set(f"algo.mismatch.{name}", wrap(value, entry.origin))
         return translation.approximate(entry, "algo.mismatch.filter", level, _AVERAGES)
     choices = ", ".join(_FILTER_LEVELS)
-    text = f"{problem}: not supported: msrl has one filter of ratios by {choices}"
-    return translation.add_error(entry, text)
+    text = f"{problem}: msrl has one filter of ratios by {choices}"
+    return translation.difference(entry, text)

@@ -21,10 +21,10 @@ _TURN_ESTIMATORS = ("gigpo", "step_reinforce")
 _OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
 
 
-def put_environments(translation: Translation, top: Keys, manager: Keys, infer: Keys) -> None:
+def put_environments(translation: Translation, top: Keys, manager: Keys, infer: Keys) -> bool:
     """Translate the environments of the tags that the training uses.
 
-    `manager` holds the keys of train_env_manager.
+    `manager` holds the keys of train_env_manager. Return True if the file is one of v0.1.0.
     """
     tags, weights = _tags(manager)
     custom = top.get("custom_envs")
@@ -38,12 +38,41 @@ def put_environments(translation: Translation, top: Keys, manager: Keys, infer: 
     if translated and custom is not None:
         _put_choice(translation, custom, dict(zip(tags, translated, strict=False)), weights)
         _put_limits(translation, custom, top, envs, manager, infer)
+    _put_manager(manager, is_early=is_early(envs))
     for key, text in _MANAGER.items():
         manager.record(key, KeyStatus.APPLIED, text)
     for key in ("max_actions_per_traj", "max_tokens_per_step", "env_manager_cls"):
         top.record(key, KeyStatus.APPLIED, "read by custom_envs")
     manager.apply_remaining()
     _put_turn_estimator(translation, top)
+    return is_early(envs)
+
+
+def is_early(envs: Sequence[_CustomEnv]) -> bool:
+    """Return True if a file was written for v0.1.0, whose templates show a `state`."""
+    templates = [str(env.keys.value("agent_template") or "") for env in envs]
+    has_rewards = any(env.keys.get("reward_template") is not None for env in envs)
+    return has_rewards or any("{state}" in template for template in templates)
+
+
+def _put_manager(manager: Keys, *, is_early: bool) -> None:
+    """Translate the penalty of v0.1.0 for invalid actions, and check the class of the workers."""
+    entry = manager.get("format_penalty")
+    if entry is not None and is_early:
+        penalty = -float(manager.real("format_penalty", 0.0))
+        if penalty < 0:
+            manager.add_error("format_penalty", "not supported: a bonus for invalid actions")
+        else:
+            why = "v0.1.0 adds the negative number to the reward"
+            manager.assign("format_penalty", ["environment.format_penalty"], penalty, why=why)
+    text = "only v0.1.0 reads it here; later versions read it in env_config"
+    manager.record("format_penalty", KeyStatus.DEAD, text)
+    worker = manager.get("worker_cls")
+    name = "" if worker is None else str(worker.value or "").rpartition(".")[2]
+    if name not in ("", "EnvironmentWorker"):
+        text = "not supported: a worker of your own. Use environment.path for its logic"
+        manager.add_error("worker_cls", text)
+    manager.record("worker_cls", KeyStatus.SAME, "msrl runs every episode in a process")
 
 
 _MANAGER = {
@@ -170,9 +199,9 @@ class _CustomEnv:
             self._translation.difference(entry, "every turn is a sequence of all messages so far")
         else:
             self._translation.add_error(entry, f"not supported: {name}")
-        for key in ("agent_system_template", "agent_template"):
+        for key in ("agent_system_template", "agent_template", "reward_template"):
             entry = self.keys.get(key)
-            if entry is not None:
+            if entry is not None and entry.value is not None:
                 self._translation.difference(entry, "text around the observations of a turn")
         for key in ("max_steps", "max_tokens_per_step"):
             text = "environment.max_turns" if key == "max_steps" else "environment.max_turn_tokens"
@@ -196,6 +225,8 @@ class _CustomEnv:
 _OPTIONS = {  # options of msrl's environments by the keys of env_config
     "size": "size",
     "dim_room": "size",
+    "dim_x": "size",
+    "dim_y": "size",
     "p": "hole_share",
     "is_slippery": "slippery",
     "max_steps": "max_steps",
@@ -222,13 +253,15 @@ def _sokoban(
     config: Keys, size: int = 10, num_boxes: int = 4, max_steps: int = 20, penalty: float = 0.0
 ) -> dict[str, Any]:
     """Return the options of sokoban, with the defaults and rewards of the original."""
-    room = config.value("dim_room")
+    room, key = config.value("dim_room"), "dim_room"
     sizes: list[Any] = [size] if room is None else _list(room)
+    if config.get("dim_x", "dim_y") is not None:  # of v0.1.0
+        sizes, key = [config.value("dim_x"), config.value("dim_y")], "dim_x"
     if not sizes or not all(_is_integer(side) for side in sizes):
-        config.add_error("dim_room", "must be a list of integers")
+        config.add_error(key, "must be a list of integers, or dim_x and dim_y")
         sizes = [size]
     elif any(side != sizes[0] for side in sizes):
-        config.add_error("dim_room", "not supported: msrl's rooms are square")
+        config.add_error(key, "not supported: msrl's rooms are square")
     options = {
         "size": sizes[0],
         "num_boxes": config.real("num_boxes", num_boxes),

@@ -66,7 +66,10 @@ def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
     translation.ignores_unknown = True
-    text = "passed to the engine or to Megatron there; msrl does not pass it on"
+    text = (
+        "not supported: the original passes it to the engine or to Megatron, msrl does not. "
+        "Remove it if the run does not need it."
+    )
     translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
         return refused(translation, f"{file}: not supported: {feature}")
@@ -309,6 +312,8 @@ class _RollFile:
             top.record("use_kl_loss", KeyStatus.APPLIED, "algo.kl.loss, k3")
         for key in ("add_token_level_kl", "use_kl_loss"):
             top.record(key, KeyStatus.OFF, "")
+        if top.value("add_token_level_kl") is True:
+            top.record("kl_horizon", KeyStatus.DEAD, "read with target_kl only")
         for key in ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon"):
             top.record(key, KeyStatus.DEAD, "read with add_token_level_kl only")
         top.record("kl_loss_coef", KeyStatus.DEAD, "read with use_kl_loss only")
@@ -435,7 +440,7 @@ class _RollFile:
                 self.top.record(name, KeyStatus.DEAD, "read by agentic only")
             return
         sampling = self.infer.sections["generating_args"]
-        put_environments(self.translation, self.top, self.manager, sampling)
+        self.is_early = put_environments(self.translation, self.top, self.manager, sampling)
         norm = self.top.get("reward_normalization")
         if norm is not None:
             name = "reward_normalization"
@@ -454,7 +459,7 @@ class _RollFile:
         )
 
     def _agentic_norm(self, keys: Keys) -> None:
-        """Translate the normalization of rewards; asym_clip equals mean_std at this commit."""
+        """Translate the normalization of rewards; asym_clip clips to [-1, 3] in v0.1.0."""
         center, scale = norm_scopes({entry.key: entry.value for entry in keys})
         names = ("grouping", "method", "norm_mean_type", "norm_std_type")
         entry = keys.get(*names)
@@ -471,10 +476,28 @@ class _RollFile:
             texts = {"reward.norm.center": center, "reward.norm.scale": scale}
             for native, scope in texts.items():
                 self.translation.set(native, wrap(scope, entry.origin))
+            self._asymmetric_clip(keys)
             for name in names:
                 text = ", ".join(f"{native}: {scope}" for native, scope in texts.items())
                 keys.record(name, KeyStatus.APPLIED, text)
         keys.apply_remaining()
+
+    def _asymmetric_clip(self, keys: Keys) -> None:
+        """Set the bounds of asym_clip, which only the first versions have."""
+        entry = keys.get("method")
+        if entry is None or entry.value != "asym_clip":
+            return
+        if self.is_early:
+            self.translation.set("reward.norm.clip", wrap([-1.0, 3.0], entry.origin))
+            if self.translation.algorithm == "grpo":  # group_norm has no bounds
+                key, origin = "algo.advantage.estimator", self.top.origin("adv_estimator")
+                self.translation.set(key, wrap("reinforce", origin))
+                self.translation.set("environment.reward_at", wrap("end", origin))
+        else:
+            text = (
+                "asym_clip is mean_std, as in versions from v0.1.3 on; earlier ones clip to [-1, 3]"
+            )
+            self.translation.remarks.append(f"{entry}: {text}")
 
     def _wrong_norm_type(self, keys: Keys) -> str:
         """Return the key of a type that the original does not have; empty if there is none."""
@@ -488,5 +511,8 @@ class _RollFile:
         has_types = keys.get("norm_mean_type", "norm_std_type") is not None
         if name == "gigpo" and has_types:
             self.translation.difference(entry, "gigpo of msrl reads grouping and method only")
+        method = keys.get("method")
+        if self.is_early and method is not None and method.value == "asym_clip":
+            self.translation.report_difference(method, f"{name} of msrl does not clip to [-1, 3]")
         for key in names:
             keys.record(key, KeyStatus.APPLIED, "algo.options")
