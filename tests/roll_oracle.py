@@ -301,3 +301,83 @@ def episode_advantages(
         pipeline_config=config,
     )
     return data.batch["advantages"]
+
+
+_ENVIRONMENTS = ("roll.pipeline.agentic", "roll.pipeline.agentic.env")
+
+
+def frozen_lake(**options: Any) -> Any:
+    """Return ROLL's environment of the frozen lake."""
+    root = checkout()
+    pytest.importorskip("gymnasium")
+    for name in (*_ENVIRONMENTS, "roll.pipeline.agentic.env.frozen_lake"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = package
+    sys.modules["gem"] = types.ModuleType("gem")
+    vars(sys.modules["gem"])["Env"] = type("Env", (), {"reset": lambda self, seed=None: None})
+    module = importlib.import_module("roll.pipeline.agentic.env.frozen_lake.env")
+    return module.FrozenLakeEnv(**options)
+
+
+class _Settings(dict[str, Any]):
+    """Keys that are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass
+class Conversation:
+    """Messages of an episode, as ROLL's TrajEnvManager words them.
+
+    `observation` and `instruction` are those of its environment.
+    """
+
+    system: str
+    template: str
+    max_steps: int
+    max_tokens: int
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, observation: str, instruction: str | None = None) -> list[tuple[str, str]]:
+        """Return the new messages of a turn."""
+        step = len(self.history)
+        entry = {"observation": observation, "actions_left": self.max_steps - step}
+        if instruction is not None:
+            entry["env_instruction"] = instruction
+        self.history.append(entry)
+        file = _AGENTIC / "env_manager" / "traj_env_manager.py"
+        names = {
+            "DataProto": types.SimpleNamespace,
+            "TensorDict": lambda values, batch_size: values,
+            "RolloutCache": object,
+            "torch": torch,
+            "contains_renderable_field": lambda text, name: f"{{{name}}}" in text,
+            "custom_apply_chat_template": lambda **options: [0],
+            "compute_conversation_end_token_id": lambda tokenizer: [],
+        }
+        method = _method(file, "TrajEnvManager", "format_messages", names)
+        for previous in self.history[:-1]:
+            previous |= {"prompt_ids": [0], "response_ids": [0]}
+        manager = types.SimpleNamespace(
+            rollout_cache=types.SimpleNamespace(history=self.history, step=step),
+            env_config=_Settings(max_steps=self.max_steps, max_tokens_per_step=self.max_tokens),
+            agent_system_template=self.system,
+            agent_template=self.template,
+            tokenizer=None,
+            pipeline_config=types.SimpleNamespace(skip_mock_system_prompt=False),
+        )
+        method(manager, manager.rollout_cache)
+        return [(message["role"], message["content"]) for message in entry["messages"]]
+
+
+def _method(file: Path, owner: str, name: str, names: dict[str, Any]) -> Any:
+    """Return a method of a class of a module that needs a cluster, as a function."""
+    path = checkout() / file
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    [class_] = [node for node in tree.body if getattr(node, "name", "") == owner]
+    tree.body = [node for node in class_.body if getattr(node, "name", "") == name]
+    tree.body[0].returns = None
+    exec(compile(tree, str(path), "exec"), names)
+    return names[name]

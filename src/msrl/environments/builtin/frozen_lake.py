@@ -3,13 +3,17 @@
 The map depends on the seed of the row, and always has a path to the goal. With `slippery`, a move
 goes to one of the three directions that are not opposite, each with the same probability. Rules:
 https://gymnasium.farama.org/environments/toy_text/frozen_lake/
+
+With `random_ends`, maps are those of ROLL (8eb27cc2, env/frozen_lake/utils.py) for the same seed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from msrl.environments.base import Environment, StepResult
 from msrl.environments.builtin._grid import (
@@ -20,6 +24,7 @@ from msrl.environments.builtin._grid import (
     reachable,
     read_action,
 )
+from msrl.environments.builtin._turn_text import TurnText, check_pattern, matched_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -28,6 +33,7 @@ INSTRUCTIONS = (
     "O hole, G goal. In every turn, answer with one action in tags: <answer>Left</answer>, "
     "<answer>Down</answer>, <answer>Right</answer> or <answer>Up</answer>."
 )
+_NUM_SYMBOLS = 6
 _SIDES = {"left": ("up", "down"), "right": ("up", "down")}
 
 
@@ -43,6 +49,10 @@ class FrozenLake(Environment):
         *,
         slippery: bool,
         invalid_reward: float,
+        random_ends: bool,
+        symbols: Sequence[str],
+        action_pattern: str,
+        turn_text: TurnText,
     ) -> None:
         if size < 2 or not 0 <= hole_share < 1 or max_steps < 1:
             raise MsrlError(
@@ -50,6 +60,12 @@ class FrozenLake(Environment):
                 "max_steps at least 1"
             )
         self.size, self._hole_share, self._max_steps = size, hole_share, max_steps
+        if symbols and len(symbols) != _NUM_SYMBOLS:
+            raise MsrlError(f"environment.options.symbols: must have {_NUM_SYMBOLS} texts")
+        if action_pattern:
+            check_pattern(action_pattern)
+        self._random_ends, self._symbols = random_ends, symbols
+        self._pattern, self._turn_text = action_pattern, turn_text
         self._instructions, self._slippery = instructions, slippery
         self._invalid_reward = invalid_reward
         self.goal = Cell(size - 1, size - 1)
@@ -58,16 +74,22 @@ class FrozenLake(Environment):
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Draw a map by the seed of the row."""
-        self._random = random.Random(int(row.get("seed", 0)))
+        self._seed = int(row.get("seed", 0))
+        self._random = random.Random(self._seed)
         self._draw_map()
         self._num_steps = 0
+        if self._turn_text.template:
+            return self._turn_text.opening(self._instructions, self.text())
         text = f"{self._instructions}\n\n{self.text()}" if self._instructions else self.text()
         return [Message("user", text)]
 
     def step(self, answer: str) -> StepResult:
         """Walk one step."""
         self._num_steps += 1
-        action = read_action(answer, opens_thought=self.opens_thought)
+        if self._pattern:
+            action = matched_action(answer, self._pattern, ACTIONS)
+        else:
+            action = read_action(answer, opens_thought=self.opens_thought)
         if action is None:
             note = choices_note(map(str.capitalize, ACTIONS))
             return self._result(note, is_invalid=True)
@@ -80,7 +102,10 @@ class FrozenLake(Environment):
 
     def text(self) -> str:
         """Return the map."""
-        return draw(self.size, self.size, self._symbol)
+        if not self._symbols:
+            return draw(self.size, self.size, self._symbol)
+        rows = [[self._own_symbol(Cell(r, c)) for c in range(self.size)] for r in range(self.size)]
+        return "\n".join("".join(row) for row in rows)
 
     def best_action(self) -> str:
         """Return the first action on a shortest path to the goal; for demonstrations."""
@@ -88,11 +113,28 @@ class FrozenLake(Environment):
 
     def _draw_map(self) -> None:
         """Draw maps until one has a path; start and goal are ice."""
+        if self._random_ends:
+            return self._draw_ends()
         cells = [Cell(row, column) for row in range(self.size) for column in range(self.size)]
         while True:
             self.player = Cell(0, 0)
             free = [cell for cell in cells if cell not in (self.player, self.goal)]
             self.holes = frozenset(c for c in free if self._random.random() < self._hole_share)
+            if self.goal in reachable(self.player, self._is_ice):
+                return None
+
+    def _draw_ends(self) -> None:
+        """Draw start, goal and holes until there is a path."""
+        generator = np.random.Generator(np.random.PCG64(self._seed))
+        shape, shares = (self.size, self.size), [1 - self._hole_share, self._hole_share]
+        while True:
+            is_hole = generator.choice(2, shape, p=shares).astype(bool)
+            self.player = Cell(*map(int, generator.integers(self.size, size=2)))
+            self.goal = Cell(*map(int, generator.integers(self.size, size=2)))
+            if self.player == self.goal:
+                continue
+            is_hole[self.player] = is_hole[self.goal] = False
+            self.holes = frozenset(Cell(*map(int, cell)) for cell in np.argwhere(is_hole))
             if self.goal in reachable(self.player, self._is_ice):
                 return
 
@@ -117,6 +159,8 @@ class FrozenLake(Environment):
             info["success"] = is_success
         reward = float(is_success) + (self._invalid_reward if is_invalid else 0.0)
         text = f"{note}\n{self.text()}" if note else self.text()
+        if self._turn_text.template:
+            text = self._turn_text.rendered(self.text(), self._num_steps)
         return StepResult([Message("user", text)], reward, is_done, info)
 
     def _symbol(self, cell: Cell) -> str:
@@ -125,6 +169,12 @@ class FrozenLake(Environment):
         if cell == self.goal:
             return "G"
         return "O" if cell in self.holes else "_"
+
+    def _own_symbol(self, cell: Cell) -> str:
+        player, ice, hole, goal, in_hole, at_goal = self._symbols
+        if cell == self.player:
+            return in_hole if cell in self.holes else at_goal if cell == self.goal else player
+        return goal if cell == self.goal else hole if cell in self.holes else ice
 
 
 def environment(
@@ -135,6 +185,12 @@ def environment(
     slippery: bool = False,
     invalid_reward: float = 0.0,
     instructions: str = INSTRUCTIONS,
+    random_ends: bool = False,
+    symbols: list[str] | None = None,
+    action_pattern: str = "",
+    template: str = "",
+    system: str = "",
+    max_response_length: int = 0,
 ) -> FrozenLake:
     """Return a new environment.
 
@@ -145,6 +201,13 @@ def environment(
         slippery: Let moves slip to the sides.
         invalid_reward: Reward of an answer that is no action, such as -0.1.
         instructions: Text before the first map; empty for none.
+        random_ends: Draw start and goal too, instead of the first and the last cell.
+        symbols: Player, ice, hole, goal, player in a hole and player at the goal, without spaces.
+        action_pattern: Regular expression whose last group is the action. Default: answer tags.
+        template: Text of a turn with the fields observation, turn_idx, actions_left and
+            max_response_length in braces. Default: the map.
+        system: System message before the template.
+        max_response_length: Value of this field of the template.
     """
     return FrozenLake(
         size,
@@ -153,4 +216,8 @@ def environment(
         instructions,
         slippery=slippery,
         invalid_reward=invalid_reward,
+        random_ends=random_ends,
+        symbols=symbols or (),
+        action_pattern=action_pattern,
+        turn_text=TurnText(template, system, max_response_length, max_steps),
     )
