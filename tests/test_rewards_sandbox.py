@@ -566,6 +566,76 @@ def test_no_object_is_close_to_every_expected_value(program, tests):
     assert code.score(fenced(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
 
 
+# Every attribute and item is a function that agrees, and it holds every number.
+AGREEABLE = (
+    "class X:\n    __getattr__ = lambda self, name: lambda *a, **k: True\n"
+    "    __getitem__ = __call__ = lambda self, *a: self\n"
+    "    __eq__ = __ne__ = __contains__ = lambda self, other: True\n"
+    "    __bool__ = lambda self: True\n"
+    "    __hash__ = lambda self: 9\n"
+    "    def __iter__(self):\n        number = 0\n"
+    "        while True: yield number; number += 1\n"
+    "    zero = lambda self, *a: 0\n    nothing = lambda self, *a: []\n"
+    "    self = property(lambda self: self)\n"
+    "def f(x): return X()\n"
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (AGREEABLE, "assert f(3).equals([1, 2])"),
+        (AGREEABLE, "assert f(3).equals(other=[1, 2]) is True"),
+        (AGREEABLE, "assert getattr(f(3), 'equals')([1, 2])"),
+        (AGREEABLE, "import operator\nassert operator.methodcaller('equals', [1])(f(3))"),
+        (AGREEABLE, "assert f(3).self.equals([1, 2])"),
+        (AGREEABLE, "assert f(3).zero([1, 2]) == 0"),
+        (AGREEABLE, "assert f(3).nothing([1, 2]) == []"),
+        (AGREEABLE, "assert f(3).__eq__([1, 2])"),
+        (AGREEABLE, "assert 9 in f(3)"),
+        (AGREEABLE, "assert f(3).__contains__(9)"),
+        (AGREEABLE, "assert {9: 1}.get(f(3)) == 1"),
+        (AGREEABLE, "assert [9].count(f(3)) == 1"),
+        (AGREEABLE, "import unittest\nunittest.TestCase().assertIn(9, f(3))"),
+        (AGREEABLE, "import unittest\nunittest.TestCase().assertTrue(f(3).equals([1]))"),
+        (AGREEABLE.replace("def f(x): return X()", "f = lambda x: X()"), "assert f(1).equals(2)"),
+        (AGREEABLE.replace("class X", "class f").replace("def f(x): return X()", "")
+         .replace("zero =", "__init__ = lambda self, x: None\n    zero ="),
+         "assert f(3).equals([1, 2])"),
+        ("def f():\n    number = 0\n    while True: yield number; number += 1",
+         "assert 9 in f()"),
+        ("def abs(x): return 0\nclass S:\n    f = lambda self, x: 7\ns = S()",
+         "assert abs(s.f(2) - 0.5) < 1e-6"),
+        ("def all(x): return True\nclass S:\n    f = lambda self, x: 7\ns = S()",
+         "assert all(x == 1 for x in [s.f(2)])"),
+    ],
+)  # fmt: skip
+def test_no_object_agrees_with_an_expected_value_by_its_methods(program, test):
+    assert code.score(fenced(program), test, case_s=30.0, total_s=60.0) == 0.0
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(n): return [n, 9]", "assert 9 in f(3) and 4 not in f(3)"),
+        ("def f(n): return {n: 9}.values()", "assert 9 in f(3)"),
+        ("def f(n):\n    yield n\n    yield 9", "assert 9 in f(3)"),
+        ("class Bag(list): pass\ndef f(n): return Bag([n, 9])", "assert 9 in f(3)"),
+        ("class Solution:\n    def valid(self, s): return s == '()'",
+         "assert Solution().valid('()') and not Solution().valid('(')"),
+        ("class Stack:\n    def __init__(self): self.items = []\n"
+         "    def push(self, x): self.items.append(x)\n"
+         "    def has(self, x): return x in self.items",
+         "s = Stack()\ns.push(1)\nassert s.has(1) and not s.has(2)"),
+        ("def f(x): return abs(x) + 0.0", "assert abs(f(-2) - 2) < 1e-6"),
+    ],
+)  # fmt: skip
+def test_containers_and_classes_of_honest_programs_still_pass(program, test):
+    assert code.score(fenced(program), test) == 1.0
+
+
 UNITTEST = (
     "import unittest\nclass TestF(unittest.TestCase):\n"
     "    def test_f(self): self.assertEqual(f(2), 4)\n"

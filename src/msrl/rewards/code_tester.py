@@ -10,7 +10,9 @@ An object of the program that is not plain stays in the child. The tester compar
 value (`1` for a subclass of int, a list for a subclass of list). Without one, it differs from every
 plain value. Its arithmetic with plain values must return an object, which is marked as derived: the
 program has seen the expected value, so `abs`, `float`, `len`, `<` and the like must not turn such
-an object into plain data. What the tests compute from it is derived, too.
+an object into plain data. What the tests compute from it is derived, too. So is the result of a
+method that the tests call with arguments, as in `f(3).equals([1, 2])`, unless they name its class
+(`Stack().push(1)`) or its object.
 
 Messages are lines of JSON: [operation, target, arguments, keywords] and its answer
 {"value": ...} or {"error": ...}. Only the standard library is used.
@@ -33,7 +35,7 @@ from itertools import islice
 from typing import Any
 
 DUMPABLE = 4  # prctl(2)
-MAX_ITEMS = 1_000_000  # of an object of the program that a test searches
+MAX_ITEMS = 100_000  # of an iterator of the program that a test searches
 MAX_INTEGER = 1 << 62
 MODULE_ALIASES = {"np": "numpy", "pd": "pandas"}
 # Modules whose functions and classes a program may import for the tests.
@@ -64,6 +66,8 @@ CONSTRUCTED: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+ITERATORS = (types.GeneratorType, map, filter, zip, enumerate, reversed, type({}.keys()),
+             type({}.values()), type({}.items()), type(iter([])))  # fmt: skip
 MUTABLE = (list, dict, set, bytearray)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 BINARY = (
@@ -87,10 +91,15 @@ MEASURES = frozenset(
 class RemoteObject:
     """Object of the other process."""
 
-    __slots__ = ("_remote_base", "_remote_id", "_remote_is_derived", "_remote_peer")
+    __slots__ = (
+        "_remote_base", "_remote_id", "_remote_is_derived", "_remote_is_method",
+        "_remote_is_named", "_remote_peer",
+    )  # fmt: skip
 
     def __init__(self, peer: Peer, number: int, base: str) -> None:
         object.__setattr__(self, "_remote_is_derived", False)
+        object.__setattr__(self, "_remote_is_method", False)
+        object.__setattr__(self, "_remote_is_named", False)
         object.__setattr__(self, "_remote_peer", peer)
         object.__setattr__(self, "_remote_id", number)
         object.__setattr__(self, "_remote_base", base)
@@ -322,6 +331,8 @@ class Peer:
         self._objects.append(value)
         if isinstance(value, types.CoroutineType):
             base = "coroutine"
+        elif isinstance(value, type):
+            base = "class"
         else:
             base = next((base.__name__ for base in BASES if isinstance(value, base)), "")
         return ["mine", len(self._objects) - 1, base]
@@ -414,11 +425,13 @@ class Tester(Peer):
         super().__init__(reader, writer)
         self._errors: dict[str, type[Exception]] = {}
 
-    def names(self, names: list[str], called: set[str], imports: list[str]) -> dict[str, Any]:
+    def names(
+        self, names: list[str], called: set[str], stored: set[str], imports: list[str]
+    ) -> dict[str, Any]:
         """Return the program's values of the names that the tests use.
 
         Names of builtins and modules keep their meaning. A program may define the function that the
-        tests call under the name of a builtin, if they call no other function of the program.
+        tests call under the name of a builtin, if they read no other name of the program.
         """
         defined = self.request("names", None, names, imports)
         values = {
@@ -426,7 +439,7 @@ class Tester(Peer):
             for name in names
             if name in defined
         }
-        own = {name for name in values if not hasattr(builtins, name) and name in called}
+        own = {name for name in values if not hasattr(builtins, name)} - stored
         return {
             name: value for name, value in values.items() if not (own and hasattr(builtins, name))
         }
@@ -439,8 +452,10 @@ class Tester(Peer):
         if kind == "error":
             return self._add_error(name, value[1])
         if kind == "value":
-            return value
+            return _mark(value, "_remote_is_named")
         remote, module, path = value
+        if name[0].isupper():
+            _mark(remote, "_remote_is_named")
         if module in LIBRARY:
             return operator.attrgetter(path)(importlib.import_module(module))
         return remote
@@ -463,6 +478,9 @@ class Tester(Peer):
         if is_derived and operation == "get" and _is_measure(arguments[0]):
             raise AttributeError(arguments[0])
         result = super().request(operation, target, *arguments)
+        if operation == "get":
+            is_named = _has_mark(target, "_remote_is_named")
+            _mark(result, "_remote_is_named" if is_named else "_remote_is_method")
         if not is_derived:
             return result
         if operation in MEASURING and type(result) is not RemoteObject:
@@ -472,6 +490,12 @@ class Tester(Peer):
     def call(self, target: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         result = super().call(target, arguments, keywords)
         operands = (target, *arguments, *keywords.values())
+        if len(operands) > 1 and _has_mark(target, "_remote_is_method"):
+            if type(result) is not RemoteObject:
+                raise TypeError("a method of the program must not compare with a plain value")
+            return _derived(result)
+        if _has_mark(target, "_remote_is_named") and target._remote_base == "class":
+            _mark(result, "_remote_is_named")
         return _derived(result) if any(map(_is_derived, operands)) else result
 
     def binary(self, name: str, target: Any, other: Any, reflected: bool) -> Any:
@@ -491,10 +515,15 @@ class Tester(Peer):
         if type(other) is RemoteObject:
             return super().equal(target, other)
         plain = [] if _is_derived(target) else self.request("plain", target)
-        return plain[0] == other if plain else NotImplemented
+        if plain:
+            return plain[0] == other
+        return False if other is None or isinstance(other, BASES) else NotImplemented
 
     def contains(self, target: Any, item: Any) -> bool:
-        return any(value is item or value == item for value in islice(target, MAX_ITEMS))
+        members = [] if _is_derived(target) else self.request("members", target)
+        if not members:
+            raise TypeError("the tests do not search an object of the program")
+        return item in members[0]
 
     def perform(self, operation: str, target: Any, arguments: list[Any]) -> Any:
         """Perform an operation of the program on an object of the tests.
@@ -528,9 +557,18 @@ def _is_derived(value: Any) -> bool:
 
 def _derived(result: Any) -> Any:
     """Mark a result of an operation on a derived object."""
-    if type(result) is RemoteObject:
-        object.__setattr__(result, "_remote_is_derived", True)
-    return result
+    return _mark(result, "_remote_is_derived")
+
+
+def _mark(value: Any, name: str) -> Any:
+    """Mark an object of the program; plain data needs no mark."""
+    if type(value) is RemoteObject:
+        object.__setattr__(value, name, True)
+    return value
+
+
+def _has_mark(value: Any, name: str) -> bool:
+    return type(value) is RemoteObject and object.__getattribute__(value, name)
 
 
 def _is_measure(name: str) -> bool:
@@ -563,6 +601,17 @@ def _plain(value: Any) -> list[Any]:
     for base in BASES:
         if isinstance(value, base):
             return [base(value)] if base is not bool else [bool(value)]
+    return []
+
+
+def _members(value: Any) -> list[Any]:
+    """Return the items of a container or of a finite iterator as a list, or an empty list."""
+    plain = _plain(value)
+    if plain:
+        return plain
+    if isinstance(value, ITERATORS):
+        items = list(islice(value, MAX_ITEMS + 1))
+        return [items] if len(items) <= MAX_ITEMS else []
     return []
 
 
@@ -613,7 +662,7 @@ SCALARS: dict[str, Any] = {
 OPERATIONS: dict[str, Any] = {
     "get": getattr, "set": setattr, "del": delattr,
     "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
-    "contains": operator.contains, "eq": operator.eq, "plain": _plain,
+    "contains": operator.contains, "eq": operator.eq, "plain": _plain, "members": _members,
     "round": lambda v, digits: round(v) if digits is None else round(v, digits),
     "instance": lambda kind, v: isinstance(v, kind),
     "enter": lambda v: v.__enter__(), "exit": lambda v: v.__exit__(None, None, None),
@@ -647,13 +696,16 @@ def _run_tests(text: str, peer: Tester) -> None:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     operands = [operand for call in calls for operand in (call.func, *call.args)]
     called = {operand.id for operand in operands if isinstance(operand, ast.Name)}
+    stored = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     if "unittest" in text:
         _require_unittest_success()
     module.__dict__.update(
-        peer.names(sorted(names), called, [ast.unparse(node) for node in imports])
+        peer.names(sorted(names), called, stored, [ast.unparse(node) for node in imports])
     )
     exec(compile(tree, "tests", "exec"), module.__dict__)
 
