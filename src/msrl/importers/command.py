@@ -13,10 +13,11 @@ from msrl.importers.lightrft import command_line as lightrft
 from msrl.importers.mindspeed_llm import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
+from msrl.importers.others import other_program
 from msrl.importers.report import full
 from msrl.importers.roll import files as roll
-from msrl.importers.shell import Word
-from msrl.importers.systems import detect_system
+from msrl.importers.shell import Word, parse_script
+from msrl.importers.systems import detect_system, refuse_other
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
 from msrl.limits import one_line
@@ -84,15 +85,30 @@ def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> T
         raise MsrlError(f"{file}: file not found")
     text = _read(file)
     if file.suffix not in (".yaml", ".yml"):
-        if system not in SHELL_SYSTEMS:
-            raise MsrlError(f"{file}: must be a .yaml file of {system}")
-        return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
+        return _translate_script(system, file, text, arguments)
     tree = read(file, is_old=True)
     detected = detect_system(tree, file)
+    if detected is None:
+        refuse_other(tree, file)
     if detected != system:
         advice = f". Use --from {detected}." if detected else ""
         raise MsrlError(f"{file}: contains no keys of {system}{advice}")
     return _YAML[system].translate(tree, file)
+
+
+def _translate_script(system: str, file: Path, text: str, arguments: Sequence[str]) -> Translation:
+    try:
+        if system not in SHELL_SYSTEMS:
+            raise MsrlError(f"{file}: must be a .yaml file of {system}")
+        return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
+    except MsrlError as error:
+        commands = parse_script(text, str(file), arguments).commands
+        if system != "verl" and any(verl.is_program(words) for words in commands):
+            raise MsrlError(f"{file}: is a script of verl. Use --from verl.") from error
+        other = other_program([[word.text for word in words] for words in commands])
+        if other is not None:
+            raise MsrlError(f"{file}: is a script of {other.name}. {other.advice}") from error
+        raise
 
 
 def _read(file: Path) -> str:

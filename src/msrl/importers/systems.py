@@ -10,6 +10,7 @@ from msrl.config.sources import Node, find, plain, read
 from msrl.errors import MsrlError
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
+from msrl.importers.others import other_system
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
@@ -82,11 +83,21 @@ def foreign(path: str, *, approximate: bool = False) -> Translation | None:
             f"Convert it with `msrl config import --from {system} {file} --output FILE`."
         )
     if system is None:
+        refuse_other(tree, file)
         return None
     importer = mindspeed_rl if system == "mindspeed-rl" else mindspeed_ray
     translation = importer.translate(tree, file)
     translation.complete(approximate=approximate)
     return translation
+
+
+def refuse_other(tree: Node, file: Path) -> None:
+    """Raise MsrlError for a file of a system without an importer."""
+    entries = tree.value if isinstance(tree.value, dict) else {}
+    model = plain(entries["model"]) if "model" in entries else ""
+    other = other_system((canonical(key) for key in entries), model)
+    if other is not None:
+        raise MsrlError(f"{file}: is a file of {other.name}. {other.advice}")
 
 
 def refuse_foreign_key(path: str) -> None:
