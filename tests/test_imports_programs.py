@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from msrl.importers.command import report, translate_arguments
+from msrl.tracking.report import RunSummary, lines
 from support import assert_mentions
 from test_cli import msrl
 from test_imports_secrets import TUNE
@@ -86,3 +87,64 @@ def test_a_script_of_mindspeed_rl_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "configs" / "grpo_quickstart.yaml").write_text(text)
     translation = translate_arguments("mindspeed-rl", [script(tmp_path, line)])
     assert_mentions(report(translation), "read as MindSpeed-RL")
+
+
+COMMANDS = (
+    "train-grpo",
+    "train-sft",
+    "train-dpo",
+    "train-rm",
+    "train-distill",
+    "preprocess",
+    "config show",
+    "config validate",
+    "doctor",
+    "generate",
+    "chat",
+    "serve",
+    "eval",
+    "convert-ckpt hf2mcore",
+    "cluster up",
+)
+
+
+@pytest.fixture
+def different(tmp_path: Path) -> str:
+    """Return a file of MindSpeed-RL that msrl computes differently."""
+    source = Path(__file__).parents[1] / "examples" / "mindspeed" / "grpo_quickstart.yaml"
+    file = tmp_path / "grpo.yaml"
+    section = "actor_config:\n"
+    file.write_text(source.read_text().replace(section, f"{section}  hidden_dropout: 0.1\n"))
+    return str(file)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_message_that_names_an_option_names_one_of_its_own_command(
+    command: str, different: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert msrl(*command.split(), "-c", different) == 2
+    shown = capsys.readouterr()
+    text = shown.err + shown.out
+    assert_mentions(text, "hidden_dropout=0.1", "--approximate")
+    msrl(*command.split(), "--help")
+    is_option = "--approximate" in capsys.readouterr().out
+    assert is_option or "`msrl config import --approximate`" in text
+
+
+@pytest.mark.parametrize("command", ["train-grpo", "config show"])
+def test_accepted_differences_are_recorded_in_the_run(
+    command: str, different: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training would write them to config.yaml and report.md."""
+    msrl(*command.split(), "-c", different, "--approximate", "--dry-run")
+    shown = capsys.readouterr()
+    if command == "config show":
+        msrl("config", "show", "-c", different, "--approximate")
+        assert_mentions(capsys.readouterr().out, "differences:", "hidden_dropout=0.1")
+    assert "--approximate drops" not in shown.err
+
+
+def test_a_report_lists_the_accepted_differences() -> None:
+    summary = RunSummary(0, 0, 0, {}, {}, {})
+    text = "\n".join(lines(summary, title="a", results={}, differences=["x.yaml:1: a=1: other"]))
+    assert_mentions(text, "--approximate", "x.yaml:1: a=1: other")
