@@ -281,6 +281,7 @@ COMMANDS: dict[str, tuple[str, Changes]] = {
     ),
     "inference": ("inference.py", {"task": "chat", "load": "ckpt"}),
 }
+LAUNCHERS = ("torchrun", "msrun")
 BACK: Changes = {"load_model_type": "mg", "save_model_type": "mg"}
 RESUMES: Changes = {"finetune": GONE}
 ADAPTED: Changes = {"lora_target_modules": "linear_qkv"}
@@ -332,6 +333,14 @@ LLM_CASES: dict[str, Case] = {
     "train.lora_load": (ADAPTED, "earlier"),
     "train.lora_target_modules": ({}, "linear_qkv"), "train.no_shuffle": ({}, True),
     "train.eval_interval": (EVALUATED, 20), "train.eval_iters": (EVALUATED, 7),
+    "train.calculate_per_token_loss": ({}, True),
+    "msrun.worker_num": ({"local_worker_num": 1}, 2),
+    "msrun.local_worker_num": ({"worker_num": 8}, 4),
+    "inference.enable_thinking": ({"prompt_type": "qwen3"}, True),
+    "inference.hf_chat_template": ({}, True), "inference.lora_load": (ADAPTED, "other"),
+    "inference.bf16": ({}, True), "inference.fp16": ({}, True),
+    "inference.history_turns": ({"hf_chat_template": True}, 7),
+    "inference.add_eos_token": ({}, "</s>"),
     "inference.top_k": ({}, 0),
     "inference.temperature": ({}, 0.2), "inference.task": ({}, "greedy"),
     "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"),
@@ -426,10 +435,14 @@ def _words(flags: Changes) -> list[str]:
 
 
 def translate_flags(
-    module: Any, program: str, flags: Changes, launcher: Changes | None = None
+    module: Any,
+    program: str,
+    flags: Changes,
+    launcher: Changes | None = None,
+    launched_by: str = "torchrun",
 ) -> Translation:
     words = [
-        *(["torchrun", *_words(launcher)] if launcher is not None else []),
+        *([launched_by, *_words(launcher)] if launcher is not None else []),
         program,
         *_words(flags),
     ]
@@ -459,9 +472,9 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     if section in COMMANDS:
         program, flags = COMMANDS[section]
         return translate_flags(mindspeed_llm, program, changed(flags, changes))
-    if section == "torchrun":
+    if section in LAUNCHERS:
         program, flags = COMMANDS["train"]
-        return translate_flags(mindspeed_llm, program, flags, launcher=changes)
+        return translate_flags(mindspeed_llm, program, flags, launcher=changes, launched_by=section)
     tree = yaml.safe_load((EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8"))
     return translate_yaml(mindspeed_ray, changed(tree, changes), file)
 
@@ -480,6 +493,6 @@ def key_path(system: str, section: str, key: str) -> str:
         return roll_key_path(section, key)
     if system == "mindspeed_rl":
         return RL_SECTIONS.get(section, f"{section}.") + key
-    if system == "mindspeed_llm" and section not in (*COMMANDS, "torchrun", "top"):
+    if system == "mindspeed_llm" and section not in (*COMMANDS, *LAUNCHERS, "top"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key

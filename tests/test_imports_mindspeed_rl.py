@@ -566,6 +566,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "rl_config.shuffle_minibatch": ({"rl_config.shuffle_mini_batch": ...}, True),
     "rl_config.actor_forward_micro_batch_size": ({}, 4), "rl_config.use_dynamic_bsz": ({}, True),
     "rl_config.max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
+    "rl_config.update_dynamic_max_batch_size": ({"rl_config.use_dynamic_bsz": True}, 2),
     "rl_config.update_max_packing_token_size": ({"rl_config.use_dynamic_bsz": True}, 9000),
     "rl_config.max_prompt_length": ({}, 1024), "rl_config.adv_estimator": ({}, "rloo"),
     "rl_config.clip_ratio": ({}, 0.1),

@@ -119,6 +119,10 @@ class Algorithm:
             samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
         micro_batches = self._micro_batches(samples)
         put_aggregation(self.translation, micro_batches, samples)
+        is_dynamic = self.rl.value("use_dynamic_bsz") is True
+        status = KeyStatus.APPLIED if is_dynamic else KeyStatus.DEAD
+        reason = "algo.aggregate" if is_dynamic else "read with use_dynamic_bsz: true only"
+        self.rl.record("update_dynamic_max_batch_size", status, reason)
         text = f"with micro-batches of {micro_batches.samples or 'several'} samples"
         self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
 
