@@ -590,6 +590,40 @@ def test_tp_of_commands_with_an_engine_is_the_engines(
     assert calls[0].rollout.engine.tp == 2
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_a_model_is_named_by_an_argument_or_an_option(
+    command: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    calls = reached(monkeypatch, command)
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    for words in (["model"], ["--model", "model"]):
+        assert msrl(command, *words, *prompt) == 0
+        assert getattr(calls[-1], command).model == "model"
+    assert msrl(command, "model", "--model", "other", *prompt) == 2
+    assert_mentions(capsys.readouterr().err, "--model=other", "model")
+    assert msrl(command, "base.yaml", *prompt) == 2
+    assert_mentions(capsys.readouterr().err, "-c base.yaml")
+
+
+def test_models_of_an_evaluation_are_arguments_and_options(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert msrl("eval", "--model", "gone", "--model", "lost", "absent") == 2
+    shown = capsys.readouterr().err
+    assert_mentions(shown, "models.0=gone", "models.1=lost", "models.2=absent")
+
+
+def test_every_prompt_of_the_command_line_is_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = reached(monkeypatch, "generate")
+    assert msrl("generate", "model", "--prompt", "2+2=", "--prompt", "3+3=") == 0
+    assert calls[0].generate.prompt == ("2+2=", "3+3=")
+
+
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [

@@ -105,6 +105,12 @@ def test_a_raw_prompt_is_used_unchanged_including_control_tokens(renderer):
     assert request.token_ids.tolist() == [1, *make_tokenizer()("ab")["input_ids"]]
 
 
+def test_several_prompts_are_requests_with_their_texts(renderer):
+    section = GenerateConfig(prompt=("ab", "cd"), raw=True)
+    requests = generate.read_requests(section, renderer)
+    assert [request.row["prompt"] for request in requests] == ["ab", "cd"]
+
+
 def test_without_a_chat_template_the_prompt_is_the_text(tmp_path):
     save_model(tmp_path, tied=True, chat_template=False)
     renderer = serving.choose_renderer(tmp_path, None)

@@ -6,6 +6,7 @@ Each check is a generator of lines. All of them run, so that one pass reports ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from msrl.checks.algorithm import check_aggregate, check_algorithm, check_sft_aggregate
 from msrl.checks.asynchronous import check_async, check_old_logprobs
@@ -60,9 +61,10 @@ from msrl.checks.training import (
     check_training_inputs,
     check_training_length,
 )
+from msrl.config.facts import key_facts
 from msrl.config.loader import Resolved
 from msrl.config.secrets import redacted
-from msrl.errors import ManyErrors
+from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 
 Check = Callable[[Resolved], Iterator[str]]
@@ -88,6 +90,29 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     for plan_check in PLAN_CHECKS.get(plan.command, ()):
         lines += plan_check(resolved, plan)
     return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
+
+
+def find_missing_paths(resolved: Resolved, command: str) -> list[str]:
+    """Return the errors about files and folders that a configuration names and that do not exist.
+
+    Its other errors may follow from values that are invalid and were left out.
+    """
+    try:
+        errors = find_errors(resolved, resolve(resolved.config, command))
+    except MsrlError as error:
+        errors = [str(error)]
+    names = tuple(
+        resolved.mistake(key, "") for key in resolved.origins if _is_missing(resolved, key)
+    )
+    return [line for line in errors if line.startswith(names) and "has no effect" not in line]
+
+
+def _is_missing(resolved: Resolved, key: str) -> bool:
+    """Return True if the value of a key is free text that is no path."""
+    facts = key_facts(".".join(name for name in key.split(".") if not name.isdigit()))
+    is_free = facts is None or not facts.choices
+    value = resolved.value(key) if resolved.origins[key].is_given and is_free else None
+    return isinstance(value, str) and not Path(value).exists()
 
 
 def guess(resolved: Resolved) -> str | None:

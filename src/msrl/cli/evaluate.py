@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import execute
+from msrl.cli.execute import execute, refuse_no_models
 from msrl.cli.help import examples
 
 EXAMPLES = examples(
@@ -17,6 +17,7 @@ EXAMPLES = examples(
 
 def evaluate(
     ctx: typer.Context,
+    more_models: o.MoreModels = None,
     models: o.EvaluatedModels = None,
     config: o.Files = None,
     config_name: o.ConfigName = None,
@@ -39,4 +40,6 @@ def evaluate(
     verbose: o.Verbose = False,
 ) -> None:
     """Score responses of checkpoints to held-out prompts with the rewards of training."""
+    refuse_no_models(ctx, more_models or [])
+    ctx.params["models"] = [*(models or []), *(more_models or [])]
     execute(ctx, "eval")

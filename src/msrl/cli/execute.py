@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from msrl.cli.keys import configured_command, option_key
+from msrl.cli.keys import ANY_COMMAND, configured_command, option_key, top_command
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable, require_open_files
 
@@ -88,6 +89,29 @@ def execute(
     workflow.run(resolved.config)
 
 
+def name_model(ctx: typer.Context) -> None:
+    """Take the model from the argument, if there is one.
+
+    Raises:
+        MsrlError: The argument and --model name a model each.
+    """
+    argument, option = ctx.params.get("model_argument"), ctx.params.get("model")
+    if argument is not None and option is not None:
+        raise MsrlError(f"--model={option}: the model {argument} is already named. Name one.")
+    refuse_no_models(ctx, [argument] if argument else [])
+    ctx.params["model"] = argument or option
+
+
+def refuse_no_models(ctx: typer.Context, arguments: Sequence[str]) -> None:
+    """Raise MsrlError for arguments that are configurations or assignments instead of models."""
+    from msrl.cli.hints import extra_words
+
+    for argument in arguments:
+        message = extra_words([argument], [], ctx.command.params)
+        if "Did you mean" in message and not Path(argument).is_dir():
+            raise MsrlError(message)
+
+
 def resolve(
     ctx: typer.Context, fixed: Mapping[str, object] | None = None, command: str | None = None
 ) -> Resolved:
@@ -97,7 +121,7 @@ def resolve(
         ManyErrors: one message per error.
     """
     from msrl.cli.configuration import load_configuration
-    from msrl.config.loader import Flag
+    from msrl.config.loader import Flag, InvalidConfigError
     from msrl.config.sources import find_by_name
 
     files: list[str] = [*(ctx.params.get("config") or [])]
@@ -112,13 +136,23 @@ def resolve(
     try:
         return load_configuration(files, sets, flags, command, approximate=bool(approximate))
     except ManyErrors as error:
-        if approximate is not None:
-            raise
-        # This command does not have the option that the messages name.
-        remedy = "`msrl config import --approximate`"
-        raise ManyErrors(
-            [line.replace("--approximate", remedy) for line in error.messages]
-        ) from None
+        valid_part = error.valid_part if isinstance(error, InvalidConfigError) else None
+        messages = [*error.messages, *_missing_paths(ctx, valid_part)]
+        if approximate is None:  # this command does not have the option that the messages name
+            remedy = "`msrl config import --approximate`"
+            messages = [line.replace("--approximate", remedy) for line in messages]
+        raise ManyErrors(messages) from None
+
+
+def _missing_paths(ctx: typer.Context, valid_part: Resolved | None) -> list[str]:
+    """Return the errors about paths, so that they are reported with those of other values."""
+    from msrl.checks.validate import find_missing_paths, guess
+
+    if valid_part is None:
+        return []
+    has_target = ctx.params.get("command") or top_command(ctx) not in ANY_COMMAND
+    target = configured_command(ctx) if has_target else guess(valid_part)
+    return [] if target is None else find_missing_paths(valid_part, target)
 
 
 def with_hub_files(resolved: Resolved, command: str) -> LocalConfig:

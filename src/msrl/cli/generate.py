@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import execute
+from msrl.cli.execute import execute, name_model
 from msrl.cli.help import examples
 
 GENERATE_EXAMPLES = examples(
@@ -21,6 +21,7 @@ CHAT_EXAMPLES = examples(
 
 def generate(
     ctx: typer.Context,
+    model_argument: o.ModelArgument = None,
     model: o.Model = None,
     tp: o.EngineTp = None,
     prompt: o.PromptText = None,
@@ -45,12 +46,16 @@ def generate(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Generate responses to one prompt or to every row of a file."""
+    """Generate responses to prompts, or to every row of a file."""
+    name_model(ctx)
+    if prompt is not None and len(prompt) == 1:
+        ctx.params["prompt"] = prompt[0]
     execute(ctx, "generate")
 
 
 def chat(
     ctx: typer.Context,
+    model_argument: o.ModelArgument = None,
     model: o.Model = None,
     tp: o.EngineTp = None,
     template: o.ChatTemplate = None,
@@ -70,4 +75,5 @@ def chat(
     verbose: o.Verbose = False,
 ) -> None:
     """Chat with a model. /clear starts a new chat, /quit exits, Ctrl-C stops a response."""
+    name_model(ctx)
     execute(ctx, "chat")

@@ -67,10 +67,12 @@ _NO_KEYS = frozenset(
         "command",
         "folder",
         "more_input",
+        "model_argument",
+        "more_models",
         "help",
     }
 )
-_ANY_COMMAND = ("config", "doctor")  # --for selects the command whose options they accept
+ANY_COMMAND = ("config", "doctor")  # --for selects the command whose options they accept
 
 
 def option_key(command: str, parameter: str) -> str | None:
@@ -95,7 +97,7 @@ def reads_section(command: str, section: str) -> bool:
     return section == own or (is_training and is_common)
 
 
-def _top_command(ctx: typer.Context) -> str:
+def top_command(ctx: typer.Context) -> str:
     """Return the name of the command below `msrl` of this call; empty for `msrl` itself."""
     name = ""
     node: Any = ctx
@@ -110,8 +112,8 @@ def configured_command(ctx: typer.Context) -> str:
 
     For `config` and `doctor`, this is the command of --for.
     """
-    command = _top_command(ctx)
-    if command not in _ANY_COMMAND:
+    command = top_command(ctx)
+    if command not in ANY_COMMAND:
         return command
     target = ctx.params.get("command") or "train-sft"
     # The parameter is an enum in some versions of typer and text in others.

@@ -471,6 +471,10 @@ Model = Annotated[
         "file.",
     ),
 ]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False),
+]
 EngineTp = Annotated[
     int | None,
     _option(
@@ -490,8 +494,13 @@ ChatTemplate = Annotated[
     ),
 ]  # fmt: skip
 PromptText = Annotated[
-    str | None,
-    _option("--prompt", metavar="TEXT", panel=PROMPTS, help="A single prompt. Give it or --input."),
+    list[str] | None,
+    _option(
+        "--prompt",
+        metavar="TEXT",
+        panel=PROMPTS,
+        help="Prompt. Give it or --input. Repeatable: several prompts are answered as JSONL.",
+    ),
 ]
 InputFile = Annotated[
     str | None,
@@ -600,15 +609,11 @@ Stop = Annotated[
 ]
 
 # Serving.
-ServedModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Hugging Face folder, mcore checkpoint, LoRA adapter, or a name on a hub. Required "
-        "here or in a file.",
-        show_default=False,
-    ),
-]
+_SERVED = (
+    "Hugging Face folder, mcore checkpoint, LoRA adapter, or a name on a hub. Required here or in "
+    "a file."
+)
+ServedModel = Annotated[str | None, _option("--model", metavar="DIR", panel=MODEL, help=_SERVED)]
 ServerHost = Annotated[
     str | None,
     _option(
@@ -663,12 +668,15 @@ ModelCache = Annotated[
 # Evaluation.
 EvaluatedModels = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="MODEL...",
-        help="Hugging Face folders, mcore checkpoints, LoRA adapters, or run folders for all "
-        "their checkpoints. Required here or in a file.",
-        show_default=False,
+    _option(
+        "--model", metavar="DIR", panel=MODEL,
+        help="Hugging Face folder, mcore checkpoint, LoRA adapter, or run folder for all its "
+        "checkpoints. Repeatable. Required here or in a file.",
     ),
+]  # fmt: skip
+MoreModels = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL...", help="The same as --model.", show_default=False),
 ]
 EvaluationData = Annotated[
     str | None,

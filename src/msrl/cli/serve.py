@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from msrl.cli import options as o
-from msrl.cli.execute import execute
+from msrl.cli.execute import execute, name_model
 from msrl.cli.help import examples
 
 EXAMPLES = examples(
@@ -17,6 +17,7 @@ EXAMPLES = examples(
 
 def serve(
     ctx: typer.Context,
+    model_argument: o.ModelArgument = None,
     model: o.ServedModel = None,
     tp: o.EngineTp = None,
     name: o.ServedName = None,
@@ -35,4 +36,5 @@ def serve(
     verbose: o.Verbose = False,
 ) -> None:
     """Serve a model with vLLM's OpenAI-compatible server. Ctrl-C stops it."""
+    name_model(ctx)
     execute(ctx, "serve")

@@ -29,6 +29,7 @@ from msrl.config.sources import (
 )
 from msrl.errors import ManyErrors, MsrlError
 
+_MAX_PASSES = 10  # a section that has lost a value may be invalid for another reason
 DEFAULT = Origin("default", is_given=False)
 
 
@@ -158,7 +159,7 @@ def load(
     in `${env:NAME}`.
 
     Raises:
-        ManyErrors: one message per error.
+        InvalidConfigError: one message per error.
     """
     translations: list[ImportedFile] = []
     layers, errors = _layers(files, sets, flags, importers, translations)
@@ -172,8 +173,16 @@ def load(
     config, schema_errors = _validated(tree)
     errors += [*interpolation.errors, *schema_errors]
     if errors or config is None:
-        raise ManyErrors(list(dict.fromkeys(errors)))
+        raise InvalidConfigError(list(dict.fromkeys(errors)), _valid_part(tree))
     return Resolved(config, _origins(tree), tuple(translations))
+
+
+class InvalidConfigError(ManyErrors):
+    """Errors of a configuration, and what is valid of it: other values are the defaults."""
+
+    def __init__(self, messages: Sequence[str], valid_part: Resolved | None = None) -> None:
+        super().__init__(messages)
+        self.valid_part = valid_part
 
 
 def _layers(
@@ -275,6 +284,29 @@ def _validated(tree: Node) -> tuple[Config | None, list[str]]:
         if with_texts is not tree:
             return _validated(with_texts)
         return None, error_lines(error, tree)
+
+
+def _valid_part(tree: Node) -> Resolved | None:
+    """Return the configuration without its invalid values; None if nothing else remains."""
+    for _ in range(_MAX_PASSES):
+        try:
+            return Resolved(Config.model_validate(plain(tree)), _origins(tree))
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                tree = _without(tree, details["loc"])
+    return None
+
+
+def _without(tree: Node, loc: Sequence[int | str]) -> Node:
+    """Return the tree without the last value on the path `loc` that is no item of a list."""
+    end = len(loc)
+    while end and (node_at(tree, loc[:end]) is None or isinstance(loc[end - 1], int)):
+        end -= 1
+    parent = node_at(tree, loc[: end - 1]) if end else None
+    if parent is None or not isinstance(parent.value, dict):
+        return tree
+    kept = {key: child for key, child in parent.value.items() if key != str(loc[end - 1])}
+    return _replace(tree, loc[: end - 1], Node(kept, parent.origin))
 
 
 def _with_texts(error: ValidationError, tree: Node) -> Node:

@@ -216,11 +216,14 @@ class ResponseConfig(SamplingConfig):
     )
 
 
+_Prompt = Annotated[str, Strict()]
+
+
 class GenerateConfig(ResponseConfig):
     """Settings of `msrl generate`."""
 
-    prompt: Annotated[str, Strict()] | None = Field(
-        default=None, description="A single prompt. Set this key or generate.input."
+    prompt: _Prompt | Annotated[tuple[_Prompt, ...], Field(min_length=1)] | None = Field(
+        default=None, description="Prompt, or list of prompts. Set this key or generate.input."
     )
     input: Text | None = Field(
         default=None, description="JSONL file with prompt or messages in every row."

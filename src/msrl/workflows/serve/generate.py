@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -168,18 +168,7 @@ def read_requests(
     """
     if (section.prompt is None) == (section.input is None):
         raise MsrlError("generate.prompt: exactly one of prompt and input file is required.")
-    if section.prompt is not None:
-        return [_request("--prompt", {"prompt": section.prompt}, section, renderer)]
-    path = Path(str(section.input))
-    rows = [
-        (batch.where(offset), row)
-        for batch in read_batches((path,))
-        for offset, row in batch.values()
-    ]
-    if not rows:
-        raise MsrlError(
-            f"{path}: contains no rows. Every row must be a JSON object with prompt or messages."
-        )
+    rows = list(_input_rows(section))
 
     def make(where: str, row: Any) -> Request:
         if has_environment and isinstance(row, dict) and not {"prompt", "messages"} & {*row}:
@@ -188,6 +177,26 @@ def read_requests(
         return _request(where, row, section, renderer)
 
     return _all_or_mistakes(rows, make)
+
+
+def _input_rows(section: GenerateConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the prompts of the command line, or the rows of the input, with their locations."""
+    if isinstance(section.prompt, str):
+        yield "--prompt", {"prompt": section.prompt}
+        return
+    if section.prompt is not None:
+        for number, prompt in enumerate(section.prompt, 1):
+            yield f"--prompt (the {number}. one)", {"prompt": prompt}
+        return
+    path, is_empty = Path(str(section.input)), True
+    for batch in read_batches((path,)):
+        for offset, row in batch.values():
+            is_empty = False
+            yield batch.where(offset), row
+    if is_empty:
+        raise MsrlError(
+            f"{path}: contains no rows. Every row must be a JSON object with prompt or messages."
+        )
 
 
 def _all_or_mistakes(
@@ -367,10 +376,10 @@ def _print_summary(groups: Sequence[RolloutGroup], seconds: float) -> None:
 def _formatter(section: GenerateConfig, output: Path | None) -> Formatter:
     """Return the output format.
 
-    It is plain text for a prompt of the command line that goes to standard output, else rows of
+    It is plain text for one prompt of the command line that goes to standard output, else rows of
     JSON.
     """
-    if output is None and section.prompt is not None:
+    if output is None and isinstance(section.prompt, str):
         return lambda request, completions: completions_text(completions, section.stop)
     is_ascii = requires_ascii(output)
     return lambda request, completions: json_line(
