@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.samples import training_samples
 from msrl.data.tokenizer import TextTokenizer
+from msrl.errors import MsrlError
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
 from msrl.types import (
     Completion,
@@ -29,6 +31,7 @@ from msrl.types import (
     VersionRun,
 )
 from msrl.workflows.rl.rollout_log.log import RolloutLog
+from support import mentions
 
 
 def make_tokenizer() -> TextTokenizer:
@@ -186,3 +189,9 @@ def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
     with make_log(tmp_path, is_on=False) as log:
         log.write(1, [group], [make_sample(group, 0, 0.5)])
     assert not (tmp_path / "rollouts").exists()
+
+
+def test_json_lines_are_refused_as_records(tmp_path: Path) -> None:
+    (tmp_path / "step_000001.jsonl").write_text("{}\n")
+    with pytest.raises(MsrlError, match=mentions("step_000001.jsonl", "log.rollouts=parquet")):
+        read_records(tmp_path / "step_000001.jsonl")

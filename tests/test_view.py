@@ -375,6 +375,15 @@ def test_a_single_file_has_a_limit_in_bytes(run: Path, tmp_path: Path, monkeypat
         chunks.add("b", "\u4e00\u4e01")  # 2 characters and 8 bytes with the quotes
 
 
+def test_runs_that_are_too_large_for_a_single_file_are_refused_before_they_are_read(
+    run: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("msrl.workflows.view.build.SINGLE_FILE_BYTES", 2000)
+    monkeypatch.setattr("msrl.workflows.view.build._write_runs", lambda *_: pytest.fail("read"))
+    with pytest.raises(MsrlError, match=mentions("--single-file", "MB")):
+        write_single_file([run], tmp_path / "view.html")
+
+
 def test_a_single_file_holds_its_data_and_allows_no_other_file(run: Path, tmp_path: Path):
     text = write_single_file([run], tmp_path / "view.html").read_text()
     assert text.count("data-chunk=") > 6

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class MsrlError(Exception):
@@ -33,6 +34,15 @@ class ManyErrors(MsrlError):  # noqa: N818 - the name is established
 # Exceptions that malformed values of a foreign JSON file raise while they are read. Infinity, which
 # JSON writes as 1e999, is no integer (OverflowError).
 MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+
+
+def validation_problem(details: Mapping[str, Any]) -> str:
+    """Return the message of one of pydantic's errors without the kind of exception.
+
+    >>> validation_problem({"msg": "Value error, must be even"})
+    'must be even'
+    """
+    return re.sub("^(Value error|Assertion failed), ", "", str(details["msg"]))
 
 
 class VerificationError(Exception):

@@ -54,7 +54,10 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
     folder = list(check_folder(resolved, "convert.load"))
     yield from folder
     from_hf = convert.command in ("hf2mcore", "hf2hf")
-    if not folder and from_hf and not is_hf(convert.load):
+    other = None if folder else _other_contents(Path(convert.load), from_hf, convert.command)
+    if other is not None:
+        yield resolved.mistake("convert.load", other)
+    elif not folder and from_hf and not is_hf(convert.load):
         yield resolved.mistake(
             "convert.load", "contains no config.json. Name the folder of a Hugging Face model."
         )
@@ -78,6 +81,23 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
         yield from _convert_shape(
             resolved, config_dir(convert.load, None if from_hf else convert.hf_config)
         )
+
+
+def _other_contents(folder: Path, from_hf: bool, command: str | None) -> str | None:
+    """Return what a folder of another kind is, and the command for it; else None."""
+    if command != "inspect" and from_hf and is_mcore(str(folder)) and not is_hf(str(folder)):
+        command = "mcore2hf" if command == "hf2mcore" else "reshard or mcore2hf"
+        return f"is a Megatron checkpoint. Use msrl convert-ckpt {command}."
+    if command != "inspect" and not from_hf and is_hf(str(folder)) and not is_mcore(str(folder)):
+        return "is a Hugging Face folder. Use msrl convert-ckpt hf2mcore, or hf2hf."
+    if is_hf(str(folder)) or is_mcore(str(folder)):
+        return None
+    if (folder / "adapter_config.json").is_file():
+        base = "Merge it into its base model: msrl convert-ckpt hf2hf --load BASE"
+        return f"is a LoRA adapter without its base model. {base} --lora {folder}."
+    if any(folder.glob("*.gguf")):
+        return "contains GGUF files, which msrl does not read. Use the model's safetensors files."
+    return None
 
 
 def _hint(folder: str, expected: str) -> str:

@@ -32,7 +32,9 @@ def check_required(resolved: Resolved, *keys: str, choices: str = "") -> Iterato
 
 def check_folder(resolved: Resolved, key: str) -> Iterator[str]:
     path = resolved.value(key)
-    if isinstance(path, str) and not Path(path).is_dir():
+    if isinstance(path, str) and Path(path).is_file():
+        yield resolved.mistake(key, f"is a file. Name its folder, {Path(path).parent}.")
+    elif isinstance(path, str) and not Path(path).is_dir():
         yield resolved.mistake(key, f"folder not found{hub_hint(path) or path_hint(path)}")
 
 

@@ -87,6 +87,16 @@ def execute(
             workflow.run(ready if run_plan.is_training else ready.config)
         return
     workflow.run(resolved.config)
+    _show_next(resolved, command)
+
+
+def _show_next(resolved: Resolved, command: str) -> None:
+    """Print the command that continues; a training prints it with its results."""
+    from msrl.workflows.next_commands import next_command
+
+    line = next_command(resolved.config, command)
+    if line is not None:
+        typer.echo(printable(f"next: {line}"))
 
 
 def name_model(ctx: typer.Context) -> None:

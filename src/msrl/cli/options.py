@@ -351,7 +351,7 @@ Template = Annotated[
     str | None,
     _option(
         "--template", "--prompt-type", metavar="NAME", panel=ROWS, values=complete.template_names,
-        help="Prompt template, by name or by path of a YAML file.",
+        help="Prompt template: a name, a YAML file, or FILE.json:NAME.",
     ),
 ]  # fmt: skip
 OutputPrefix = Annotated[
@@ -489,7 +489,7 @@ ChatTemplate = Annotated[
     str | None,
     _option(
         "--template", "--prompt-type", metavar="NAME", panel=MODEL, values=complete.template_names,
-        help="Prompt template, by name or by path of a YAML file. "
+        help="Prompt template: a name, a YAML file, or FILE.json:NAME. "
         "Default: the tokenizer's chat template.",
     ),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, printable_value
 from msrl.config.unsupported import RENAMED, not_yet
-from msrl.errors import did_you_mean, similar
+from msrl.errors import did_you_mean, similar, validation_problem
 
 Loc = tuple[int | str, ...]
 
@@ -118,7 +118,7 @@ def _allowed(details: Mapping[str, Any], loc: Loc) -> str:
         return f"a list of {context.get('max_length', context.get('min_length'))} values"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return _section_form(loc)
-    return f"valid: {details['msg']}"
+    return f"valid: {validation_problem(details)}"
 
 
 def _section_form(loc: Loc) -> str:

@@ -49,7 +49,7 @@ def find_template(name: str) -> Path:
             return Path(name)
         raise MsrlError("this template file does not exist")
     hint = nearest(name, template_names())
-    raise MsrlError(f"neither the name of a template nor the path of a YAML file; {hint}")
+    raise MsrlError(f"neither the name of a template, nor a YAML file, nor FILE.json:NAME; {hint}")
 
 
 def json_entry(name: str) -> tuple[Path, str] | None:

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from msrl import registry
 from msrl.data.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, validation_problem
 from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import JsonObject, Message
 
@@ -248,7 +248,8 @@ def _convert(name: str, kind: Any, value: Any) -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from None
+        problem = validation_problem(error.errors(include_url=False)[0])
+        raise ValueError(f"{name}: {problem}") from None
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 import msrl
-from msrl.errors import MsrlError, nearest
+from msrl.errors import MsrlError, nearest, validation_problem
 
 # Packages of plugins. `names` lists their files without an import, so that the schema of the
 # configuration can offer the plugins of packages above it as choices.
@@ -134,7 +134,7 @@ def type_errors(types: Mapping[str, Any], options: Mapping[str, object]) -> dict
         try:
             TypeAdapter(types.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
-            errors[name] = error.errors(include_url=False)[0]["msg"]
+            errors[name] = validation_problem(error.errors(include_url=False)[0])
         if not _is_finite(value):
             errors[name] = "its numbers must be finite"
     return errors

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from msrl.errors import MsrlError
 from msrl.files import atomic_write
 from msrl.limits import whole_number
 from msrl.types import Bools, Floats, Ints
@@ -226,9 +227,18 @@ def _offsets(lengths: Ints) -> pa.Array:
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
-    """Return the rows of a file that `write_records` of this or an earlier version has written."""
+    """Return the rows of a file that `write_records` of this or an earlier version has written.
+
+    Raises:
+        MsrlError: The file has JSON lines, the default of `log.rollouts`.
+    """
     import pyarrow.parquet as pq
 
+    if path.suffix == ".jsonl":
+        raise MsrlError(
+            f"{path}: JSON lines, which lack values of a record. Read each line as JSON, or train "
+            "with log.rollouts=parquet."
+        )
     return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
 
 

@@ -193,7 +193,7 @@ class ResponseConfig(SamplingConfig):
     )
     template: Text | None = Field(
         default=None,
-        description="Prompt template, by name or by path of a YAML file. "
+        description="Prompt template: a name, a YAML file, or FILE.json:NAME. "
         "Default: the tokenizer's chat template, if it has one.",
         examples=[*template_names()],
     )
@@ -290,7 +290,7 @@ class ServeConfig(Section):
     )
     template: Text | None = Field(
         default=None,
-        description="Prompt template, by name or by path of a YAML file. "
+        description="Prompt template: a name, a YAML file, or FILE.json:NAME. "
         "Default: the tokenizer's chat template, if it has one.",
         examples=[*template_names()],
     )

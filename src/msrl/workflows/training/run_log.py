@@ -81,7 +81,7 @@ def next_command(
 ) -> str | None:
     """Return the command that uses the result of a run, or that resumes it; None without one.
 
-    A checkpoint of adapters cannot be used without its base model, and a reward model not for chat.
+    Adapters are used with their base model. A reward model cannot chat.
     """
     if not is_completed:
         return resume_command(path) if "checkpoint" in results else None
@@ -89,9 +89,12 @@ def next_command(
         return None
     if "Hugging Face model" in results:
         return shlex.join(["msrl", "chat", "--model", str(path / "hf")])
-    if "checkpoint" not in results or config.train.lora.rank is not None:
+    if "checkpoint" not in results:
         return None
     folder = config.checkpoint.save or str(path / "checkpoints")
+    if config.train.lora.rank is not None:
+        chat = ["--model", str(config.model.path), "--set", f"chat.lora={folder}"]
+        return shlex.join(["msrl", "chat", *chat])
     return shlex.join(["msrl", "chat", "--model", folder])
 
 

@@ -10,11 +10,13 @@ from msrl.errors import MsrlError
 from msrl.files import why_not_writable, write_text
 from msrl.workflows.view.chunks import Chunks, FolderChunks, InlineChunks
 from msrl.workflows.view.page import page
-from msrl.workflows.view.run_data import RunData
+from msrl.workflows.view.run_data import KINDS, RunData
+from msrl.workflows.view.samples import sample_files
 
 INDEX = "index.html"
 _MARK = ".msrl-view"  # marks a folder that a later view may replace
 SINGLE_FILE_BYTES = 64 << 20
+_MOST_DROPPED = 3  # a view has at least a third of the bytes of the samples it is built from
 
 
 class View:
@@ -58,13 +60,15 @@ def write_single_file(folders: Sequence[Path], output: Path) -> Path:
     Raises:
         MsrlError: The runs have too much data for a single file.
     """
-    runs = _open_runs(folders)
-    chunks = InlineChunks(SINGLE_FILE_BYTES)
-    _write_runs(runs, chunks)
-    text = page(", ".join(run.name for run in runs), chunks.values)
     reason = why_not_writable(output.parent)
     if reason is not None:
         raise MsrlError(f"--output={output}: cannot be written ({reason}). Choose another file.")
+    runs = _open_runs(folders)
+    samples = [path for folder in folders for kind in KINDS for path in sample_files(folder, kind)]
+    chunks = InlineChunks(SINGLE_FILE_BYTES)
+    chunks.require_room(sum(path.stat().st_size for path in samples) // _MOST_DROPPED)
+    _write_runs(runs, chunks)
+    text = page(", ".join(run.name for run in runs), chunks.values)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     return output

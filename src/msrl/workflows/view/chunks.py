@@ -55,7 +55,11 @@ class InlineChunks:
         """Encode a value. Raises MsrlError if all values are too large for a single file."""
         self.values[name] = safe_json(value)
         self._num_bytes += len(self.values[name].encode())
-        if self._num_bytes > self._max_bytes:
+        self.require_room(0)
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raise MsrlError if the values and further `num_bytes` are too large for a single file."""
+        if self._num_bytes + num_bytes > self._max_bytes:
             raise MsrlError(
                 f"the runs need more than {self._max_bytes / 1e6:.0f} MB, which a browser does not "
                 "open well in a single file. Leave out --single-file."

@@ -62,7 +62,7 @@ class RunData:
         config = self._config()
         has_rows = (self.folder / DATA).is_file()  # which the run preprocessed
         hidden = {name for name in _OTHER_SECTIONS if name != "preprocess" or not has_rows}
-        tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in _KINDS}
+        tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in KINDS}
         pieces = self._write_pieces(config, chunks)
         reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
         attempts = read_attempts(self.folder)
@@ -123,7 +123,7 @@ class _ConvertedFile:
     entry: dict[str, Any]
 
 
-_KINDS: tuple[Kind, ...] = ("rollout", "eval")
+KINDS: tuple[Kind, ...] = ("rollout", "eval")
 
 
 def metric_columns(reports: Sequence[StepReport]) -> dict[str, Any]:
