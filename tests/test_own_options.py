@@ -104,7 +104,7 @@ def test_no_message_names_an_option_that_its_command_does_not_have() -> None:
         ("train-sft", "Add --overwrite.", "Add --set preprocess.overwrite=true."),
         ("train-sft", "Use --dtype.", "Use msrl convert-ckpt hf2mcore --dtype."),
         ("convert-ckpt inspect", "Name it with --hf-config.", "Name it with convert.hf_config."),
-        ("generate", "--approximate drops it.", "msrl config import --approximate drops it."),
+        ("generate", "Add --force.", "Add msrl cluster down --force."),
         ("serve", "Use msrl convert-ckpt hf2hf --lora.", "Use msrl convert-ckpt hf2hf --lora."),
         ("train-sft", "written with --mla-mm-split, but", "written with --mla-mm-split, but"),
     ],

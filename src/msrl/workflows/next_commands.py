@@ -20,11 +20,14 @@ def next_command(config: Config, command: str) -> str | None:
 def _after_conversion(config: Config) -> str | None:
     """Return the command that uses a converted language model, or an adapter."""
     convert = config.convert
-    if convert.save is None or convert.command == "inspect":
+    if convert.load is None or convert.save is None or convert.command == "inspect":
         return None
     if convert.command == "lora2hf":
         return shlex.join(["msrl", "serve", convert.save])
-    if load_shape(config_dir(convert.save, None)).reward_head:
+    is_hf_source = convert.command in ("hf2mcore", "hf2hf")
+    if load_shape(
+        config_dir(convert.load, None if is_hf_source else convert.hf_config)
+    ).reward_head:
         return None
     return shlex.join(["msrl", "chat", "--model", convert.save])
 
