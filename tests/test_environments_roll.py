@@ -7,6 +7,7 @@ import random
 import pytest
 
 import roll_oracle as oracle
+from msrl.environments.builtin import sokoban
 from msrl.environments.builtin.frozen_lake import environment
 from msrl.errors import MsrlError
 from support import mentions
@@ -67,3 +68,20 @@ def test_texts_and_patterns_of_games_are_checked(
 ) -> None:
     with pytest.raises(MsrlError, match=mentions("environment.options", *fragments)):
         environment(**option)  # type: ignore[arg-type]
+
+
+def test_a_room_has_the_symbols_and_texts_of_its_options() -> None:
+    room = sokoban.environment(
+        symbols=list("Ww.cbap"), template="{turn_idx}/{actions_left}\n{observation}", system="Go.",
+        instructions="Push.", action_pattern=PATTERN, max_steps=3,
+    )  # fmt: skip
+    system, first = room.reset({"seed": 1})
+    plain = sokoban.environment()
+    plain.reset({"seed": 1})
+    own = dict(zip("#_O*XPS", "Ww.cbap", strict=True))
+    shown = "".join(own.get(character, character) for character in plain.text().replace(" ", ""))
+    assert (system.role, system.content) == ("system", "Go.")
+    assert first.content == f"Push.\n1/3\n{shown}"
+    result = room.step("jump")
+    assert result.info["invalid_action"]
+    assert result.messages[0].content == f"2/2\n{shown}"

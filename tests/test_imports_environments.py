@@ -55,6 +55,7 @@ LAKE = {
     "name": "frozen_lake",
     "options": {
         "size": 5, "hole_share": 0.3, "slippery": False, "max_steps": 5, "invalid_reward": -0.2,
+        "random_ends": True,
     },
 }  # fmt: skip
 

@@ -62,3 +62,60 @@ def test_the_horizon_without_a_target_has_its_own_reason(tmp_path: Path) -> None
     text = f"{RLVR}add_token_level_kl: true\nkl_horizon: 10000\n"
     translation = imported_file("roll", text, tmp_path)
     assert_mentions(report(translation), "kl_horizon=10000", "target_kl")
+
+
+ENVIRONMENT = """\
+class Lake:
+    def __init__(self, grid_lookup=None, env_instruction=None):
+        self.GRID_LOOKUP = {0: "p", 1: "i", 2: "h", 3: "g", 4: "x", 5: "y"}
+        self.GRID_VOCAB = {"p": "you", "h": "hole"}
+        self.ACTION_LOOKUP = {0: "Left", 1: "Down"}
+        self.env_instruction = ("Walk. "
+                                f"Take care.")
+        if env_instruction is not None:
+            self.env_instruction = env_instruction
+
+    def get_instructions(self):
+        symbols = "\\nSymbols:\\n" + ", ".join([f"{k}: {v}" for k, v in self.GRID_VOCAB.items()])
+        actions = "\\nActions:\\n" + ", ".join([f"{v}" for k, v in self.ACTION_LOOKUP.items()])
+        return self.env_instruction + symbols + actions
+"""
+TEXTS = """\
+    use_thread_lock: true
+    agent_system_template: Be good.
+    agent_template: "{turn_idx}: {observation}"
+"""
+
+
+def in_checkout(folder: Path) -> Path:
+    """Write the class of the environment as in a checkout, and return the folder of a file."""
+    module = folder / "roll" / "pipeline" / "agentic" / "env" / "frozen_lake" / "env.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(ENVIRONMENT, encoding="utf-8")
+    examples = folder / "examples"
+    examples.mkdir()
+    return examples
+
+
+def test_texts_of_a_game_come_from_the_file_and_from_the_checkout_around_it(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
+    options = native(text, in_checkout(tmp_path))["environment"]["options"]
+    expected = "Walk. Take care.\nSymbols:\np: you, h: hole\nActions:\nLeft, Down"
+    assert options["instructions"] == expected
+    assert options["symbols"] == ["p", "i", "h", "g", "x", "y"]
+    assert (options["system"], options["template"]) == ("Be good.", "{turn_idx}: {observation}")
+    assert (options["max_response_length"], options["max_steps"]) == (64, 5)
+    own = (
+        "is_slippery: false,",
+        'is_slippery: false, env_instruction: "Go.", grid_lookup: {1: "-"},',
+    )
+    options = native(changed(text, own), tmp_path / "examples")["environment"]["options"]
+    assert options["instructions"].startswith("Go.\nSymbols:")
+    assert options["symbols"] == ["p", "-", "h", "g", "x", "y"]
+
+
+def test_without_a_checkout_the_words_of_a_game_are_reported_as_others(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
+    translation = imported(text, tmp_path)
+    assert "instructions" not in tree(translation)["environment"]["options"]
+    assert_mentions("\n".join(translation.differences), "env_type", "checkout", "agent_template")

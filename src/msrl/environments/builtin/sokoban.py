@@ -7,11 +7,12 @@ every room can be solved.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
 from msrl.environments.builtin._grid import ACTIONS, Cell, choices_note, draw, read_action
+from msrl.environments.builtin._turn_text import TurnText, check_pattern, matched_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -23,6 +24,7 @@ INSTRUCTIONS = (
 )
 _OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 _MAX_ROOMS = 1000
+_NUM_SYMBOLS = 7
 
 
 class Sokoban(Environment):
@@ -41,12 +43,20 @@ class Sokoban(Environment):
         box_reward: float,
         success_reward: float,
         invalid_reward: float,
+        symbols: Sequence[str],
+        action_pattern: str,
+        turn_text: TurnText,
     ) -> None:
         if size < 4 or num_boxes < 1 or not 0 <= wall_share < 1 or min(num_pulls, max_steps) < 1:
             raise MsrlError(
                 "environment.options: size must be at least 4, wall_share from 0 to below 1, and "
                 "num_boxes, num_pulls and max_steps at least 1"
             )
+        if symbols and len(symbols) != _NUM_SYMBOLS:
+            raise MsrlError(f"environment.options.symbols: must have {_NUM_SYMBOLS} texts")
+        if action_pattern:
+            check_pattern(action_pattern)
+        self._symbols, self._pattern, self._turn_text = symbols, action_pattern, turn_text
         self._size, self._num_boxes, self._num_pulls = size, num_boxes, num_pulls
         self._max_steps, self._instructions, self._wall_share = max_steps, instructions, wall_share
         self._step_reward, self._invalid_reward = step_reward, invalid_reward
@@ -69,13 +79,18 @@ class Sokoban(Environment):
                 "was found. Use a larger size or fewer boxes."
             )
         self._num_steps = 0
+        if self._turn_text.template:
+            return self._turn_text.opening(self._instructions, self.text())
         text = f"{self._instructions}\n\n{self.text()}" if self._instructions else self.text()
         return [Message("user", text)]
 
     def step(self, answer: str) -> StepResult:
         """Walk or push one step."""
         self._num_steps += 1
-        action = read_action(answer, opens_thought=self.opens_thought)
+        if self._pattern:
+            action = matched_action(answer, self._pattern, ACTIONS)
+        else:
+            action = read_action(answer, opens_thought=self.opens_thought)
         if action is None:
             note = choices_note(map(str.capitalize, ACTIONS))
             return self._result(note, 0, is_invalid=True)
@@ -89,7 +104,13 @@ class Sokoban(Environment):
 
     def text(self) -> str:
         """Return the room."""
-        return draw(self._size, self._size, self._symbol)
+        text = draw(self._size, self._size, self._symbol)
+        if not self._symbols:
+            return text
+        own = dict(zip("#_O*XPS", self._symbols, strict=True))
+        return "\n".join(
+            "".join(own[cell] for cell in line.split(" ")) for line in text.split("\n")
+        )
 
     def _make_room(self, source: random.Random) -> bool:
         """Make a room with boxes on their targets, then pull the boxes away."""
@@ -150,6 +171,8 @@ class Sokoban(Environment):
         reward += self._success_reward if is_success else 0.0
         reward += self._invalid_reward if is_invalid else 0.0
         text = f"{note}\n{self.text()}" if note else self.text()
+        if self._turn_text.template:
+            text = self._turn_text.rendered(self.text(), self._num_steps)
         return StepResult([Message("user", text)], reward, is_done, info)
 
     def _symbol(self, cell: Cell) -> str:
@@ -175,6 +198,11 @@ def environment(
     success_reward: float = 1.0,
     invalid_reward: float = 0.0,
     instructions: str = INSTRUCTIONS,
+    symbols: list[str] | None = None,
+    action_pattern: str = "",
+    template: str = "",
+    system: str = "",
+    max_response_length: int = 0,
 ) -> Sokoban:
     """Return a new environment.
 
@@ -189,6 +217,13 @@ def environment(
         success_reward: Reward when all boxes are on targets.
         invalid_reward: Reward of an answer that is no action, such as -0.1.
         instructions: Text before the first room; empty for none.
+        symbols: Wall, floor, target, box on a target, box, player and player on a target, without
+            spaces.
+        action_pattern: Regular expression whose last group is the action. Default: answer tags.
+        template: Text of a turn with the fields observation, turn_idx, actions_left and
+            max_response_length in braces. Default: the room.
+        system: System message before the template.
+        max_response_length: Value of this field of the template.
     """
     return Sokoban(
         size,
@@ -201,4 +236,7 @@ def environment(
         box_reward=box_reward,
         success_reward=success_reward,
         invalid_reward=invalid_reward,
+        symbols=symbols or (),
+        action_pattern=action_pattern,
+        turn_text=TurnText(template, system, max_response_length, max_steps),
     )

@@ -7,18 +7,31 @@ roll/pipeline/agentic/agentic_config.py, env_manager/ and env/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 from msrl.config.sources import plain, wrap
 from msrl.errors import did_you_mean, similar
+from msrl.importers.roll.instructions import game_texts
 from msrl.importers.roll.questions import QUESTIONS, tool_turns, translate_questions
 from msrl.importers.sections import Keys
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
 _TURN_ESTIMATORS = ("gigpo", "step_reinforce")
-_OTHER_MAPS = "msrl draws other maps by the seed and words the instructions differently"
+_BORDER = (
+    "between turns the original repeats the token that ends an answer and leaves out the line feed "
+    "of the chat template"
+)
+_OTHER_ROOMS = "msrl makes rooms in another way"
+_NO_TEXTS = (
+    "the instructions are in a checkout of the original, and none is above this file: msrl has "
+    "words of its own"
+)
+_OWN_TEXTS = "msrl has words of its own in the messages"
+_FIELDS = ("observation", "turn_idx", "actions_left", "max_response_length")
+_TEMPLATE_FIELD = re.compile(r"(?<!\{)\{(\w*)\}")
 
 
 def put_environments(translation: Translation, top: Keys, manager: Keys, infer: Keys) -> bool:
@@ -175,14 +188,63 @@ class _CustomEnv:
         if self.keys.get("tool_wrapper") is not None:
             text = "not supported: tools around a game. Use environment.path"
             self.keys.add_error("tool_wrapper", text)
-        self._translation.report_difference(entry, _OTHER_MAPS)
         name, make_options = _KINDS[kind]
         self._translation.record(entry, KeyStatus.APPLIED, f"environment.name: {name}")
         self.keys.record("env_config", KeyStatus.APPLIED, "environment.options, key by key")
+        options = {**make_options(self._config), **self._own_texts(entry, name)}
         self._put_manager()
-        options = make_options(self._config)
         self._record_config(options)
         return {"name": name, "options": options}
+
+    def _own_texts(self, entry: SourceKey, name: str) -> dict[str, Any]:
+        """Return the options that show the texts of the original, if the file is a newer one."""
+        reasons = [_BORDER] if name == "frozen_lake" else [_BORDER, _OTHER_ROOMS]
+        shows = self._shows_messages()
+        options = self._symbols(name) if shows else None
+        if options is None:
+            options, reasons = {}, [*reasons, _NO_TEXTS if shows else _OWN_TEXTS]
+        else:
+            for key in ("agent_system_template", "agent_template"):
+                text = f"environment.options.{_OPTIONS[key]}"
+                self.keys.record(key, KeyStatus.APPLIED, text)
+        if name == "frozen_lake":
+            options["random_ends"] = True
+        self._translation.report_difference(entry, "; ".join(reasons))
+        return options
+
+    def _shows_messages(self) -> bool:
+        """Return True if each turn is a message with the fields of msrl's template."""
+        manager = str(self.keys.value("env_manager_cls") or "").rpartition(".")[2]
+        template, system = (
+            self.keys.value(key) for key in ("agent_template", "agent_system_template")
+        )
+        if manager not in ("", "TrajEnvManager") or not isinstance(template, str):
+            return False
+        names = _TEMPLATE_FIELD.findall(template)
+        return isinstance(system, str) and bool(names) and all(name in _FIELDS for name in names)
+
+    def _symbols(self, name: str) -> dict[str, Any] | None:
+        """Return texts and symbols; None without a checkout of the original."""
+        texts = game_texts(self._translation.name, name)
+        config = self._config
+        if texts is None or config.get("action_lookup", "map_lookup") is not None:
+            return None
+        lookup, vocabulary = config.get("grid_lookup"), config.get("grid_vocab")
+        own = _settings(lookup)
+        symbols = {int(key): str(value) for key, value in own.items() if str(key).isdigit()}
+        instruction = config.value("env_instruction")
+        return {
+            "symbols": [{**texts.symbols, **symbols}[key] for key in sorted(texts.symbols)],
+            "instructions": texts.instructions(
+                instruction if isinstance(instruction, str) else None,
+                _settings(vocabulary) if vocabulary is not None else None,
+            ),
+            "action_pattern": str(config.value("action_pattern") or "<answer>(.*?)</answer>"),
+            "template": str(self.keys.value("agent_template")),
+            "system": str(self.keys.value("agent_system_template")),
+            "max_response_length": self.keys.number("max_tokens_per_step") or 0,
+            "max_steps": self.keys.number("max_steps") or config.real("max_steps", 20),
+        }
 
     def _put_manager(self) -> None:
         """Check the class that builds prompts."""
@@ -201,7 +263,8 @@ class _CustomEnv:
             self._translation.add_error(entry, f"not supported: {name}")
         for key in ("agent_system_template", "agent_template", "reward_template"):
             entry = self.keys.get(key)
-            if entry is not None and entry.value is not None:
+            is_open = entry is not None and not self._translation.is_recorded(entry)
+            if entry is not None and is_open and entry.value is not None:
                 self._translation.difference(entry, "text around the observations of a turn")
         for key in ("max_steps", "max_tokens_per_step"):
             text = "environment.max_turns" if key == "max_steps" else "environment.max_turn_tokens"
@@ -211,7 +274,11 @@ class _CustomEnv:
     def _record_config(self, options: Mapping[str, Any]) -> None:
         for entry in self._config:
             pattern = entry.key == "action_pattern"
-            if pattern and entry.value != "<answer>(.*?)</answer>":
+            name = _OPTIONS.get(entry.key)
+            if name in options and entry.key in ("action_pattern", "grid_lookup", "grid_vocab"):
+                text = f"environment.options.{name}"
+                self._translation.record(entry, KeyStatus.APPLIED, text)
+            elif pattern and entry.value != "<answer>(.*?)</answer>":
                 self._translation.difference(entry, "msrl reads the last <answer> of an answer")
             elif pattern:
                 self._translation.record(entry, KeyStatus.SAME, "msrl reads <answer> tags")
@@ -233,6 +300,11 @@ _OPTIONS = {  # options of msrl's environments by the keys of env_config
     "format_penalty": "invalid_reward",
     "env_instruction": "instructions",
     "num_boxes": "num_boxes",
+    "action_pattern": "action_pattern",
+    "grid_lookup": "symbols",
+    "grid_vocab": "symbols",
+    "agent_template": "template",
+    "agent_system_template": "system",
 }
 
 
