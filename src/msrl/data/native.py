@@ -427,5 +427,6 @@ def _hf(folder: str) -> Any:
 
 def _no_chat_template(folder: str) -> MsrlError:
     return MsrlError(
-        f"template native: the tokenizer of {folder} has no chat template. Use a packaged template."
+        f"template native: the tokenizer of {folder} has no chat template. Use a packaged template "
+        "(preprocess.template)."
     )
