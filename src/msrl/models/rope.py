@@ -1,7 +1,8 @@
 """Rotary embedding settings of a config: base, scaling and the number of rotated channels.
 
 Both of transformers' formats are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of
-transformers 5. Defaults are those of its `modeling_rope_utils.py`.
+transformers 5. Precedence and defaults are those of `RotaryEmbeddingConfigMixin` in its
+`modeling_rope_utils.py`, which vLLM uses too: `rope_scaling` replaces `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from msrl.models.shape import (
     RopeScaling,
     YarnRopeScaling,
 )
+
+# Settings that change the embedding in vLLM or transformers, and names that only vLLM reads.
+_UNSUPPORTED = ("alpha", "mixed_b", "use_fope", "rope_dim", "llama_4_scaling_beta")
+_VLLM_NAMES = ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +52,27 @@ class _Table:
 
     def positive_or_top_level(self, name: str, default: float) -> float:
         """Return a setting of this mapping, or the one of that name at the config's top level."""
-        value = self.values.get(name, self.config.values.get(name))
-        return self.config.checked_positive(name, value, default)
+        if name in self.values:
+            return self.config.checked_positive(f"{self.key}.{name}", self.values[name], None)
+        return self.config.checked_positive(name, self.config.values.get(name), default)
 
-    def original_positions(self) -> int:
-        """Return the sequence length of the model's pretraining."""
-        default = self.config.values.get(
-            "original_max_position_embeddings", self.max_position_embeddings
-        )
-        positions = self.positive("original_max_position_embeddings", default)
+    def original_positions(self, default: float | None) -> int:
+        """Return the sequence length of the model's pretraining.
+
+        Raises:
+            MsrlError: It is invalid, or differs from that of the config's top level, which vLLM
+                reads and transformers does not.
+        """
+        name = "original_max_position_embeddings"
+        positions = self.positive(name, default)
+        top_level = self.config.values.get(name)
         if positions < 1:
+            self.config.fail(f"{self.key}.{name}", "must be an integer, 1 or more")
+        if top_level not in (None, positions):
             self.config.fail(
-                f"{self.key}.original_max_position_embeddings", "must be an integer, 1 or more"
+                name,
+                f"is {top_level}, but {self.key} uses {positions:g}. Set it there and remove it "
+                "from the top level, where vLLM reads it and transformers does not",
             )
         return int(positions)
 
@@ -82,26 +96,62 @@ def read_rope(
             text) as `default`.
 
     Raises:
-        MsrlError: The rope type is not supported, or a number is missing or invalid.
+        MsrlError: The rope type is not supported, a number is missing or invalid, or settings would
+            have no effect.
     """
-    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-    settings: object = config.values.get(key) or {}
-    if not isinstance(settings, dict):
-        config.fail(key, "must be a mapping")
-    table = _Table(config, key, cast("dict[str, Any]", settings), max_position_embeddings)
+    table = _read_table(config, max_position_embeddings)
     base = table.positive_or_top_level("rope_theta", theta)
     fraction = table.positive_or_top_level("partial_rotary_factor", partial)
     if fraction > 1:
         config.fail("partial_rotary_factor", "must be at most 1")
+    _refuse_lost_settings(table, base, fraction)
     rope_type = table.values.get("rope_type", table.values.get("type", "default"))
     if rope_type == "default" or (rope_type == "mrope" and allow_mrope):
         return Rope(base, None, fraction)
     if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
         config.fail(
-            key,
+            table.key,
             f"rope type {rope_type!r} is not supported. Supported: default, {', '.join(_SCALINGS)}",
         )
     return Rope(base, _SCALINGS[rope_type](table), fraction)
+
+
+def _read_table(config: HfConfig, max_position_embeddings: int) -> _Table:
+    """Return the mapping of rope settings that transformers and vLLM use.
+
+    Raises:
+        MsrlError: It is none, has settings by layer type, or settings that only vLLM honors.
+    """
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    settings: object = config.values.get(key) or {}
+    if not isinstance(settings, dict):
+        config.fail(key, "must be a mapping")
+    values = cast("dict[str, Any]", settings)
+    for name, value in values.items():
+        if isinstance(value, dict):
+            config.fail(f"{key}.{name}", "rotary settings by layer type are not supported")
+        if name in _UNSUPPORTED and value:
+            config.fail(f"{key}.{name}", "is not supported")
+    for name in _VLLM_NAMES:
+        config.refuse(name, None)
+    return _Table(config, key, values, max_position_embeddings)
+
+
+def _refuse_lost_settings(table: _Table, theta: float, partial: float) -> None:
+    """Raise MsrlError if `rope_scaling` replaces other settings in `rope_parameters`."""
+    replaced: object = table.config.values.get("rope_parameters")
+    if table.key == "rope_parameters" or not isinstance(replaced, dict):
+        return
+    used = {**table.values, "rope_theta": theta, "partial_rotary_factor": partial}
+    for name, value in cast("dict[str, Any]", replaced).items():
+        is_default = name in ("rope_type", "type") and value == "default"
+        if not is_default and used.get(name) != value:
+            table.config.fail(
+                f"rope_parameters.{name}",
+                f"{value!r} has no effect beside rope_scaling, which replaces rope_parameters in "
+                "transformers and vLLM. Move all settings into rope_parameters and remove "
+                "rope_scaling",
+            )
 
 
 def _linear(table: _Table) -> LinearRopeScaling:
@@ -118,7 +168,7 @@ def _llama3(table: _Table) -> Llama3RopeScaling:
         factor=table.positive("factor"),
         low_freq_factor=table.positive("low_freq_factor"),
         high_freq_factor=table.positive("high_freq_factor"),
-        original_max_position_embeddings=int(table.positive("original_max_position_embeddings")),
+        original_max_position_embeddings=table.original_positions(None),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         table.config.fail(table.key, "high_freq_factor must be above low_freq_factor")
@@ -126,7 +176,7 @@ def _llama3(table: _Table) -> Llama3RopeScaling:
 
 
 def _yarn(table: _Table) -> YarnRopeScaling:
-    original = table.original_positions()
+    original = table.original_positions(table.max_position_embeddings)
     factor = table.positive("factor", table.max_position_embeddings / original)
     truncate = table.values.get("truncate", True)
     if not isinstance(truncate, bool):

@@ -1,0 +1,105 @@
+"""Rotary settings of a config are those of transformers, or they are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import FAMILIES
+from mixture_families import MIXTURES
+from msrl.errors import MsrlError
+from msrl.models.families import shape_from_config
+from msrl.models.hf_config import HfConfig
+from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
+from support import mentions
+
+ROWS = {**FAMILIES, **MIXTURES}
+NAMES = ("qwen2.5", "glm 4 0414", "gemma 2", "mixtral", "deepseek v3", "gpt-oss")
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 2e6}
+
+EQUAL: dict[str, dict[str, Any]] = {
+    "theta": {"rope_theta": 5e5},
+    "parameters": {"rope_parameters": DEFAULT},
+    "parameters without a type": {"rope_parameters": {"rope_theta": 2e6}},
+    "parameters precede the top level": {"rope_parameters": DEFAULT, "rope_theta": 5e5},
+    "parameters without theta": {"rope_parameters": YARN, "rope_theta": 5e5},
+    "parameters with the default theta": {"rope_parameters": YARN},
+    "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    "scaling": {"rope_scaling": LINEAR, "rope_theta": 5e5},
+    "scaling of null": {"rope_scaling": None, "rope_theta": 5e5},
+    "empty scaling": {"rope_scaling": {}, "rope_parameters": DEFAULT},
+    "parameters of null": {"rope_parameters": None, "rope_scaling": YARN, "rope_theta": 5e5},
+    "scaling with the same theta": {
+        "rope_parameters": DEFAULT, "rope_scaling": {**YARN, "rope_theta": 2e6}},
+    "scaling with the same theta above": {
+        "rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 2e6},
+    "yarn without the original length": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 5e5},
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "scaling that replaces theta": (
+        {"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_parameters.rope_theta"),
+    "two scalings": (
+        {"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 2e6},
+        "rope_parameters.rope_type"),
+    "settings by layer type": (
+        {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
+        "rope_parameters.full_attention"),
+    "theta of null": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        "rope_parameters.rope_theta"),
+    "an original length that only vllm reads": (
+        {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+        "original_max_position_embeddings"),
+    "a setting of vllm": ({"rope_theta": 5e5, "rotary_pct": 0.5}, "rotary_pct"),
+    "ntk by alpha": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000}}, "rope_scaling.alpha"),
+}  # fmt: skip
+
+
+def config_with(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    row: Any = ROWS[name]
+    config = copy.deepcopy(dict(getattr(row, "config", row)))
+    for key in KEYS:
+        config.pop(key, None)
+    return {**config, **copy.deepcopy(settings)}
+
+
+def settings_of(shape: Shape) -> dict[str, Any]:
+    """Return the settings in the form of transformers' `rope_parameters`."""
+    scaling = shape.rope_scaling
+    kinds = {YarnRopeScaling: "yarn", LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}
+    settings = {"rope_theta": shape.rope_theta, "rope_type": kinds.get(type(scaling), "default")}
+    for key in ("factor", "original_max_position_embeddings"):
+        if hasattr(scaling, key):
+            settings[key] = getattr(scaling, key)
+    return settings
+
+
+@pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.parametrize("name", NAMES)
+def test_rotary_settings_are_those_of_transformers(name: str, case: str, tmp_path: Path):
+    from transformers import AutoConfig
+
+    config = config_with(name, EQUAL[case])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    settings = settings_of(shape_from_config(HfConfig(config, "config.json")))
+    assert settings == {key: expected[key] for key in settings}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("name", ["qwen2.5", "gemma 2"])
+def test_rotary_settings_without_one_meaning_are_refused(name: str, case: str):
+    settings, key = REFUSED[case]
+    with pytest.raises(MsrlError, match=mentions(key)):
+        shape_from_config(HfConfig(config_with(name, settings), "config.json"))
