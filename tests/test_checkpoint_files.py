@@ -46,6 +46,7 @@ from msrl.checksums import combine_crc32, crc32
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.tracking.run import RunFolder
+from msrl.types import ChatFormat
 from support import assert_mentions, mentions
 from test_models import LLAMA, QWEN2, shape
 
@@ -529,6 +530,20 @@ def test_sidecar_files_are_copied_and_the_config_has_the_new_dtype(tmp_path: Pat
         **QWEN2,
         "torch_dtype": "float32",
     }
+
+
+def test_named_chat_templates_are_copied_and_replaced_by_that_of_a_training(
+    tmp_path: Path,
+) -> None:
+    tiny.save(tmp_path / "from", shards=1)
+    named = Path("additional_chat_templates", "tool_use.jinja")
+    (tmp_path / "from" / named).parent.mkdir()
+    (tmp_path / "from" / named).write_text("tools")
+    copy_sidecars(tmp_path / "from", tmp_path / "to", torch.float32)
+    assert (tmp_path / "to" / named).read_text() == "tools"
+    copy_sidecars(tmp_path / "from", tmp_path / "trained", None, ChatFormat("trained", (1,)))
+    assert (tmp_path / "trained" / "chat_template.jinja").read_text() == "trained"
+    assert not (tmp_path / "trained" / named).parent.exists()
 
 
 def test_a_folder_that_is_being_written_is_not_written_twice(tmp_path: Path) -> None:

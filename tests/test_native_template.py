@@ -12,9 +12,11 @@ import pytest
 from msrl.data.handlers import make_handler
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
-from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.data.tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
+from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.types import Conversation
+from msrl.workflows.serve.tool_parsers import tool_parser
 from support import mentions, shared_data
 
 TOOLS = [
@@ -206,3 +208,41 @@ def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained():
     example = native("qwen3-4b").examples([converse(row)])[0]
     trained = hf_tokenizer("qwen3-4b").decode(example.token_ids[example.loss_mask])
     assert trained == "<think>\none more\n</think>\n\nThree<|im_end|>"
+
+
+def save_named(folder: Path, **templates: str) -> TextTokenizer:
+    """Save Qwen2.5's tokenizer with named chat templates as transformers 5 does, and open it."""
+    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    hf.chat_template = templates
+    hf.save_pretrained(folder)
+    assert (folder / "additional_chat_templates").is_dir()
+    return text_tokenizer(load_tokenizer(folder))
+
+
+def test_a_named_template_is_chosen_as_by_transformers(tmp_path: Path):
+    source = hf_tokenizer("qwen2.5-0.5b-instruct").chat_template
+    marked = {"default": "D" + source, "tool_use": "T" + source, "other": "{{ messages }}"}
+    tokenizer = save_named(tmp_path, **marked)
+    renderer = make_renderer(load_template("native"), tokenizer)
+    hf = load_tokenizer(tmp_path)
+    for case, mark in (("one turn", "D"), ("tools", "T")):
+        row = ROWS[case]
+        (example,) = renderer.examples([converse(row)])
+        text = tokenizer.backend.decode(list(example.token_ids), skip_special_tokens=False)
+        assert text.startswith(mark)
+        expected = hf.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        assert text == expected
+    assert tool_parser(renderer) == "hermes"
+
+
+def test_named_templates_without_a_default_are_refused_by_their_names(tmp_path: Path):
+    renderer = make_renderer(load_template("native"), save_named(tmp_path, rag="a", tool_use="b"))
+    with pytest.raises(MsrlError, match=mentions("rag", "tool_use", "default")):
+        renderer.examples([converse(ROWS["one turn"])])
+
+
+def test_episodes_refuse_two_templates_and_name_them(tmp_path: Path):
+    tokenizer = save_named(tmp_path, default="a", tool_use="b")
+    with pytest.raises(MsrlError, match=mentions("tool_use", "packaged")):
+        _ = EpisodeTemplate(tokenizer).source
+    assert EpisodeTemplate(save_named(tmp_path / "one", default="a", rag="b")).source == "a"

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -45,7 +45,8 @@ class _Turns:
 
 def shows_date(tokenizer: TextTokenizer) -> bool:
     """Return True if the chat template may write the current date into a text."""
-    return re.search(r"\bstrftime_now\b", _template(tokenizer)) is not None
+    templates = (_template(tokenizer, has_tools=has_tools) for has_tools in (False, True))
+    return any(re.search(r"\bstrftime_now\b", template) for template in templates)
 
 
 def native_prompts(
@@ -76,12 +77,13 @@ def native_examples(
     Raises:
         MsrlError: the template does not allow to locate the answers.
     """
-    template = _template(tokenizer)
-    locate = _locate_blocks if re.search(r"\{%-?\s*generation\b", template) else _locate_answers
     rows: list[list[str]] = []
     answers: list[list[_Bounds]] = []
     for conversation in conversations:
         turns = _prepare(tokenizer, conversation, enable_thinking)
+        template = _template(tokenizer, has_tools="tools" in turns.options)
+        has_blocks = re.search(r"\{%-?\s*generation\b", template)
+        locate = _locate_blocks if has_blocks else _locate_answers
         _check_thoughts(template, conversation, opens_thought=turns.opens_thought)
         text, located = locate(tokenizer, turns)
         rows.append(text.split(MARK))
@@ -147,7 +149,7 @@ def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_
         tokenizer.folder,
         lambda: render_jinja_template(
             conversations=[turns.messages],
-            chat_template=_template(tokenizer),
+            chat_template=_template(tokenizer, has_tools="tools" in turns.options),
             return_assistant_tokens_mask=True,
             add_generation_prompt=False,
             **{**hf.special_tokens_map, "tools": None, **turns.options},
@@ -276,7 +278,7 @@ def _prepare(
     tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
 ) -> _Turns:
     """Return a conversation in the form of the chat template, with marked control tokens."""
-    template = _template(tokenizer)
+    template = _template(tokenizer, has_tools=bool(conversation.extra.get("tools")))
     is_open = _opens_thought(tokenizer.folder, enable_thinking)
     messages = [
         turn_fields(message, template, opens_thought=is_open) for message in conversation.messages
@@ -408,12 +410,33 @@ def _guarded(folder: str, render: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _template(tokenizer: TextTokenizer) -> str:
-    """Return the source of the chat template. Raises MsrlError if the tokenizer has none."""
-    template = getattr(_hf(tokenizer.folder), "chat_template", None)
-    if not isinstance(template, str):
-        raise _no_chat_template(tokenizer.folder)
+def _template(tokenizer: TextTokenizer, *, has_tools: bool) -> str:
+    """Return the source of the chat template.
+
+    Raises:
+        MsrlError: The tokenizer has none, or named ones without a default.
+    """
+    templates = getattr(_hf(tokenizer.folder), "chat_template", None)
+    template = named_template(templates, has_tools=has_tools)
+    if template is None:
+        raise MsrlError(
+            f"template native: the tokenizer of {tokenizer.folder} has the chat templates "
+            f"{', '.join(sorted(templates))}, but none with the name default. Use a packaged "
+            "template."
+        )
     return template
+
+
+def named_template(templates: Any, *, has_tools: bool) -> str | None:
+    """Return the chat template that transformers and vLLM choose, or None.
+
+    Of named templates, it is `tool_use` for conversations with tools, else `default`.
+    """
+    if not isinstance(templates, dict):
+        return templates
+    sources = cast("dict[str, str]", templates)
+    default = sources.get("default")
+    return sources.get("tool_use", default) if has_tools else default
 
 
 @lru_cache(maxsize=2)

@@ -31,6 +31,7 @@ from msrl.types import ChatFormat
 
 _DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 _SIDECARS = ("*.json", "*.model", "*.jinja", "merges.txt", "*.py", "*.tiktoken")
+_NAMED_TEMPLATES = "additional_chat_templates"  # folder of transformers 5
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Buffers that old checkpoints contain and every model computes itself.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
@@ -125,8 +126,12 @@ def _nearest_rule(name: str, rules: Iterable[Rule]) -> str:
 
 
 def sidecar_files(folder: Path) -> list[Path]:
-    """Return the files other than weights that a model needs: config, tokenizer and code."""
-    files = {file for pattern in _SIDECARS for file in folder.glob(pattern) if file.is_file()}
+    """Return the files other than weights that a model needs: config, tokenizer and code.
+
+    Named chat templates are in a folder of their own.
+    """
+    patterns = (*_SIDECARS, f"{_NAMED_TEMPLATES}/*.jinja")
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return sorted(
         file
         for file in files
@@ -158,7 +163,9 @@ def copy_sidecars(
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):
-        shutil.copyfile(file, target / file.name)
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     path = target / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     changed = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -185,8 +192,9 @@ def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _write_chat(folder: Path, chat: ChatFormat) -> None:
     """Write `chat_template.jinja` and `eos_token_id` of generation_config.json.
 
-    A template in tokenizer_config.json is removed.
+    A template in tokenizer_config.json and named templates are removed: they would replace it.
     """
+    shutil.rmtree(folder / _NAMED_TEMPLATES, ignore_errors=True)
     (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
     stop_tokens = list(dict.fromkeys((*chat.stop_token_ids, *end_tokens(folder))))
     for name, changes in (

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.data.native import MARK, control_pattern, mark_controls, turn_fields
+from msrl.data.native import MARK, control_pattern, mark_controls, named_template, turn_fields
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
@@ -56,8 +56,15 @@ class EpisodeTemplate:
         Raises:
             MsrlError: Neither the data nor the tokenizer has one.
         """
-        source = self.chat_template or getattr(self._tokenizer, "chat_template", None)
-        if not isinstance(source, str):
+        templates = self.chat_template or getattr(self._tokenizer, "chat_template", None)
+        source = named_template(templates, has_tools=False)
+        if source != named_template(templates, has_tools=True):
+            raise MsrlError(
+                f"template native: the tokenizer of {self.tokenizer.folder} has a chat template "
+                "for tools, tool_use, beside the default one, but episodes need one template. "
+                "Preprocess the data with a packaged template."
+            )
+        if source is None:
             raise MsrlError(
                 f"template native: the tokenizer of {self.tokenizer.folder} has no chat template. "
                 "Preprocess the data with a packaged template."

@@ -5,8 +5,7 @@ A template shows the model how it must write a call. Its tool format is detected
 
 from __future__ import annotations
 
-from typing import Any
-
+from msrl.data.native import named_template
 from msrl.data.render import Renderer
 from msrl.data.tokenizer import load_tokenizer
 from msrl.environments.tools import detect_format, tool_format
@@ -37,5 +36,5 @@ def _text_on_tools(renderer: Renderer) -> str:
     template = renderer.template
     if not template.native:
         return template.tools + template.default_system
-    source: Any = getattr(load_tokenizer(renderer.tokenizer.folder), "chat_template", None) or ""
-    return "\n".join(source.values()) if isinstance(source, dict) else str(source)
+    templates = getattr(load_tokenizer(renderer.tokenizer.folder), "chat_template", None)
+    return named_template(templates, has_tools=True) or ""
