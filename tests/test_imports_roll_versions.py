@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from msrl.errors import MsrlError
-from msrl.importers.command import report
+from msrl.importers.command import native_yaml, report
 from msrl.importers.status import KeyStatus
 from support import assert_mentions, mentions
 from test_imports_commands import RLVR, changed
@@ -119,3 +119,24 @@ def test_without_a_checkout_the_words_of_a_game_are_reported_as_others(tmp_path:
     translation = imported(text, tmp_path)
     assert "instructions" not in tree(translation)["environment"]["options"]
     assert_mentions("\n".join(translation.differences), "env_type", "checkout", "agent_template")
+
+
+def test_secrets_among_the_variables_of_a_file_are_neither_written_nor_printed(
+    tmp_path: Path,
+) -> None:
+    secrets = 'WANDB_API_KEY: s3cret-a, HF_TOKEN: s3cret-b, URL: "https://me:s3cret-c@host"'
+    text = f"{RLVR}system_envs: {{{secrets}, LEVEL: 1}}\n"
+    text = changed(text, ("  infer_batch_size: 4\n", f"  system_envs: {{{secrets}, OTHER: 2}}\n"))
+    translation = imported_file("roll", text, tmp_path)
+    assert "s3cret" not in native_yaml(translation) + report(translation)
+    assert_mentions(report(translation), "WANDB_API_KEY", "HF_TOKEN", "URL", "Export")
+    assert tree(translation)["cluster"]["env"]["LEVEL"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_set"), [("warmup_steps: 20", True), ("warmup_steps: 0", False)]
+)
+def test_a_warmup_of_roll_begins_at_zero(line: str, is_set: bool, tmp_path: Path) -> None:
+    text = changed(RLVR, ("warmup_steps: 20", line))
+    optimizer = tree(imported_file("roll", text, tmp_path))["train"]["optimizer"]
+    assert optimizer.get("warmup_from_zero", False) is is_set

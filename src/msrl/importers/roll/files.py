@@ -32,7 +32,7 @@ from msrl.importers.roll.environments import (
 from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
-from msrl.importers.roll.run import put_run
+from msrl.importers.roll.run import put_run, put_variables
 from msrl.importers.roll.supervised import is_supervised, translate_supervised
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.tree import resolved
@@ -382,6 +382,7 @@ class _RollFile:
         for worker in (train, infer):
             for section in (*SECTIONS, "strategy_config"):
                 worker.own.record(section, KeyStatus.APPLIED, "key by key")
+        put_variables(train.own)
         for entry in train.own:
             if not self.translation.is_recorded(entry):
                 self.translation.apply(entry)

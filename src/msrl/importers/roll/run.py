@@ -11,6 +11,7 @@ from typing import Any
 from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.training import put_profile
+from msrl.importers.secrets import holds_secret, is_secret_name
 from msrl.importers.sections import Keys, as_list, refuse_misspelled
 from msrl.importers.translation import KeyStatus
 
@@ -50,21 +51,30 @@ def put_run(top: Keys) -> None:
     mock = top.get("rollout_mock")
     if mock is not None:
         refuse_misspelled(top.translation, mock, _MOCK_KEYS)
-    _variables(top)
+    put_variables(top)
 
 
-def _variables(top: Keys) -> None:
-    """Translate environment variables, which the original converts to text."""
-    entry = top.get("system_envs")
-    if entry is None:
+def put_variables(keys: Keys) -> None:
+    """Translate environment variables, which the original converts to text, without secrets."""
+    entry = keys.get("system_envs")
+    if entry is None or not isinstance(entry.node.value, dict):
         return
-    values: dict[str, Any] = plain(entry.node) or {}
+    values: dict[str, Any] = plain(entry.node)
     for name, value in values.items():
         if isinstance(value, (dict, list)):
-            top.translation.add_error(entry, f"{name} must be a text")
-    texts = {str(key): str(value) for key, value in values.items()}
+            keys.translation.add_error(entry, f"{name} must be a text")
+    secrets = [name for name, value in values.items() if _is_secret(name, value)]
+    texts = {str(key): str(value) for key, value in values.items() if key not in secrets}
     why = _MODELSCOPE if texts.get("USE_MODELSCOPE", "0") != "0" else ""
-    top.translation.assign(entry, ["cluster.env"], texts, why=why)
+    if secrets:
+        text = f"without {', '.join(secrets)}: secrets are not written to files. Export them"
+        why = "; ".join(part for part in (text, why) if part)
+        keys.translation.remarks.append(f"{entry}: {text} before msrl starts.")
+    keys.translation.assign(entry, ["cluster.env"], texts, why=why)
+
+
+def _is_secret(name: str, value: object) -> bool:
+    return is_secret_name(name) or holds_secret(value)
 
 
 def _trackers(top: Keys) -> None:

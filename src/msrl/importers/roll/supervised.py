@@ -11,7 +11,7 @@ from typing import Any, cast
 from msrl.config.sources import Node, plain, wrap
 from msrl.importers.megatron import converted
 from msrl.importers.roll.devices import Devices
-from msrl.importers.roll.run import put_run
+from msrl.importers.roll.run import put_run, put_variables
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.worker import SECTIONS, Worker
 from msrl.importers.sections import Keys
@@ -320,6 +320,7 @@ class _SupervisedFile:
                 worker.own.record(section, KeyStatus.APPLIED, "key by key")
         text = "evaluation has the micro-batches of the training"
         self.worker.own.record("infer_batch_size", KeyStatus.SPEED, text)
+        put_variables(self.worker.own)
         for entry in self.worker.own:
             if not self.translation.is_recorded(entry):
                 self.translation.apply(entry)

@@ -91,7 +91,14 @@ def put_engine_dtype(engine: Keys, model: Keys) -> None:
 
 
 def put_warmup(args: Keys) -> None:
-    """Record the ignored warmup key: a positive warmup_steps overrides warmup_ratio."""
+    """Record the ignored warmup key: a positive warmup_steps overrides warmup_ratio.
+
+    The original begins at a learning rate of 0, as Megatron and transformers do.
+    """
+    for key in ("warmup_steps", "warmup_ratio"):
+        if args.get(key) is not None and args.value(key):
+            native = "train.optimizer.warmup_from_zero"
+            args.translation.set(native, wrap(True, args.origin(key)))
     if args.get("warmup_steps") and args.value("warmup_steps"):
         return args.record("warmup_ratio", KeyStatus.DEAD, "overridden by warmup_steps")
     if args.get("warmup_ratio"):
