@@ -17,6 +17,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.workflows.serve import engine as serving
 from msrl.workflows.serve import generate
 from support import assert_each_mentions, assert_mentions, mentions, shared_data
+from test_cli import msrl
 from tiny_qwen2 import make_tokenizer, save_model
 
 GREEDY = 24
@@ -356,3 +357,50 @@ def test_samples_differ_and_end_before_a_stop_text(folder, capsys):
     assert first.count("\n\n[") >= 15
     generate.run(Config(generate=section))
     assert capsys.readouterr().out == first
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory):
+    """Return an adapter in PEFT format, and the folder of the model with it merged by PEFT."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("adapter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    targets = ["q_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(path / "peft")
+    adapted.merge_and_unload().save_pretrained(path / "merged")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(path / "merged")
+    return path
+
+
+def test_an_adapter_is_merged_into_the_weights_that_the_engine_receives(folder, adapter):
+    source = serving.open_model(str(folder), "generate.model", str(adapter / "peft"))
+    assert serving.needs_weight_transfer(source, str(folder), str(adapter / "peft"))
+    expected = dict(
+        serving.hf_weights(serving.open_model(str(adapter / "merged"), "generate.model"))
+    )
+    for name, weight in serving.hf_weights(source):
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5)
+    base = dict(serving.hf_weights(serving.open_model(str(folder), "generate.model")))
+    assert any(not torch.equal(base[name], weight) for name, weight in serving.hf_weights(source))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_missing_adapter_is_refused_by_a_dry_run(command, folder, capsys):
+    prompt = ["--prompt", "a"] if command == "generate" else []
+    key = f"{command}.lora=gone"
+    arguments = [command, "--model", str(folder), *prompt, "--set", key, "--dry-run"]
+    assert msrl(*arguments) == 2
+    assert_mentions(capsys.readouterr().err, key, "not found")
+
+
+@pytest.mark.slow
+def test_a_model_with_an_adapter_answers_as_the_merged_one(folder, adapter, capsys):
+    section = GenerateConfig(
+        model=str(folder), lora=str(adapter / "peft"), prompt="2+3=", max_tokens=GREEDY
+    )
+    generate.run(Config(generate=section))
+    answer = capsys.readouterr().out
+    assert answer == greedy_text(adapter / "merged", USER) + "\n"
+    assert answer != greedy_text(folder, USER) + "\n"
