@@ -1028,3 +1028,49 @@ def test_ifeval_counts_the_keyword_or_as_roll_all_words(text, right, counting):
     module = verifier("ifeval")
     assert module.score(text, truth) == right
     assert module.score(text, truth, counts_all_words=True) == counting
+
+
+WRONG_REMAINDERS = (
+    "{right} \\approx {wrong}", "{wrong} = {right}", "{wrong} \\equiv {right}", "{right}≈{wrong}",
+    "x = {wrong} = {right}", "{right} \\simeq {wrong}", "{wrong} == {right}",
+    "{right} \\bmod {wrong}", "{right} \\text{{ instead of }} {wrong}", "{right} \\to {wrong}",
+    "{right} \\leq {wrong}", "{right} \\ne {wrong}", "{right} \\pm {wrong}", "{right}_{{{wrong}}}",
+    "{right} \\text{{ or }} {wrong}", "{right} ; {wrong}", "{wrong} | {right}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WRONG_REMAINDERS)
+def test_a_wrong_remainder_beside_the_right_value_never_scores(form):
+    for right, wrong in (
+        ("5", "9"),
+        ("5", r"\sqrt{7}"),
+        (r"\sqrt{2}", "9"),
+        (r"\frac{1}{2}", r"\frac{3}{4}"),
+        ("3.5", "7.25"),
+    ):
+        assert not equal(right, form.format(right=right, wrong=wrong)), (right, wrong)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("5", "x = 5"),
+        ("5", "5 = 10/2"),
+        ("5", r"x = \frac{10}{2} = 5"),
+        ("5", "a + b = 5"),
+        ("5", "P(X=2) = 5"),
+        ("5", r"x \approx 5"),
+        (r"\sqrt{2}", r"x = \sqrt{2} \approx 1.414"),
+        ("x+1", "f(x) = x+1"),
+        ("x^2-1", "(x-1)(x+1) = x^2-1"),
+        ("x^2+y^2=1", "x^2+y^2=1"),
+        ("35", "35_{10}"),
+    ],
+)
+def test_a_true_chain_of_equalities_scores(answer, response):
+    assert equal(answer, response)
+
+
+@pytest.mark.parametrize("response", ["9 = x+1", r"x+1 \approx 9", "x+2 = x+1"])
+def test_a_wrong_side_beside_an_expression_never_scores(response):
+    assert not equal("x+1", response)

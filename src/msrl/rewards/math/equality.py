@@ -16,6 +16,8 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 from mpmath.libmp import to_rational
+from sympy import Expr
+from sympy.core.function import AppliedUndef
 
 from msrl.rewards.math.notation import intervals, unified
 from msrl.rewards.math.numbers import amount, comparable, is_qualified, number
@@ -53,7 +55,15 @@ _ASSIGNMENT = re.compile(r"\s*([A-Za-z](?:_\w|_\{\w+\})?)\s*=\s*([^=]+)")
 _SEPARATOR = re.compile(r";|\\text\s*\{\s*,?\s*and\s*\}|\band\b")
 _UNIT = r"\\(?:text|mbox|mathrm)\s*\{[\s~]*(?!and\b|or\b)[A-Za-z]{2,}[^{}]*\}"
 _WORD = r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}(?![A-Za-z])"
-_UNITS = re.compile(rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?[^A-Za-z^]*\d)")
+_UNITS = re.compile(
+    rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?(?:[^A-Za-z^\\]|\\(?:sqrt|[dt]?frac|pi)\b)*\d)"
+)
+_MODULUS = re.compile(r"\\[pb]?mod(?![A-Za-z])")
+_EQUALITY = re.compile(
+    r"\\(?:approx|approxeq|equiv|simeq|cong|doteq|sim|thickapprox)(?![A-Za-z])|[≈≡≃≅≐∼]"
+    r"|(?<![<>!:=])==?(?![=>])"
+)
+_LIST = re.compile(r"[,;]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|\\p?m(?![A-Za-z])|±")
 _DIGIT = re.compile(r"\d")
 _SUBSCRIPT = re.compile(r"[\d)\]}]\s*_")
 _NEIGHBORS = re.compile(r"\d\s+\d+(?![\d\s]*/)")  # not 9 1/2
@@ -204,7 +214,9 @@ def _is_balanced(text: str) -> bool:
 
 def _compare_compound(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
     """Compare compound answers that math-verify would merge or truncate; None for other answers."""
-    numerals = _numeral(answer) or number(answer), _numeral(response)
+    numerals = _numeral(answer), _numeral(response)
+    if numerals[0] is None and not _has_idle_base(response):
+        numerals = number(answer), numerals[1]
     if numerals[0] is not None and numerals[1] is not None:
         return numerals[0] == numerals[1]
     if any(holds(response) and not holds(answer) for holds in _IGNORED_CONTENT):
@@ -233,8 +245,21 @@ def _has_neighbors(text: str) -> bool:
     return _NEIGHBORS.search(text) is not None
 
 
+def _has_modulus(text: str) -> bool:
+    """Return True if a number is followed by a modulus."""
+    return _MODULUS.search(text) is not None
+
+
 # Content that math-verify drops or multiplies.
-_IGNORED_CONTENT = (_has_inner_unit, _has_subscript, _has_neighbors)
+_IGNORED_CONTENT = (_has_inner_unit, _has_subscript, _has_neighbors, _has_modulus)
+
+
+def _has_idle_base(text: str) -> bool:
+    """Return True for a numeral of another base than 10 whose digits are its value (`5_9`)."""
+    match = _NUMERAL.fullmatch(_TEXT.sub(r"\1", text))
+    if match is None or (match.group(3) or match.group(4)) == "10":
+        return False
+    return str(_numeral(text)) == match.group(2)
 
 
 def _numeral(text: str) -> int | str | None:
@@ -325,11 +350,14 @@ def _close(true: Fraction, claimed: Fraction, tolerance: float) -> bool:
 
 
 def _symbolically_equal(answer: str, response: str, tolerance: float, percent: bool) -> bool:
-    if not _is_balanced(response) or _contradicts_itself(response):
+    is_whole = _is_balanced(response) and not _contradicts_itself(response)
+    if not is_whole or any(differ(answer, response) for differ in _IGNORED_DIFFERENCES):
         return False
-    if any(differ(answer, response) for differ in _IGNORED_DIFFERENCES):
+    true = formula(_keep_variable(answer))
+    sides = () if _EQUALITY.search(answer) else _sides(response)
+    if any(_is_other_value(true, side) for side in sides):
         return False
-    true, claimed = formula(_keep_variable(answer)), formula(_keep_variable(response))
+    claimed = formula(_keep_variable(response))
     claimed = _with_symbols(claimed, true)
     if verified(true, claimed):
         has_new_percent = "%" in response and "%" not in answer
@@ -391,6 +419,46 @@ def _contradicts_itself(response: str) -> bool:
     sides = [number(side) for side in response.split("=")] if "=" in response else []
     values = [value for value in sides if value is not None]
     return len(values) > 1 and max(values) - min(values) > max(map(abs, values)) * _CLOSE
+
+
+def _sides(response: str) -> list[str]:
+    """Return the sides of a chain of equalities (`x = 10/2 = 5`); none of a list of values."""
+    if _LIST.search(response) or not _EQUALITY.search(response):
+        return []
+    starts = [0]
+    ends: list[int] = []
+    for match in _EQUALITY.finditer(response):
+        if _depth(response[: match.start()]) == 0:
+            ends.append(match.start())
+            starts.append(match.end())
+    sides = zip(starts, [*ends, len(response)], strict=True)
+    return [response[start:end] for start, end in sides] if ends else []
+
+
+def _depth(text: str) -> int:
+    """Return the number of brackets that are still open."""
+    return sum((character in "({[") - (character in ")}]") for character in text)
+
+
+def _is_other_value(true: list[Any], side: str) -> bool:
+    """Return True if a side of a chain has another value than the ground truth.
+
+    It may be rounded. Sides with other symbols name the value (`a + b = 5`) and have none.
+    """
+    parsed = formula(_keep_variable(side))
+    true_value, value = _value(true), _value(parsed)
+    if value is not None and true_value is not None:
+        return abs(value - true_value) > max(abs(value), abs(true_value)) * _CLOSE
+    if not true or not isinstance(true[0], Expr) or not true[0].free_symbols:
+        return False
+    if value is None:
+        if not parsed or not isinstance(parsed[0], Expr):
+            return False
+        symbols = parsed[0].free_symbols
+        is_name = parsed[0].is_Symbol or parsed[0].atoms(AppliedUndef)
+        if is_name or not symbols or symbols - true[0].free_symbols:
+            return False
+    return not verified(true, parsed)
 
 
 def verified(true: list[Any], claimed: list[Any]) -> bool:
