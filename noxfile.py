@@ -53,6 +53,8 @@ ORACLE_TESTS = (
     "tests/test_preference_losses.py",
     "tests/test_distillation_losses.py",
     "tests/test_algorithms_peers.py",
+    "tests/test_turns_peers.py",
+    "tests/test_averaging_groups.py",
 )
 
 # Memory of the largest test files, each with ranks, an engine, verifiers and a Ray cluster.
@@ -91,7 +93,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def oracles(session: nox.Session) -> None:
-    """Compare losses with TRL's, which is installed in a separate environment."""
+    """Compare losses and advantages with TRL's, which is installed, and with other checkouts."""
     install(session, "cpu,dev")
     peers = peers_folder()
     install_peers(session, peers)

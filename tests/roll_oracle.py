@@ -210,6 +210,9 @@ class Trajectories:
             },
         )
 
+    def __len__(self) -> int:
+        return len(next(iter(self.batch.values())))
+
     def group_by(self, keys: str) -> dict[str, Trajectories]:
         labels = self.non_tensor_batch[keys]
         return {name: self._rows(np.flatnonzero(labels == name)) for name in np.unique(labels)}
@@ -238,6 +241,8 @@ def _agentic() -> Any:
     names: dict[str, Any] = {
         **vars(module),
         "np": np,
+        "torch": torch,
+        "Tensor": Tensor,
         "Any": Any,
         "Optional": Optional,
         "Dict": dict,
@@ -252,6 +257,8 @@ def _agentic() -> Any:
         "agentic_config.py": ("_resolve_reward_norm_defaults", "RewardNormalizationConfig"),
         "utils.py": (
             "agentic_reward_norm",
+            "build_state_group",
+            "compute_discounted_returns",
             "compute_agentic_reinforce_return",
             "compute_response_level_rewards",
             "agentic_compute_advantage",
@@ -276,6 +283,25 @@ def preference_loss(*logprobs: Tensor, beta: float, label_smoothing: float) -> T
     file = Path("roll", "pipeline", "dpo", "actor_worker.py")
     loss = _definitions(file, ("loss_fn",), {"torch": torch})["loss_fn"]
     return loss(*logprobs, beta=beta, label_smoothing=label_smoothing)[0]
+
+
+def turn_rewards(
+    estimator: str, labels: dict[str, np.ndarray], norm: dict[str, str], gamma: float, omega: float
+) -> np.ndarray:  # [K]
+    """Return the rewards of the tokens of every turn from labels [K] of the turns."""
+    module = _agentic()
+    logging.getLogger("roll.agentic").setLevel(logging.ERROR)
+    config = types.SimpleNamespace(
+        adv_estimator=estimator,
+        reward_normalization=module.RewardNormalizationConfig(**norm),
+        episode_reward_weight=1.0,
+        step_reward_weight=omega,
+        reward_clip=None,
+    )
+    data = Trajectories({"scores": torch.zeros(len(labels["step"]), 1)}, labels)
+    data = module.compute_discounted_returns(data, estimator, gamma)
+    data, _ = module.compute_response_level_rewards(data, config)
+    return data.batch["response_level_rewards"].numpy()
 
 
 def episode_advantages(

@@ -32,29 +32,41 @@ def advantages(
     step_gamma: float = 0.95,
     normalize: bool = True,
     grouping: Literal["batch", "tag", "group"] = "group",
+    count: Literal["episodes", "turns"] = "episodes",
 ) -> Reals:  # [N]
     """Return one value for all tokens of a turn.
+
+    A_episode counts every episode once, as the paper does. With `count: turns`, as in ROLL, it
+    counts an episode once per turn in mean and deviation.
 
     The value is exactly 0 if the turn has no comparable turns or equals all of them, and for
     episodes without a real score, which are not compared.
     """
     checked, totals = episodes.require_turns(turns, "gigpo"), group_totals(rewards, "gigpo")
-    shape, complete = totals.shape, checked.complete_episodes.ravel()
+    prompts = np.zeros(len(totals), np.int64)
     if grouping == "group":
-        labels = np.repeat(np.arange(shape[0]), shape[1])
-        values = _compared(totals.ravel(), labels, complete, eps, normalize=normalize)
-    else:
-        prompts = np.zeros(shape[0], np.int64)
-        if grouping == "tag" and checked.tags is not None:
-            prompts = checked.tags
-        labels = np.repeat(prompts, shape[1])
-        scale = labels if normalize else None
-        values = episodes.normalized(
-            totals.ravel(), center=labels, scale=scale, eps=eps, among=complete
+        prompts = np.arange(len(totals))
+    elif grouping == "tag" and checked.tags is not None:
+        prompts = checked.tags
+    counts = checked.counts.ravel()
+    repeats = counts if count == "turns" else np.ones_like(counts)
+    values, labels, complete = (
+        np.repeat(row, repeats)
+        for row in (
+            totals.ravel(),
+            np.repeat(prompts, totals.shape[1]),
+            checked.complete_episodes.ravel(),
         )
+    )
+    if grouping == "group":
+        values = _compared(values, labels, complete, eps, normalize=normalize)
+    else:
+        scale = labels if normalize else None
+        values = episodes.normalized(values, center=labels, scale=scale, eps=eps, among=complete)
     returns, anchors = checked.returns(rewards, step_gamma), checked.labels("state")
     turn_advantages = _compared(returns, anchors, checked.complete_turns, eps, normalize=normalize)
-    episode_advantages = rewards.everywhere(values.reshape(shape))
+    by_turn = values if count == "turns" else np.repeat(values, counts)
+    episode_advantages = checked.everywhere(by_turn)
     return episode_advantages + omega * checked.everywhere(turn_advantages)
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from msrl.algorithms import turns as episodes
 from msrl.algorithms.token_rewards import Reals, TokenRewards
 from msrl.algorithms.turns import Turns
@@ -27,8 +29,13 @@ def advantages(
     step_gamma: float = 0.95,
     center: Literal["none", "batch", "tag", "group", "state"] = "none",
     scale: Literal["none", "batch", "tag", "group", "state"] = "none",
+    zero_alone: Literal["none", "tag", "group", "state"] = "none",
 ) -> Reals:  # [N]
-    """Return one value for all tokens of a turn. By default there is no baseline."""
+    """Return one value for all tokens of a turn. By default there is no baseline.
+
+    With `zero_alone`, turns that no other turn shares this scope with have 0, as in ROLL with
+    deviations of the step.
+    """
     checked = episodes.require_turns(turns, "step_reinforce")
     values = episodes.normalized(
         checked.returns(rewards, step_gamma),
@@ -37,4 +44,8 @@ def advantages(
         eps=eps,
         among=checked.complete_turns,
     )
+    if zero_alone != "none":
+        labels = checked.labels(zero_alone)
+        counts = np.bincount(labels[checked.complete_turns], minlength=int(labels.max()) + 1)
+        values = np.where(counts[labels] > 1, values, 0.0)
     return checked.everywhere(values)
