@@ -368,3 +368,45 @@ def test_each_row_of_the_table_belongs_to_a_section_that_is_read() -> None:
     from msrl.importers.verl.sections import table_sections
 
     assert {section for section, _ in load_table("verl").rows} <= table_sections()
+
+
+SFT = """\
+torchrun --standalone --nnodes=2 --nproc_per_node=$1 -m verl.trainer.sft_trainer \\
+    data.train_files=train.parquet data.val_files=test.parquet data.messages_key=turns \\
+    data.train_batch_size=64 data.truncation=right optim.lr=1e-4 optim.lr_warmup_steps_ratio=0 \\
+    engine=fsdp engine.ulysses_sequence_parallel_size=2 model.path=qwen model.lora_rank=8 \\
+    trainer.test_freq=10 "${@:2}"
+"""
+
+
+def test_a_script_of_the_supervised_trainer_becomes_a_supervised_training(tmp_path: Path) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text(SFT)
+    translation = translate_arguments("verl", [str(script), "4", "trainer.total_epochs=3"])
+    found = _flat(native(translation), "")
+    expected = {
+        "data.train": "train.parquet",
+        "data.eval": "test.parquet",
+        "data.too_long": "truncate",
+        "data.seq_length": 1024,
+        "preprocess.map_keys.messages": "turns",
+        "train.global_batch": 64,
+        "train.max_tokens_per_micro_batch": 16384,
+        "train.parallel.cp": 2,
+        "train.optimizer.lr": 1e-4,
+        "train.lora.rank": 8,
+        "train.epochs": 3,
+        "cluster.nodes": 2,
+        "cluster.devices_per_node": 4,
+        "eval.every_steps": 10,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    validation = validate(translation)
+    assert validation.commands == ("train-sft",) and not validation.errors
+
+
+def test_an_engine_without_settings_here_is_refused_by_name(tmp_path: Path) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text("python -m verl.trainer.sft_trainer engine=automodel model.path=qwen\n")
+    with pytest.raises(ManyErrors, match="the engine automodel"):
+        translate_arguments("verl", [str(script)])

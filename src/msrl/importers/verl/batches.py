@@ -56,7 +56,7 @@ def put_data(sections: Sections) -> None:
     """Translate the rows and their limits."""
     data = sections["data"]
     for key, native in (("train_files", "data.train"), ("val_files", "data.eval")):
-        _put_files(data, key, native, sections[MODEL].value("path"))
+        put_files(data, key, native, sections[MODEL].value("path"))
     _put_columns(data)
     truncation = data.get("truncation")
     drops = data.switch("filter_overlong_prompts", default=False)
@@ -74,7 +74,7 @@ def put_data(sections: Sections) -> None:
     _put_template(sections)
 
 
-def _put_files(data: Keys, key: str, native: str, model: object) -> None:
+def put_files(data: Keys, key: str, native: str, model: object, kind: str = "prompts") -> None:
     """Translate files of rows, which the run preprocesses; several are written together first."""
     entry = data.get(key)
     files = [str(name) for name in as_list(entry.value)] if entry and entry.value else []
@@ -87,7 +87,7 @@ def _put_files(data: Keys, key: str, native: str, model: object) -> None:
         return data.translation.record(entry, KeyStatus.DROPPED, text)
     settings: dict[str, object] = {
         "input": files,
-        "kind": "prompts",
+        "kind": kind,
         "handler": "auto",
         "template": "native",
         "tokenizer": model,
@@ -142,6 +142,8 @@ def samples_per_prompt(sections: Sections) -> int:
 
 def updates_per_step(sections: Sections) -> int | None:
     """Return the number of updates of a step in the original; None for placeholders."""
+    if sections.is_supervised:
+        return 1
     actor, prompts = sections[ACTOR], sections["data"].number("train_batch_size")
     mini, epochs = actor.number("ppo_mini_batch_size"), actor.number("ppo_epochs")
     if prompts is None or not mini or epochs is None:

@@ -18,6 +18,7 @@ from msrl.importers.programs import put_left_out
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.table import load_table
 from msrl.importers.translation import Translation
+from msrl.importers.verl import sft
 from msrl.importers.verl.algorithm import put_algorithm, reads_log_probs
 from msrl.importers.verl.batches import (
     POLICY,
@@ -57,6 +58,17 @@ def translate(
     tree, choices = compose(tree, file, overrides, translation.errors, translation.table)
     choices.names += names
     return _translated(translation, tree, choices)
+
+
+def _supervised(
+    overrides: Sequence[Override], launcher: Sequence[Word], tree: Node, file: Path, name: str
+) -> Translation:
+    """Return the translation of a command of the supervised trainer."""
+    translation = Translation("verl", load_table("verl"), name)
+    engine, changes = sft.chosen_engine(overrides)
+    tree, _ = compose(tree, file, changes, translation.errors, translation.table)
+    sft.put_supervised(translation, sft.with_devices(tree, launcher, name), engine)
+    return translation
 
 
 def _translated(translation: Translation, tree: Node, choices: Choices) -> Translation:
@@ -117,7 +129,7 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
         others = [program for words in script.commands if (program := _other(words))]
         if not runs and others:
             raise MsrlError(f"{name}: {others[0]}: not supported: {_OTHER_PROGRAMS[others[0]]}")
-        programs = ", ".join(PROGRAMS)
+        programs = ", ".join((*PROGRAMS, *sft.PROGRAMS))
         raise MsrlError(f"{name}: must contain one training of verl ({programs}), has {len(runs)}")
     translation = translate_words(next(iter(runs.values())), name)
     put_exports(translation, script)
@@ -140,6 +152,7 @@ _LEFT_OUT = {
 def translate_words(words: list[Word], name: str) -> Translation:
     """Return the translation of one command line: hydra's options and changes of keys."""
     start = _start(words)
+    launcher, program = words[:start], _module(words[start - 1]) if start else ""
     words = [_with_placeholder(w) for w in words[start:] if not w.text.startswith(_OF_RAY)]
     problems = [
         f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
@@ -162,7 +175,10 @@ def translate_words(words: list[Word], name: str) -> Translation:
             errors.append(f"{Origin(name, word.line)}: {word.text}: expected KEY=VALUE")
     file, own = _config(options, name)
     tree = read(file, is_old=True) if file is not None else Node({}, Origin(name))
-    translation = translate(tree, file or Path(name), overrides, own)
+    if program in sft.PROGRAMS:
+        translation = _supervised(overrides, launcher, tree, file or Path(name), name)
+    else:
+        translation = translate(tree, file or Path(name), overrides, own)
     translation.name = name
     translation.errors[:0] = errors
     return translation
@@ -215,7 +231,7 @@ def _config(options: dict[str, str], script: str) -> tuple[Path | None, list[str
 def _start(words: Sequence[Word]) -> int:
     """Return the index after the program of a command; 0 without one."""
     for number, word in enumerate(words):
-        if _module(word) in PROGRAMS:
+        if _module(word) in (*PROGRAMS, *sft.PROGRAMS):
             return number + 1
     return 0
 

@@ -9,7 +9,7 @@ verl/experimental/reward_loop.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,28 @@ _PATHS: dict[str, tuple[str, ...]] = {
     **{f"{_ARR}.ref.{name}": (section,) for name, section in _ENGINES.items()},
     **{f"critic.{name}": (section,) for name, section in _ENGINES.items()},
 }  # fmt: skip
+# Sections of the supervised trainer, whose engine has one of three sections.
+_SUPERVISED: dict[str, tuple[str, ...]] = {
+    "": ("sft.top",),
+    "data": ("sft.data",),
+    "model": (MODEL,),
+    "model.lora": (f"{MODEL}.lora",),
+    "model.fsdp_config": (FSDP,),
+    "optim": (OPTIM,),
+    "optim.override_optimizer_config": (_OPTIM_OVERRIDE,),
+    "trainer": ("trainer",),
+}
+
+
+def supervised_paths(engine: str) -> dict[str, tuple[str, ...]]:
+    """Return the sections of the supervised trainer with an engine."""
+    section = {"megatron": MEGATRON, "veomni": VEOMNI}.get(engine, FSDP)
+    paths = {**_SUPERVISED, "engine": (section,)}
+    if section == MEGATRON:
+        paths["engine.override_transformer_config"] = (TRANSFORMER,)
+    return paths
+
+
 # Sections of which the configuration of a single model has its own copy.
 _OWN = (f"{_ARR}.ref.", "critic.")
 _EARLIER = ("custom_reward_function", "reward_model")  # null there means "not set"
@@ -69,13 +91,16 @@ class Sections:
 
     translation: Translation
     is_megatron: bool = False
+    is_supervised: bool = False
     _keys: dict[str, Keys] = field(default_factory=dict[str, Keys])
 
     @staticmethod
-    def of(translation: Translation, tree: Node) -> Sections:
+    def of(
+        translation: Translation, tree: Node, paths: Mapping[str, tuple[str, ...]] = _PATHS
+    ) -> Sections:
         """Return the keys of a tree; add errors for unknown ones."""
         found: dict[str, list[SourceKey]] = {}
-        for name, entry in _entries(translation, tree, ""):
+        for name, entry in _entries(translation, tree, "", paths):
             found.setdefault(name, []).append(entry)
         sections = Sections(translation)
         for name, entries in found.items():
@@ -92,17 +117,19 @@ class Sections:
         return iter(self._keys.items())
 
 
-def _entries(translation: Translation, section: Node, path: str) -> Iterator[tuple[str, SourceKey]]:
+def _entries(
+    translation: Translation, section: Node, path: str, paths: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, SourceKey]]:
     """Yield the keys of a section and of those below it, with the name of their group."""
     leaves: dict[str, Node] = {}
     values = section.value if isinstance(section.value, dict) else {}
     for key, node in values.items():
         below = f"{path}.{key}" if path else key
-        if below in _PATHS and (node.value is None or isinstance(node.value, dict)):
-            yield from _entries(translation, node, below)
+        if below in paths and (node.value is None or isinstance(node.value, dict)):
+            yield from _entries(translation, node, below, paths)
         elif key != _TARGET and node.value != _MISSING:
             leaves[key] = _expanded(node)
-    name, *also = _PATHS[path]
+    name, *also = paths[path]
     for entry in translation.entries(Node(leaves, section.origin), name, path, also=also):
         is_unset = entry.value is None or entry.value == {}
         if path in _EARLIER and is_unset:
@@ -177,4 +204,5 @@ def _target(match: re.Match[str], tree: Node, table: Table, path: tuple[str, ...
 
 def table_sections() -> set[str]:
     """Return the sections of the table that a configuration can have."""
-    return {name for names in _PATHS.values() for name in names}
+    names = (*_PATHS.values(), *_SUPERVISED.values())
+    return {name for sections in names for name in sections}
