@@ -62,6 +62,30 @@ ORDER = (
 )
 
 
+# Modules of optional packages, by the extra that installs them; all others come with the platform.
+_EXTRAS = {name: name for name in ("gymnasium", "mcp", "swanlab", "wandb")}
+_PLATFORM_MODULES = frozenset(
+    {
+        "datasets", "google_crc32c", "huggingface_hub", "isal", "jinja2", "math_verify",
+        "matplotlib", "megatron", "msgspec", "psutil", "pyarrow", "ray", "safetensors", "tensorboard",
+        "tokenizers", "torch", "torch_npu", "transformers", "vllm",
+    }
+)  # fmt: skip
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Return which extra installs the package that a command lacks; None for another module."""
+    name = error.name or ""
+    if name in _EXTRAS:
+        return f"{name}: not installed. Install it with: pip install 'msrl[{_EXTRAS[name]}]'"
+    if name not in _PLATFORM_MODULES:
+        return None
+    return (
+        f"{name}: not installed. This command needs the packages of a platform: "
+        "pip install 'msrl[cpu]', or cuda or npu in place of cpu"
+    )
+
+
 class _Root(Group):
     """Group of all commands. Ctrl-C exits with code 130 under every version of click."""
 
@@ -158,6 +182,12 @@ def main() -> None:
     except (MsrlError, VerificationError) as error:
         typer.echo(printable(str(error)), err=True)
         sys.exit(2 if isinstance(error, MsrlError) else 1)
+    except ModuleNotFoundError as error:
+        message = missing_package(error)
+        if message is None:
+            raise
+        typer.echo(message, err=True)
+        sys.exit(2)
     except RunFailedError as error:
         typer.echo(printable(str(error)), err=True)
         sys.exit(1)
