@@ -32,6 +32,10 @@ rollout: {max_prompt_tokens: 100, max_response_tokens: 100, samples_per_prompt: 
 reward: {sources: [{verifier: math_17k_acc}, {verifier: strict_format}]}
 train: {steps: 3}
 """
+SCRIPT = """
+python convert_ckpt.py --load-model-type hf --save-model-type mg --model-type-hf llama2 \\
+    --target-tensor-parallel-size 2 --load-dir hf --save-dir new --use-mcore-models
+"""
 
 
 def light(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -48,12 +52,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(QWEN2))
     (folder / "grpo.yaml").write_text(GRPO)
+    (folder / "convert.yaml").write_text("convert: {command: hf2mcore, load: hf, save: new}\n")
+    (folder / "convert.sh").write_text(SCRIPT)
     return folder
 
 
 @pytest.mark.parametrize(
     "words",
-    ["--help", "--version", "train-grpo --help", "config show -c grpo.yaml", "config schema"],
+    [
+        "--help",
+        "--version",
+        "train-grpo --help",
+        "config show -c grpo.yaml",
+        "config validate -c convert.yaml",
+        "config import --from mindspeed-llm convert.sh",
+        "config schema",
+    ],
 )
 def test_what_login_nodes_do_needs_no_optional_package(words: str, folder: Path) -> None:
     done = light(folder, *words.split())

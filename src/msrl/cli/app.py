@@ -66,9 +66,9 @@ ORDER = (
 _EXTRAS = {name: name for name in ("gymnasium", "mcp", "swanlab", "wandb")}
 _PLATFORM_MODULES = frozenset(
     {
-        "datasets", "google_crc32c", "huggingface_hub", "isal", "jinja2", "math_verify",
-        "matplotlib", "megatron", "msgspec", "psutil", "pyarrow", "ray", "safetensors", "tensorboard",
-        "tokenizers", "torch", "torch_npu", "transformers", "vllm",
+        "datasets", "google_crc32c", "huggingface_hub", "isal", "jinja2", "matplotlib", "megatron",
+        "msgspec", "psutil", "pyarrow", "ray", "safetensors", "tensorboard", "tokenizers", "torch",
+        "torch_npu", "transformers", "vllm",
     }
 )  # fmt: skip
 
