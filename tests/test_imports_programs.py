@@ -51,6 +51,7 @@ def test_every_program_that_is_left_out_is_named_with_its_line(
         ("python evaluation.py --task mmlu",),
         ("echo hello", "pip install x"),
         ("ray start --address 10.0.0.1:6344",),
+        ("export HCCL_TIMEOUT=9", "ray start --head"),
     ],
 )
 @pytest.mark.parametrize("system", ["mindspeed-llm", "mindspeed-rl"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from msrl.config.sources import Node, Origin
+from msrl.config.sources import Node, Origin, plain
 from msrl.errors import ManyErrors
 from msrl.importers.shell import Script, Word
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -112,13 +112,20 @@ def put_left_out(
         node = Node({}, Origin(translation.name, line))
         entry = SourceKey("program", name, name, node)
         translation.record(entry, KeyStatus.DROPPED, f"not imported: {reason}")
-    if not translation.tree.value and not translation.errors:
+    if _is_empty(translation) and not translation.errors:
         raise ManyErrors(
             [
                 f"{translation.name}: nothing to import: no command sets a key.",
                 *_reasons(translation),
             ]
         )
+
+
+def _is_empty(translation: Translation) -> bool:
+    """Return True if no command sets a key; variables of workers alone configure nothing."""
+    sections = plain(translation.complete_tree())
+    variables = {"cluster": {"env": sections.get("cluster", {}).get("env")}}
+    return sections in ({}, variables)
 
 
 def _reasons(translation: Translation) -> list[str]:
