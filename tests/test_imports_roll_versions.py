@@ -140,3 +140,9 @@ def test_a_warmup_of_roll_begins_at_zero(line: str, is_set: bool, tmp_path: Path
     text = changed(RLVR, ("warmup_steps: 20", line))
     optimizer = tree(imported_file("roll", text, tmp_path))["train"]["optimizer"]
     assert optimizer.get("warmup_from_zero", False) is is_set
+
+
+def test_gigpo_names_how_it_counts_episodes(tmp_path: Path) -> None:
+    text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
+    differences = "\n".join(imported(text, tmp_path).differences)
+    assert_mentions(differences, "adv_estimator=gigpo", "once per turn")

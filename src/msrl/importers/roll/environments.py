@@ -434,6 +434,10 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         assert entry is not None
         text = "the original subtracts no means with method=identity, gigpo of msrl does"
         translation.report_difference(entry, text)
+    name = top.get("adv_estimator")
+    if estimator == "gigpo" and name is not None:
+        text = "the original counts an episode once per turn in the means of episodes, msrl once"
+        translation.report_difference(name, text)
     if estimator == "gigpo":
         options["omega"] = _omega(translation, top)
         options["normalize"] = _method(top) in _SCALED
