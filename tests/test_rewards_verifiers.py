@@ -1047,6 +1047,8 @@ def test_a_wrong_remainder_beside_the_right_value_never_scores(form):
         (r"\sqrt{2}", "9"),
         (r"\frac{1}{2}", r"\frac{3}{4}"),
         ("3.5", "7.25"),
+        (r"\pi", "{9}"),
+        ("5", "{9}"),
     ):
         assert not equal(right, form.format(right=right, wrong=wrong)), (right, wrong)
 

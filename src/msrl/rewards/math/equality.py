@@ -56,7 +56,7 @@ _SEPARATOR = re.compile(r";|\\text\s*\{\s*,?\s*and\s*\}|\band\b")
 _UNIT = r"\\(?:text|mbox|mathrm)\s*\{[\s~]*(?!and\b|or\b)[A-Za-z]{2,}[^{}]*\}"
 _WORD = r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}(?![A-Za-z])"
 _UNITS = re.compile(
-    rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?(?:[^A-Za-z^\\]|\\(?:sqrt|[dt]?frac|pi)\b)*\d)"
+    rf"(?:{_UNIT}|{_WORD})(?=(?:\^\{{?\d\}}?)?(?:[^A-Za-z^\\]|\\(?:sqrt|[dt]?frac|pi)\b)*(?:\d|\\pi\b))"
 )
 _MODULUS = re.compile(r"\\[pb]?mod(?![A-Za-z])")
 _EQUALITY = re.compile(
@@ -64,7 +64,7 @@ _EQUALITY = re.compile(
     r"|(?<![<>!:=])==?(?![=>])"
 )
 _LIST = re.compile(r"[,;]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|\\p?m(?![A-Za-z])|±")
-_DIGIT = re.compile(r"\d")
+_VALUE = re.compile(r"\d|\\pi(?![A-Za-z])")
 _SUBSCRIPT = re.compile(r"[\d)\]}]\s*_")
 _NEIGHBORS = re.compile(r"\d\s+\d+(?![\d\s]*/)")  # not 9 1/2
 _LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-HJ-Za-hj-z]$")
@@ -232,7 +232,7 @@ def _compare_compound(answer: str, response: str, tolerance: float, percent: boo
 
 def _has_inner_unit(text: str) -> bool:
     """Return True if a unit stands between two numbers."""
-    return any(_DIGIT.search(text, 0, match.start()) for match in _UNITS.finditer(text))
+    return any(_VALUE.search(text, 0, match.start()) for match in _UNITS.finditer(text))
 
 
 def _has_subscript(text: str) -> bool:
@@ -445,7 +445,7 @@ def _is_other_value(true: list[Any], side: str) -> bool:
 
     It may be rounded. Sides with other symbols name the value (`a + b = 5`) and have none.
     """
-    parsed = formula(_keep_variable(side))
+    parsed = formula(_keep_variable(_plain(side)))
     true_value, value = _value(true), _value(parsed)
     if value is not None and true_value is not None:
         return abs(value - true_value) > max(abs(value), abs(true_value)) * _CLOSE
