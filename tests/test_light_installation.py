@@ -52,6 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(QWEN2))
     (folder / "grpo.yaml").write_text(GRPO)
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(GRPO)
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "metrics": {}, "seconds": {}}\n')
     (folder / "convert.yaml").write_text("convert: {command: hf2mcore, load: hf, save: new}\n")
     (folder / "convert.sh").write_text(SCRIPT)
     return folder
@@ -67,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "config validate -c convert.yaml",
         "config import --from mindspeed-llm convert.sh",
         "config schema",
+        "view run",
     ],
 )
 def test_what_login_nodes_do_needs_no_optional_package(words: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "msrl_manifest.json"  # of checksums, in Hugging Face folders and Megatron checkpoints
 
 
 def is_hf(path: str) -> bool:

@@ -17,9 +17,10 @@ from msrl.checkpoint.hf.writer import Record
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import write_text
 from msrl.models.families import num_parameters
+from msrl.models.paths import MANIFEST
 from msrl.models.shape import Shape
 
-HF_MANIFEST = "msrl_manifest.json"
+HF_MANIFEST = MANIFEST
 _KIND = "huggingface"
 
 

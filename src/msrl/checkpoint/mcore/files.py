@@ -43,11 +43,10 @@ from msrl.files import flush_to_disk, write_text
 from msrl.limits import whole_number
 from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.paths import MANIFEST, TRACKER
 from msrl.models.shape import Shape
 from msrl.models.stages import split_chunk_name
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "msrl_manifest.json"
 SIDECAR = "hf"
 FILE = "model_optim_rng.pt"
 

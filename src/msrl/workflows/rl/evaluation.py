@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.episodes.metrics import episode_metrics
-from msrl.workflows.rl.rollout_log.log import RolloutLog
-from msrl.workflows.rl.setup import RLSetup
+
+if TYPE_CHECKING:  # `msrl view` imports this module without torch
+    from msrl.workflows.rl.rollout_log.log import RolloutLog
+    from msrl.workflows.rl.setup import RLSetup
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msrl.checkpoint.hf.manifest import HF_MANIFEST
-from msrl.checkpoint.mcore.files import MANIFEST
 from msrl.errors import MsrlError
+from msrl.models.paths import MANIFEST
 from msrl.tracking.run import CONFIG, DATA
 from msrl.workflows.view.recorded import is_folder, recorded_values
 
@@ -83,7 +82,7 @@ class _Lineage:
                 if isinstance(source, str) and depth < _MAX_DEPTH:
                     yield from self._model(Path(source), depth + 1, "converted from")
         elif is_folder(folder):
-            record = _json(folder / HF_MANIFEST)
+            record = _json(folder / MANIFEST)
             note = "Hugging Face folder" if (folder / "config.json").is_file() else ""
             yield _node(depth, title, folder, _digest(record.get("files")), note)
         else:
