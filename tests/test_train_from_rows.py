@@ -389,3 +389,21 @@ def test_a_dry_run_of_rows_starts_nothing_and_shows_an_example(
     assert_mentions(result.output, f"{file}, row 1:", "trained, 2 tokens", "| x<|im_end|>")
     assert not cache.exists() and not (tmp_path / "runs").exists()
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_bad_rows_of_a_run_are_in_its_entry_and_the_split_of_a_folder_is_read(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for split, rows in (("train", [{"messages": 5}, *CHAT]), ("test", CHAT[:2])):
+        (tmp_path / "rows" / split).mkdir(parents=True)
+        write(tmp_path / "rows" / split / "a.jsonl", rows)
+    assert_mentions(location.mistake(str(tmp_path / "rows")), "train", "test")
+    settings = {"on_bad_row": "drop", "split": "train"}
+    assert location.mistake(str(tmp_path / "rows"), "train") is None
+    run = plan(model, tmp_path / "rows", preprocess=settings)
+    prefix_of(run, keep=False)
+    assert "bad_rows.jsonl" not in capsys.readouterr().err
+    prefix = prefix_of(run)
+    shown = capsys.readouterr().err
+    assert f"{prefix}_bad_rows.jsonl" in shown
+    assert Path(f"{prefix}_bad_rows.jsonl").read_text().count("\n") == 1

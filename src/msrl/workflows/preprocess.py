@@ -57,7 +57,9 @@ def run(config: Config) -> DatasetManifest | None:
         print_examples(examples(settings), open_tokenizer(str(settings.tokenizer)))
         return None
     prefix = _required("output_prefix", settings.output_prefix)
-    manifest = write(settings, prefix)
+    manifest, notes = write(settings, prefix)
+    for line in notes:
+        print(line)
     print(summary(prefix, manifest, time.perf_counter() - start))
     return manifest
 
@@ -72,8 +74,11 @@ def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
     yield from show_rows(make_job(settings), files, settings.show or 0)
 
 
-def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
+def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, list[str]]:
     """Preprocess the rows of `settings.input` to data with this prefix.
+
+    Returns:
+        The manifest, and lines on what was not read.
 
     Raises:
         MsrlError: a setting or the data is not valid. No data is written then.
@@ -96,10 +101,8 @@ def write(settings: PreprocessConfig, prefix: str) -> DatasetManifest:
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
         manifest = writer.commit(manifest)
-    for line in (unread_columns(writer.unread), shown_date(job), *bad_rows(prefix, writer)):
-        if line:
-            print(line)
-    return manifest
+    notes = (unread_columns(writer.unread), shown_date(job), *bad_rows(prefix, writer))
+    return manifest, [line for line in notes if line]
 
 
 def check(config: Config) -> int:

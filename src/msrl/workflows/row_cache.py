@@ -82,7 +82,7 @@ def _with_prefix(plan: RunPlan) -> RunPlan:
     """Return the plan of an evaluation whose data.eval is the prefix of the preprocessed rows."""
     config, name = plan.config, str(plan.data.eval)
     data = config.data.model_copy(update={"eval": plan.prefix(name)})
-    references = {**config.references, "data.eval": name}
+    references = {**config.references, "data.eval": plan.shown_name(name)}
     changed = config.model_copy(update={"data": data}).with_references(references)
     return replace(plan, config=changed)
 
@@ -135,11 +135,15 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
                 print(f"{name}: preprocessed again: {problem}", file=sys.stderr)
             entry = temporary or entry
             with owned_folder("msrl-rows-", None if temporary else str(root)) as folder:
-                _write(folder / digest, settings, source)
+                notes = _write(folder / digest, settings, source)
                 if [_state(file) for file in files] != states:
                     problem = "has changed while it was read. Start again."
                     raise MsrlError(f"preprocess.input={name}: {problem}")
                 _publish(folder / digest, entry, folder / "damaged")
+            for line in notes:
+                if temporary is None or str(folder) not in line:  # no file of a dry run remains
+                    text = line.replace(str(folder / digest), str(entry))
+                    print(printable(text), file=sys.stderr)
     prefix = str(entry / _DATA)
     manifest = read_manifest(prefix)
     assert manifest is not None
@@ -252,12 +256,13 @@ def _damage(entry: Path) -> str | None:
     return None
 
 
-def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) -> None:
-    """Write an entry to a new folder."""
+def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) -> list[str]:
+    """Write an entry to a new folder. Return lines on what was not read."""
     folder.mkdir()
-    preprocess.write(settings, str(folder / _DATA))
+    _, notes = preprocess.write(settings, str(folder / _DATA))
     text = json.dumps(source, ensure_ascii=False, indent=1, sort_keys=True)
     write_text(folder / _SOURCE, f"{text}\n")
+    return notes
 
 
 def _publish(new: Path, entry: Path, old: Path) -> None:
