@@ -6,6 +6,7 @@ P prompts with G samples of up to T tokens; N tokens of all responses.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import random
 from pathlib import Path
@@ -23,6 +24,7 @@ from msrl.algorithms.token_rewards import TokenRewards
 from msrl.config.schema import Config
 from msrl.rewards.verifiers import verl as scores
 from msrl.trainer.objective.losses import Outputs, ValueLoss
+from msrl.trainer.schedule import Schedule
 from msrl.workflows.rl.update import estimate_advantages, policy_loss
 from test_imports_losses import native
 from test_imports_verl import imported_script
@@ -296,3 +298,32 @@ def test_the_scores_of_data_sources_are_those_of_verl() -> None:
             assert actual == expected, (kind, response, answer)
             num_right[kind] += expected == 1.0
     assert all(count > 20 for count in num_right.values()), num_right
+
+
+# --- Learning rates ---
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine"])
+def test_the_rates_of_steps_with_one_update_are_those_of_verl(kind: str, tmp_path: Path) -> None:
+    num_steps, warmup = 12, 4
+    lines = [
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.optim.lr_warmup_steps={warmup}",
+        f"{ACTOR}.optim.lr_scheduler_type={kind}",
+        f"{ACTOR}.optim.min_lr_ratio=0.1",
+    ]
+    translation = imported_script([*BASE, *lines], tmp_path)
+    config = Config.model_validate(native(translation))
+    ours = Schedule.of(config.train.optimizer, num_steps)
+    oracle.checkout()
+    module = importlib.import_module("verl.utils.torch_functional")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    make = getattr(module, f"get_{kind}_schedule_with_warmup")
+    arguments: dict[str, Any] = {"num_warmup_steps": warmup}
+    if kind == "cosine":
+        arguments |= {"num_training_steps": num_steps, "min_lr_ratio": 0.1}
+    theirs = make(optimizer=optimizer, **arguments)
+    for step in range(num_steps):
+        assert ours.at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-6)
+        optimizer.step()
+        theirs.step()
