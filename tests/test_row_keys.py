@@ -379,3 +379,38 @@ def test_turns_of_own_handlers_have_the_same_keys(tmp_path: Path):
     assert not read(f"{path}:rows", answer(loss=0))[0].messages[1].is_trained
     with pytest.raises(MsrlError, match=mentions("turn 2", "train_detail")):
         read(f"{path}:rows", answer(train_detail=[1]))
+
+
+# --- formats of ms-swift ---
+
+
+def test_pairs_of_ms_swift_are_read():
+    question, chosen = CHAT
+    rejected = {"role": "assistant", "content": "c"}
+    for side in (
+        {"rejected_response": "c"},
+        {"rejected_response": [rejected]},
+        {"rejected_messages": [question, rejected]},
+        {"chosen": chosen, "rejected": "c"},
+    ):
+        turns = [question] if "chosen" in side else [question, chosen]
+        item, unread = read("sharegpt_pairs", {"messages": turns, **side})
+        texts = [[m.content for m in c.messages] for c in item.conversations]
+        assert texts == [["a", "b"], ["a", "c"]] and not unread
+    with pytest.raises(MsrlError, match=mentions("chosen", "map-keys")):
+        read("sharegpt_pairs", {"messages": [question], "rejected_response": "c"})
+    with pytest.raises(MsrlError, match=mentions("rejected", "rejected_response")):
+        read("sharegpt_pairs", {"messages": CHAT, "rejected": "c", "rejected_response": "d"})
+
+
+def test_calls_in_turns_of_their_own_belong_to_one_answer():
+    def turn(role: str, content: str) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    calls = [json.dumps({"name": name, "arguments": {}}) for name in "fg"]
+    turns = [CHAT[0], turn("assistant", "t"), *(turn("tool_call", call) for call in calls)]
+    turns += [turn("tool_response", "x"), turn("tool_response", "y"), CHAT[1]]
+    openai = [{"function": json.loads(call)} for call in calls]
+    joined = [CHAT[0], {**turn("assistant", "t"), "tool_calls": openai}]
+    joined += [turn("tool", "x"), turn("tool", "y"), CHAT[1]]
+    assert read("sharegpt", {"messages": turns})[0] == read("sharegpt", {"messages": joined})[0]

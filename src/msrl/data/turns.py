@@ -85,8 +85,27 @@ def read_messages(value: Any) -> tuple[Message, ...]:
         raise MsrlError("the turns must be a list of {from, value} or {role, content}")
     messages: list[Message] = []
     for number, turn in enumerate(value, 1):
-        messages += read_turn(turn, f"turn {number}")
+        location = f"turn {number}"
+        read = read_turn(turn, location)
+        is_call = isinstance(turn, dict) and _first(turn, "from", "role") == "tool_call"
+        if is_call and messages and messages[-1].role == "assistant":
+            messages[-1] = _join_call(messages[-1], read[0], location)
+        else:
+            messages += read
     return tuple(messages)
+
+
+def _join_call(answer: Message, call: Message, location: str) -> Message:
+    """Return an answer with the call of the next turn. ms-swift writes each call as a turn."""
+    if answer.is_trained != call.is_trained:
+        raise MsrlError(
+            f"{location}: the call and the answer before it have different marks. An answer is "
+            "trained completely or not at all."
+        )
+    before = answer.fields or {"role": "assistant", "content": answer.content}
+    calls = [*before.get("tool_calls", ()), *(call.fields or {})["tool_calls"]]
+    text = "\n".join(part for part in (answer.content, call.content) if part)
+    return replace(answer, content=text, fields={**before, "tool_calls": calls})
 
 
 def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
