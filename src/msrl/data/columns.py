@@ -164,9 +164,11 @@ def pick(row: Any, path: str) -> Any:
 
 def _refuse_several(row: Any, name: str, path: str) -> None:
     """Raise MsrlError if a row has different values in several columns of one field."""
-    values = {alternative: _walk(row, alternative) for alternative in path.split("|")}
-    present = {key: value for key, value in values.items() if value is not MISSING and value}
-    first = next(iter(present.values()), None)
+    values = ((alternative, _walk(row, alternative)) for alternative in path.split("|"))
+    present = {key: value for key, value in values if value is not MISSING and value}
+    if len(present) < 2:
+        return
+    first = next(iter(present.values()))
     if any(value != first for value in present.values()):
         raise MsrlError(
             f"columns {' and '.join(present)}: each could be {name!r}. Name one of them with "
@@ -176,8 +178,11 @@ def _refuse_several(row: Any, name: str, path: str) -> None:
 
 def _walk(value: Any, path: str) -> Any:
     """Descend into objects by name and into lists by index. A name may itself contain dots."""
-    if isinstance(value, dict) and path in value:
-        return value[path]
+    if isinstance(value, dict):
+        if path in value:
+            return value[path]
+        if "." not in path:
+            return MISSING
     head, _, tail = path.partition(".")
     index = whole_number(head)
     if isinstance(value, dict) and head in value:

@@ -47,6 +47,7 @@ from msrl.types import (
 Tokens = NDArray[np.int32]
 T = TypeVar("T")
 ALL = "all"
+_VALUE = re.compile(r"(?<!column )(?<!columns )(?<!for )'[^']*'")  # quoted, but no name of a column
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _reason(problem: str) -> str:
     problem = re.sub(r"^(turn|answer) \d+: ", "", problem)
     clause = re.split(r"[.;:] ", problem, maxsplit=1)[0]
     clause = re.sub(r"^(column )?(\w+)=\S+$", r"\1\2", clause)
-    return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "...", clause))[:80]
+    return re.sub(r"\d+", "N", _VALUE.sub("...", clause))[:80]
 
 
 def _own_converter(job: TokenizeSettings) -> Callable[[Any], Any]:

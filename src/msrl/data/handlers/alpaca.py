@@ -49,9 +49,10 @@ def _answer(row: Any, columns: ColumnMapping) -> Message:
     answer = columns.value(row, "response")
     if isinstance(answer, int) and not isinstance(answer, bool):
         return Message("assistant", str(answer))
-    turn = {"role": "assistant", "content": columns.text(row, "response")}
-    if thought := columns.text(row, "thought"):
-        turn["reasoning_content"] = thought
+    text, thought = columns.text(row, "response"), columns.text(row, "thought")
+    if not thought:
+        return Message("assistant", text)
+    turn = {"role": "assistant", "content": text, "reasoning_content": thought}
     return read_turn(turn, "the answer")[0]
 
 

@@ -70,6 +70,8 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
 
 def hint(row: Any, handler: str) -> str:
     """Return a hint to the handler that reads a row which `handler` cannot read, or ""."""
+    if handler == "auto":
+        return ""
     try:
         row_format = recognize(row)
     except MsrlError:
