@@ -78,6 +78,7 @@ def ours(batch: Batch, mode: str, **settings: Any) -> tuple[float, Tensor]:
         "weights": batch.weights(mode),
         "old_logprobs": batch.flat(batch.old),
         "advantages": batch.flat(batch.advantages),
+        "draws": torch.zeros(len(leaf)),
     }
     for name in ("sampler", "reference"):
         if settings.pop(name, False):
