@@ -373,6 +373,12 @@ def test_a_name_of_both_data_and_rows_is_refused(layout: Path):
     write(layout / "data" / "rl" / "a.jsonl", CHAT)
     assert_mentions(location.mistake("data/rl"), "both", "data/rl/")
     assert location.mistake("data/rl/") is None and location.names_rows("data/rl/")
+    for split in ("train", "test"):
+        (layout / "data" / "rl" / split).mkdir()
+        (layout / "data" / "rl" / "a.jsonl").rename(layout / "data" / "rl" / split / "a.jsonl")
+        write(layout / "data" / "rl" / "a.jsonl", CHAT)
+    (layout / "data" / "rl" / "a.jsonl").unlink()
+    assert_mentions(location.mistake("data/rl"), "both", "data/rl/")
 
 
 def test_a_dry_run_of_rows_starts_nothing_and_shows_an_example(

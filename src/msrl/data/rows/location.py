@@ -47,12 +47,18 @@ def _is_local(name: str) -> bool:
 def _ambiguity(name: str) -> str | None:
     """Return the mistake of a prefix that names rows too."""
     path = Path(name)
-    if path.is_dir() and _folder_mistake(path) is not None:
-        return None  # a folder without rows beside the data
+    if path.is_dir() and not _has_rows(path):
+        return None
     what, remedy = "file", "Rename one of them."
     if path.is_dir():
         what, remedy = "folder", f"Name the folder as {name}/, or rename one of them."
     return f"is both a prefix of preprocessed data ({name}_*.idx) and a {what} of rows. {remedy}"
+
+
+def _has_rows(folder: Path) -> bool:
+    """Return True if a folder has data files that are those of rows, of one or several splits."""
+    is_other = existing_prefixes(folder) or is_hf(str(folder)) or is_mcore(str(folder))
+    return not is_other and any(is_data_file(path) for path in folder.rglob("*"))
 
 
 def _folder_mistake(folder: Path, split: str | None = None) -> str | None:
