@@ -75,6 +75,8 @@ def checkout() -> Path:
     root = Path(os.environ.get("MSRL_VERL", default))
     if not (root / _CORE).is_file():
         pytest.skip(f"no checkout of verl at {root} (set MSRL_VERL)")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]  # an installed version, which another oracle has imported
     for name in (*_PACKAGES, "verl.utils"):
         package = types.ModuleType(name)
         package.__path__ = [str(root / name.replace(".", "/"))]
