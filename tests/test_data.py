@@ -181,7 +181,7 @@ def test_a_line_of_a_text_file_is_a_document(tmp_path):
 def test_a_damaged_file_of_any_format_is_named(tmp_path, name, content, fragments):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError) as caught:
-        list(read_batches(find_files([str(tmp_path / name)])))
+        read_rows(tmp_path / name)
     assert_mentions(caught.value, name, *fragments)
 
 
