@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msrl.config.sources import Node, read
-from msrl.importers.mindspeed_llm.scripts import PROGRAMS, UNSUPPORTED_PROGRAMS
+from msrl.importers.mindspeed.scripts import PROGRAMS, UNSUPPORTED_PROGRAMS
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system
 from msrl.importers.table import canonical

@@ -12,7 +12,7 @@ import yaml
 
 from msrl.config.sources import parse
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.mindspeed_llm import scripts as mindspeed_llm
+from msrl.importers.mindspeed import scripts as mindspeed_llm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.roll import files as roll

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from config_inputs import make_model
-from msrl.data import readers
 from msrl.data.columns import DroppedRow
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
+from msrl.data.files import readers
+from msrl.data.files.readers import find_files, read_batches
 from msrl.data.handlers import ALIASES, handler_names, make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.pack import pack_rows
-from msrl.data.readers import find_files, read_batches
 from msrl.data.tokenize import _fit_to_kind
 from msrl.data.tokenizer import _build, load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError

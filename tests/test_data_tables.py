@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msrl.data import readers
+from msrl.data.files import readers
+from msrl.data.files.readers import find_files, read_batches
 from msrl.data.handlers import make_handler
-from msrl.data.readers import find_files, read_batches
 from msrl.errors import MsrlError
 from support import mentions
 

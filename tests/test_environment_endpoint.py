@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from msrl.config.sections.environment import EnvironmentConfig
+from msrl.data.rows.turns import ToolCall
 from msrl.data.tokenizer import open_tokenizer
-from msrl.data.turns import ToolCall
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening
 from msrl.environments.pool import EnvironmentPool
 from msrl.environments.tool_formats import hermes

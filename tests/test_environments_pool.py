@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from bad_environments import INJECTION
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment

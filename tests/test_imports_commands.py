@@ -14,7 +14,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
-from msrl.importers.mindspeed_llm.scripts import translate_script
+from msrl.importers.mindspeed.scripts import translate_script
 from msrl.importers.roll.devices import device_count
 from msrl.importers.systems import foreign
 from msrl.importers.translation import KeyStatus, Translation

@@ -19,8 +19,8 @@ import pytest
 
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
+from msrl.data.files.readers import find_files, read_batches
 from msrl.data.manifest import incomplete_path, manifest_path
-from msrl.data.readers import find_files, read_batches
 from msrl.data.render import make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.tokenize import tokenize_rows

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import make_handler
-from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.keys import MARKS, MEANINGS, THOUGHTS, meaning_of
 from msrl.data.templates.files import load_template

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from msrl.data.columns import DroppedRow
+from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import ALIASES, REFUSED, Handler, handler_mistake, make_handler
-from msrl.data.readers import RowBatch
 from msrl.data.tokenize import TokenizeSettings, _convert_rows
 from msrl.errors import MsrlError
 from msrl.types import Conversation

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl.config.templates import template_names
+from msrl.data.rows.turns import ToolCall
 from msrl.data.templates.files import load_template
-from msrl.data.turns import ToolCall
 from msrl.environments.base import Environment
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer, read_json
 from msrl.environments.tools import (

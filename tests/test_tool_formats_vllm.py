@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from msrl.data.rows.turns import ToolCall
 from msrl.data.tokenizer import load_tokenizer
-from msrl.data.turns import ToolCall
 from msrl.environments.tools import tool_format
 from support import shared_data
 

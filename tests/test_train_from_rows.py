@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded
+from msrl.data.files import location
 from msrl.data.manifest import all_paths
-from msrl.data.rows import location
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.workflows import preprocess

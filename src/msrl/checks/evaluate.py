@@ -9,7 +9,7 @@ from msrl.checks.evaluation import check_eval_sampling, check_eval_source
 from msrl.checks.inputs import path_hint
 from msrl.checks.rollout import check_temperature
 from msrl.config.loader import Resolved
-from msrl.data.rows import location
+from msrl.data.files import location
 from msrl.errors import hub_hint
 from msrl.models.paths import (
     TRACKER,

@@ -11,8 +11,8 @@ from pathlib import Path
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
 from msrl.config.templates import find_template
+from msrl.data.files import location
 from msrl.data.handlers import handler_mistake
-from msrl.data.rows import location
 from msrl.errors import MsrlError, hub_hint
 from msrl.models.paths import TRACKER, is_hf, is_mcore
 from msrl.plan.derived import data_kind

@@ -416,7 +416,7 @@ def _template(tokenizer: TextTokenizer, *, has_tools: bool) -> str:
     Raises:
         MsrlError: The tokenizer has none, or named ones without a default.
     """
-    templates = getattr(_hf(tokenizer.folder), "chat_template", None)
+    templates: Any = getattr(_hf(tokenizer.folder), "chat_template", None)
     template = named_template(templates, has_tools=has_tools)
     if template is None:
         raise MsrlError(

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from msrl.data.columns import ColumnMapping, DroppedRow, as_text
 from msrl.data.dataset import IGNORE
+from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import Handler
 from msrl.data.manifest import PREFERENCES, TEXTS
 from msrl.data.preferences import fit
-from msrl.data.readers import RowBatch
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
 from msrl.data.rows.keys import check_row, is_empty, without

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 
 _MAX_DEPTH = 100  # of the values of a call; replies of environments may be nested deeper
 _MAX_NESTING_ERROR = "too deeply nested"
@@ -96,9 +96,10 @@ def call_from_object(
     name, arguments = value.get("name"), value.get(arguments_key)
     if not isinstance(name, str) or not name:
         return MalformedCall(text, "the object needs a name")
-    id_ = value.get("id")
-    call = _call_from_text if isinstance(arguments, str) else _call
-    return call(name, arguments, text, id_ if isinstance(id_, str) else None)
+    id_ = value["id"] if isinstance(value.get("id"), str) else None
+    if isinstance(arguments, str):
+        return _call_from_text(name, arguments, text, id_)
+    return _call(name, arguments, text, id_)
 
 
 def _call_from_text(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from msrl import registry
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
 from msrl.errors import MsrlError, validation_problem
 from msrl.thoughts import THOUGHT, split_thought

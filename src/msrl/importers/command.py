@@ -10,7 +10,7 @@ from msrl.config.show import flow, written_key
 from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.mindspeed_llm import scripts as mindspeed_scripts
+from msrl.importers.mindspeed import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_program

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
+from msrl.data.files.readers import RowBatch, find_files, read_batches
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path
 from msrl.data.native import shows_date
-from msrl.data.readers import RowBatch, find_files, read_batches
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.steps import step_tokens

@@ -23,10 +23,10 @@ from typing import Any
 
 import msrl.data
 from msrl.config.schema import PreprocessConfig
+from msrl.data.files.location import names_rows
+from msrl.data.files.readers import find_files
 from msrl.data.integrity import refuse_damaged
 from msrl.data.manifest import TEXTS, read_manifest
-from msrl.data.readers import find_files
-from msrl.data.rows.location import names_rows
 from msrl.data.rows.own_handler import is_own
 from msrl.data.templates.files import load_template
 from msrl.errors import ManyErrors, MsrlError

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from msrl.data.dataset import PromptDataset, SftDataset, StepDataset, TextDataset
+from msrl.data.files.readers import RowBatch, read_batches
 from msrl.data.manifest import PREFERENCES
 from msrl.data.preferences import PreferenceDataset
-from msrl.data.readers import RowBatch, read_batches
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer
 from msrl.types import Bools, Ints, Prompt, RenderedExample, RenderedPreference

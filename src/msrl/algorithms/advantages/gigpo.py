@@ -50,14 +50,9 @@ def advantages(
         prompts = checked.tags
     counts = checked.counts.ravel()
     repeats = counts if count == "turns" else np.ones_like(counts)
-    values, labels, complete = (
-        np.repeat(row, repeats)
-        for row in (
-            totals.ravel(),
-            np.repeat(prompts, totals.shape[1]),
-            checked.complete_episodes.ravel(),
-        )
-    )
+    values = np.repeat(totals.ravel(), repeats)
+    labels = np.repeat(np.repeat(prompts, totals.shape[1]), repeats)
+    complete = np.repeat(checked.complete_episodes.ravel(), repeats)
     if grouping == "group":
         values = _compared(values, labels, complete, eps, normalize=normalize)
     else:

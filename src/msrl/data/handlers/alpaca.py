@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.turns import read_turn, tools_text
+from msrl.data.rows.turns import read_turn, tools_text
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.rows.sides import labeled, read_answer, read_prompt
-from msrl.data.turns import read_messages, with_system
+from msrl.data.rows.turns import read_messages, with_system
 from msrl.types import PreferenceRow
 
 KINDS = ("labeled",)

@@ -10,7 +10,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.handlers.alpaca import prompt_messages, with_tools
-from msrl.data.turns import check_order, read_messages, with_system
+from msrl.data.rows.turns import check_order, read_messages, with_system
 from msrl.errors import MsrlError
 from msrl.thoughts import without_thought
 from msrl.types import Conversation

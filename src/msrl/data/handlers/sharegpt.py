@@ -1,6 +1,6 @@
 """ShareGPT, OpenAI and Anthropic format: a list of turns, an optional system text and tools.
 
-`msrl.data.turns` documents the formats of a turn. The template gets the tools as
+`msrl.data.rows.turns` documents the formats of a turn. The template gets the tools as
 `extra["tools"]`.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.handlers.alpaca import with_tools
-from msrl.data.turns import check_order, read_messages, with_system
+from msrl.data.rows.turns import check_order, read_messages, with_system
 from msrl.types import Conversation
 
 KINDS = ("sft", "prompts")

@@ -10,7 +10,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping
 from msrl.data.rows.sides import pair
-from msrl.data.turns import ROLES, read_messages, with_system
+from msrl.data.rows.turns import ROLES, read_messages, with_system
 from msrl.errors import MsrlError
 from msrl.types import PreferenceRow
 

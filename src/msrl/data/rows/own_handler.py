@@ -4,7 +4,7 @@ NAME is a function of a row, or a class with the method `conversation(row)` or, 
 `text(row)`. The options are keyword arguments of the function or of the class. A handler returns
 one of:
 
-- a list of turns in a format of `msrl.data.turns`
+- a list of turns in a format of `msrl.data.rows.turns`
 - an object with `messages` and optionally `answer` (ground truth), `tools` and `extra`
 - a text (pretraining)
 - None to drop the row
@@ -24,7 +24,7 @@ from typing import Any
 
 from msrl import user_files
 from msrl.data.columns import DroppedRow
-from msrl.data.turns import check_order, read_messages, tools_text
+from msrl.data.rows.turns import check_order, read_messages, tools_text
 from msrl.errors import MsrlError, nearest
 from msrl.types import Conversation
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping, DroppedRow
 from msrl.data.rows.keys import truth
-from msrl.data.turns import check_order, read_messages, read_turn, tools_text, with_system
+from msrl.data.rows.turns import check_order, read_messages, read_turn, tools_text, with_system
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message, PreferenceRow
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.base import Environment, StepResult
 from msrl.environments.builtin._chat_server import (
     MAX_BODY_BYTES,

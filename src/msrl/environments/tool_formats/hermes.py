@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import (
     MalformedCall,
     ParsedAnswer,

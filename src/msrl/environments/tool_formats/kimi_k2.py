@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer, named_json_call, next_mark
 from msrl.types import JsonObject
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer, call_from_object, scan_json
 from msrl.types import JsonObject
 

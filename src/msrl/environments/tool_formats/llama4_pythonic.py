@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import MalformedCall, ParsedAnswer
 from msrl.types import JsonObject
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msrl.data.turns import ToolCall
+from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import ParsedAnswer
 from msrl.environments.tool_formats._tags import Tags, parse_tags, typed_value
 from msrl.types import JsonObject

@@ -52,7 +52,9 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _rows(verdict: Verdict) -> list[tuple[str, ...]]:
-    rows = [("log-probabilities of the same tokens", "tokens", "mean", "p99", "largest", "")]
+    rows: list[tuple[str, ...]] = [
+        ("log-probabilities of the same tokens", "tokens", "mean", "p99", "largest", "")
+    ]
     for each in verdict.comparisons:
         numbers = (each.gap.mean, each.gap.p99, each.gap.largest)
         state = "healthy" if each.is_healthy else "differs"

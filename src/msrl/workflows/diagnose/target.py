@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from msrl.config.schema import Config
+from msrl.data.files.location import names_rows
 from msrl.data.render import Renderer
-from msrl.data.rows.location import names_rows
 from msrl.errors import MsrlError
 from msrl.models.paths import is_adapter_folder
 from msrl.plan.run_plan import RunPlan, resolve

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from msrl.config.schema import Config, GenerateConfig
-from msrl.data.readers import read_batches
+from msrl.data.files.readers import read_batches
 from msrl.data.render import Renderer, with_system
-from msrl.data.turns import read_turn, tools_text
+from msrl.data.rows.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
 from msrl.rollout.engine import Engine, EngineSettings, check_stops

@@ -9,8 +9,8 @@ import glob
 from difflib import get_close_matches
 from pathlib import Path
 
+from msrl.data.files.readers import find_files, is_data_file
 from msrl.data.manifest import all_paths, existing_prefixes, has_data
-from msrl.data.readers import find_files, is_data_file
 from msrl.errors import MsrlError
 from msrl.models.paths import is_hf, is_mcore
 

@@ -14,10 +14,10 @@ from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import MsrlError, nearest
 from msrl.importers.environment import put_exports
 from msrl.importers.hydra import Override
+from msrl.importers.mindspeed.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.mindspeed_llm.data import put_preprocessing
 from msrl.importers.mindspeed_llm.inference import put_inference
 from msrl.importers.mindspeed_llm.training import put_training
-from msrl.importers.mindspeed_rl.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.programs import put_left_out
 from msrl.importers.sections import Keys, put_repeated

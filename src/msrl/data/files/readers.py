@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msrl.data.rows.splits import folder_files
-from msrl.data.rows.tables import check_schema, read_rows
+from msrl.data.files.splits import folder_files
+from msrl.data.files.tables import check_schema, read_rows
 from msrl.errors import MsrlError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")

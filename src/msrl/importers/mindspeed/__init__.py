@@ -1,0 +1,1 @@
+"""Files and launch scripts of MindSpeed, whose trainer decides which importer reads them."""
