@@ -105,7 +105,8 @@ def test_gigpo_of_roll_keeps_its_weights(method: str, normalize: bool, tmp_path:
     )
     text += "step_reward_weight: 0.5\nepisode_reward_weight: 1.0\nstep_reward_gamma: 0.9\n"
     native = tree(imported(text, tmp_path))
-    assert native["algo"]["options"] == {"omega": 0.5, "step_gamma": 0.9, "normalize": normalize}
+    options = {"omega": 0.5, "step_gamma": 0.9, "normalize": normalize, "count": "turns"}
+    assert native["algo"]["options"] == options
     assert "norm" not in native.get("reward", {})
 
 
@@ -139,7 +140,8 @@ def test_groupings_of_roll_become_scopes(norm: str, center: str, scale: str, tmp
     assert native["reward"]["norm"] == {"center": center, "scale": scale}
     steps = ("adv_estimator: grpo", "adv_estimator: step_reinforce")
     native = tree(imported(changed(AGENTIC, steps, (old, norm)), tmp_path))
-    options = {"step_gamma": 0.95, "center": center, "scale": scale}
+    alone = "group" if "norm_std_type: batch" in norm else "none"
+    options = {"step_gamma": 0.95, "center": center, "scale": scale, "zero_alone": alone}
     expected = {name: value for name, value in options.items() if value != "none"}
     assert native["algo"]["options"] == expected and "norm" not in native.get("reward", {})
 

@@ -142,7 +142,8 @@ def test_a_warmup_of_roll_begins_at_zero(line: str, is_set: bool, tmp_path: Path
     assert optimizer.get("warmup_from_zero", False) is is_set
 
 
-def test_gigpo_names_how_it_counts_episodes(tmp_path: Path) -> None:
+def test_gigpo_names_states_that_it_does_not_compare(tmp_path: Path) -> None:
     text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
     differences = "\n".join(imported(text, tmp_path).differences)
-    assert_mentions(differences, "adv_estimator=gigpo", "once per turn")
+    assert_mentions(differences, "adv_estimator=gigpo", "same state", "--approximate")
+    assert "once per turn" not in differences

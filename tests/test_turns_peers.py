@@ -5,6 +5,7 @@ K turns of all episodes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,42 +15,50 @@ import roll_oracle as oracle
 from msrl import registry
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import Turns
+from test_imports_commands import changed
+from test_imports_environments import AGENTIC, imported, tree
 
 COUNTS = np.array([[1, 3, 2, 1], [4, 1, 2, 3], [2, 2, 1, 5]])  # turns of each episode
+ALONE = np.array([[1], [4], [2]])  # a prompt has one episode, the first of one turn
 GAMMA, OMEGA = 0.9, 0.7
 
 
-def step(seed: int) -> tuple[TokenRewards, Turns, dict[str, np.ndarray]]:
+def step(
+    seed: int, counts: np.ndarray = COUNTS
+) -> tuple[TokenRewards, Turns, dict[str, np.ndarray]]:
     """Return the rewards and turns of a step, one token per turn, and the labels of ROLL."""
     random = np.random.default_rng(seed)
-    num_turns = int(COUNTS.sum())
+    num_turns = int(counts.sum())
     rewards = random.normal(size=num_turns)
-    episodes = np.repeat(np.arange(COUNTS.size), COUNTS.ravel())
-    prompts = np.repeat(np.arange(len(COUNTS)), COUNTS.sum(axis=1))
+    episodes = np.repeat(np.arange(counts.size), counts.ravel())
+    prompts = np.repeat(np.arange(len(counts)), counts.sum(axis=1))
     states = random.integers(0, 3, num_turns) + 10 * prompts  # some are seen once
     totals = np.bincount(episodes, weights=rewards)
     labels = {
         "traj_id": episodes.astype(str),
         "traj_group_id": prompts.astype(str),
         "tags": (prompts % 2).astype(str),
-        "step": np.concatenate([np.arange(count) for count in COUNTS.ravel()]),
+        "step": np.concatenate([np.arange(count) for count in counts.ravel()]),
         "step_scores": rewards,
         "episode_scores": totals[episodes],
         "state_hash": states.astype(str),
         "state_group_id": states.astype(str),
     }
-    turns = Turns(COUNTS, np.ones(num_turns, np.int64), states, np.arange(len(COUNTS)) % 2)
-    return TokenRewards(np.zeros(COUNTS.shape), COUNTS, rewards), turns, labels
+    turns = Turns(counts, np.ones(num_turns, np.int64), states, np.arange(len(counts)) % 2)
+    return TokenRewards(np.zeros(counts.shape), counts, rewards), turns, labels
 
 
-def advantages(name: str, seed: int, **options: Any) -> np.ndarray:  # [K]
-    rewards, turns, _ = step(seed)
+def advantages(
+    name: str, seed: int, counts: np.ndarray = COUNTS, **options: Any
+) -> np.ndarray:  # [K]
+    rewards, turns, _ = step(seed, counts)
     function = registry.load("msrl.algorithms.advantages", name, key="").advantages
-    return function(rewards, turns=turns, eps=1e-6, step_gamma=GAMMA, **options)
+    options = {"step_gamma": GAMMA, **options}
+    return function(rewards, turns=turns, eps=1e-6, **options)
 
 
-def of_roll(name: str, seed: int, **norm: str) -> np.ndarray:  # [K]
-    _, _, labels = step(seed)
+def of_roll(name: str, seed: int, counts: np.ndarray = COUNTS, **norm: str) -> np.ndarray:  # [K]
+    _, _, labels = step(seed, counts)
     return oracle.turn_rewards(name, labels, norm, GAMMA, OMEGA)
 
 
@@ -81,3 +90,31 @@ def test_step_reinforce_gives_a_state_that_is_seen_once_zero_as_roll(
     actual = advantages("step_reinforce", seed, center=center, scale="batch", zero_alone="state")
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
     assert (expected == 0.0).any()
+
+
+@pytest.mark.parametrize("counts", [COUNTS, ALONE])
+@pytest.mark.parametrize("name", ["gigpo", "step_reinforce"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        {"grouping": "traj_group_id", "method": "mean"},
+        {"grouping": "traj_group_id", "method": "mean_std"},
+        {"grouping": "tags", "method": "mean_std"},
+        {"grouping": "batch", "method": "mean_std"},
+        {"grouping": "traj_group_id", "norm_mean_type": "batch", "norm_std_type": "batch"},
+        {"grouping": "tags", "norm_mean_type": "group", "norm_std_type": "batch"},
+        {"grouping": "traj_group_id", "norm_std_type": "batch"},
+    ],
+)
+def test_an_imported_file_has_the_turn_advantages_of_roll(
+    norm: dict[str, str], name: str, counts: np.ndarray, tmp_path: Path
+):
+    if name == "gigpo" and ("method" not in norm or counts is ALONE):
+        pytest.skip("gigpo reads no norm_mean_type or norm_std_type, and compares episodes")
+    keys = ", ".join(f"{key}: {value}" for key, value in norm.items())
+    estimator = ("adv_estimator: grpo", f"adv_estimator: {name}")
+    text = changed(AGENTIC, estimator, ("grouping: traj_group_id, method: mean", keys))
+    text += f"step_reward_gamma: {GAMMA}\nstep_reward_weight: {OMEGA}\n"
+    options = tree(imported(text, tmp_path))["algo"]["options"]
+    actual = advantages(name, 0, counts, **options)
+    np.testing.assert_allclose(actual, of_roll(name, 0, counts, **norm), rtol=2e-4, atol=2e-5)

@@ -434,11 +434,14 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
         assert entry is not None
         text = "the original subtracts no means with method=identity, gigpo of msrl does"
         translation.report_difference(entry, text)
+    if estimator == "step_reinforce" and scale == "batch" and (scope := _grouping(top)) != "batch":
+        options["zero_alone"] = scope
     name = top.get("adv_estimator")
     if estimator == "gigpo" and name is not None:
-        text = "the original counts an episode once per turn in the means of episodes, msrl once"
-        translation.report_difference(name, text)
+        text = "the original compares turns of all groups that began in the same state"
+        translation.report_difference(name, f"{text}, msrl those of one group")
     if estimator == "gigpo":
+        options["count"] = "turns"
         options["omega"] = _omega(translation, top)
         options["normalize"] = _method(top) in _SCALED
     if options:
@@ -484,6 +487,12 @@ def norm_scopes(settings: Mapping[str, Any]) -> tuple[str, str]:
     scale = group if method in _SCALED else "none"
     mean_type, std_type = settings.get("norm_mean_type"), settings.get("norm_std_type")
     return types.get(str(mean_type), center), types.get(str(std_type), scale)
+
+
+def _grouping(top: Keys) -> str:
+    """Return the scope of `grouping`."""
+    grouping = _settings(top.get("reward_normalization")).get("grouping")
+    return GROUPINGS.get(str(grouping or "batch"), "group")
 
 
 def _method(top: Keys) -> str:
