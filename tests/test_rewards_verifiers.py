@@ -269,6 +269,13 @@ CASES = {
         ("short", "", 0.0),
         ("", "", 0.0),
     ],
+    "verl": [
+        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{3} and \boxed{4}", "4", 1.0),
+        (r"\boxed{x=5}", "5", 1.0),
+        (r"\boxed{2/4}", r"\frac{1}{2}", 0.0),
+        ("the answer is 4", "4", 0.0),
+    ],
     "regex_match": [
         ("<think>\na\n</think> yes", "", 1.0),
         ("yes <think>a</think>", "", 0.0),

@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two scalings": (
         {"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 2e6},
         "rope_parameters.rope_type"),
-    "settings by layer type": (
+    "by layer type": (
         {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
         "rope_parameters.full_attention"),
     "theta of null": (

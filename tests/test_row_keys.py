@@ -333,7 +333,7 @@ def test_a_thought_in_a_column_is_trained_if_it_is_named():
 
 def test_a_prompt_that_ends_with_an_answer_is_refused():
     row = {"prompt": CHAT, "reward_model": {"ground_truth": "4"}}
-    with pytest.raises(MsrlError, match=mentions("prompt", "ends with an answer")):
+    with pytest.raises(MsrlError, match=mentions("prompt", "last turn")):
         read("auto", row, "prompts")
 
 

@@ -104,7 +104,7 @@ def find_missing_paths(resolved: Resolved, command: str) -> list[str]:
     names = tuple(
         resolved.mistake(key, "") for key in resolved.origins if _is_missing(resolved, key)
     )
-    return [line for line in errors if line.startswith(names) and "has no effect" not in line]
+    return [line for line in errors if line.startswith(names) and "no effect" not in line]
 
 
 def _is_missing(resolved: Resolved, key: str) -> bool:

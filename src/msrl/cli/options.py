@@ -401,8 +401,7 @@ Keep = Annotated[
         "--keep",
         metavar="COLUMN",
         panel=INPUT,
-        help="Unread column that prompts keep for reward functions; all keeps every one. Can be "
-        "repeated.",
+        help="Unread column that prompts keep for reward functions, or all. Can be repeated.",
     ),
 ]
 Ignore = Annotated[

@@ -213,11 +213,8 @@ class Updater:
         metrics = dict(processed.metrics)
         if algo.kl.controller.kind == "adaptive":
             metrics["kl_factor"] = self._kl_factor
-        penalty = None
-        if algo.kl.reward.coef:
-            divergence = self._divergence(plain, logprobs)
-            penalty = -algo.kl.reward.coef * self._kl_factor * divergence
-            metrics["reward_kl"] = float(divergence.mean())
+        penalty, reward_kl = self._kl_penalty(plain, logprobs)
+        metrics |= reward_kl
         decided = _decided_samples(groups)
         rewards = TokenRewards(
             processed.rewards[: len(groups)],
@@ -255,6 +252,16 @@ class Updater:
             critic_sequences = with_targets(sequences, plain, values, returns)
         counts = sequence_counts(groups)
         return PreparedStep(samples, sequences, metrics, critic_sequences, counts)
+
+    def _kl_penalty(
+        self, plain: Sequences, logprobs: _StepLogprobs
+    ) -> tuple[Reals | None, dict[str, float]]:
+        """Return the KL penalty of each token in its reward, and its metric; none without it."""
+        coef = self._config.algo.kl.reward.coef
+        if not coef:
+            return None, {}
+        divergence = self._divergence(plain, logprobs)
+        return -coef * self._kl_factor * divergence, {"reward_kl": float(divergence.mean())}
 
     def _domains(self, groups: Sequence[ScoredGroup]) -> NDArray[np.int64] | None:  # [P]
         """Return the domains within which advantages are whitened; None for one domain."""
