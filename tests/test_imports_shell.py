@@ -289,10 +289,9 @@ def test_a_launch_script_includes_the_file_that_it_names(tmp_path: Path) -> None
 
 
 def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> None:
-    translation = imported("mindspeed-rl", LAUNCH, tmp_path)
-    (key_result,) = [o for o in translation.key_results if o.entry.key == "config_name"]
-    assert key_result.status is KeyStatus.DROPPED
-    assert_mentions(key_result.text, "--config-name")
+    with pytest.raises(MsrlError) as caught:
+        imported("mindspeed-rl", LAUNCH, tmp_path)
+    assert_mentions(caught.value, "config_name=grpo", "msrl train-grpo --config-name NAME")
 
 
 @pytest.mark.parametrize(

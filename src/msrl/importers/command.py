@@ -16,6 +16,7 @@ from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_program
 from msrl.importers.report import full
 from msrl.importers.roll import files as roll
+from msrl.importers.secrets import masked
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system, refuse_other
 from msrl.importers.translation import Translation
@@ -54,22 +55,29 @@ def translate_arguments(
         raise MsrlError(
             f"config import --from {system}: no input. Name a file, or add flags after --."
         )
-    if arguments[0] in _SHELLS and len(arguments) > 1 and not arguments[1].startswith("-"):
-        arguments = arguments[1:]
-    if _names_file(system, arguments):
-        translation = _translate_file(system, Path(arguments[0]), arguments[1:])
-    elif system in SHELL_SYSTEMS:
-        words = [Word(text, None) for text in arguments]
-        translation = SHELL_SYSTEMS[system].translate_words(words, "command line")
-    else:
-        raise MsrlError(
-            f"config import --from {system}: expected one file, got {len(arguments)} arguments"
-        )
+    try:
+        translation = _translated(system, arguments)
+    except MsrlError as error:
+        raise ManyErrors([masked(line) for line in str(error).split("\n")]) from None
     translation.complete(approximate=approximate)
     errors = [*translation.errors, *([] if approximate else translation.differences)]
     if errors:
-        raise ManyErrors(errors)
+        raise ManyErrors([masked(line) for line in errors])
     return translation
+
+
+def _translated(system: str, arguments: Sequence[str]) -> Translation:
+    """Return the translation of a file, a script with arguments, or words of a command line."""
+    if arguments[0] in _SHELLS and len(arguments) > 1 and not arguments[1].startswith("-"):
+        arguments = arguments[1:]
+    if _names_file(system, arguments):
+        return _translate_file(system, Path(arguments[0]), arguments[1:])
+    if system in SHELL_SYSTEMS:
+        words = [Word(text, None) for text in arguments]
+        return SHELL_SYSTEMS[system].translate_words(words, "command line")
+    raise MsrlError(
+        f"config import --from {system}: expected one file, got {len(arguments)} arguments"
+    )
 
 
 def _names_file(system: str, arguments: Sequence[str]) -> bool:

@@ -92,7 +92,7 @@ _ORDINARY = frozenset(
 )
 # Tokens of services, JSON web tokens, and passwords in addresses and headers.
 _LITERAL = re.compile(
-    r"\b(?:hf|ghp|gho|ghs|github_pat|glpat|xox[abprs]|sk|pk|rk)[-_][\w-]{16,}"
+    r"(?:(?<![^\W_])(?:hf|ghp|gho|ghs|github_pat|glpat)|\b(?:xox[abprs]|sk|pk|rk))[-_][\w-]{16,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<=://)[^/\s:@${}]*:[^/\s@${}]+(?=@)"
     r"|(?<=[?&])(?:api_?key|key|token|access_token|auth|secret|password|sig|signature)=[^&\s${}]+"

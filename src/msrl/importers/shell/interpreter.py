@@ -19,7 +19,6 @@ from pathlib import Path
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.secrets import masked
 from msrl.importers.shell import syntax
 from msrl.importers.shell.arithmetic import calculate, unknown
 from msrl.importers.shell.expanded_conditions import holds
@@ -36,6 +35,7 @@ MAX_CHARACTERS = 1_000_000  # of one variable
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
 _PRINTING = ("echo", "printf", "cat")
+_READING = ("xargs", "parallel")  # programs that run another one with the words that they read
 # Programs whose exit status depends on the machine.
 _CHECKING = (
     "grep", "egrep", "which", "command", "type", "pgrep", "diff", "cmp", "lsof", "nc", "ping",
@@ -351,6 +351,9 @@ class _Interpreter:
         if name == "false" or (name == "getopts" and not self.scope.arguments):
             return False
         words, variables = _without_env(words)
+        if any(word.text.rpartition("/")[2] in _READING for word in words):
+            problem = "adds words that it reads. Write them in the command"
+            words = [*words, Word(name, line, problem)]
         for word in variables:
             self.script.exported[word.text.partition("=")[0]] = replace(
                 word, text=word.text.partition("=")[2]
@@ -731,9 +734,7 @@ def flags(words: Sequence[Word], name: str, *, is_complete: bool = True) -> Node
         ManyErrors: if `is_complete` and the text of a word is not known.
     """
     problems = [
-        f"{Origin(name, word.line)}: {masked(word.text)}: {word.problem}"
-        for word in words
-        if word.problem
+        f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
     ]
     if problems and is_complete:
         raise ManyErrors(list(dict.fromkeys(problems)))

@@ -153,7 +153,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
     """Return the translation of one command line: hydra's options and changes of keys."""
     start = _start(words)
     launcher, program = words[:start], _module(words[start - 1]) if start else ""
-    words = [_with_placeholder(w) for w in words[start:] if not w.text.startswith(_OF_RAY)]
+    words = [_with_placeholder(word) for word in words[start:] if not _is_unknown_of_ray(word)]
     problems = [
         f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
     ]
@@ -166,7 +166,12 @@ def translate_words(words: list[Word], name: str) -> Translation:
     for word in rest:
         if word.text.startswith("-"):
             option, equals, value = word.text.partition("=")
-            options[_SHORT.get(option, option)] = value if equals else next(rest, word).text
+            option = _SHORT.get(option, option)
+            if option not in _OPTIONS:
+                text = "not supported: an option of hydra. Only --config-name, --config-path and "
+                errors.append(f"{Origin(name, word.line)}: {option}: {text}--config-dir are read.")
+                continue
+            options[option] = value if equals else next(rest, word).text
             continue
         override = _override(word, name, errors)
         if override is not None:
@@ -201,8 +206,14 @@ def _with_placeholder(word: Word) -> Word:
 
 
 # Options of Ray, and the items of arrays that a condition of a script may add to them.
-_OF_RAY = ("ray_kwargs.", "+ray_kwargs.", "++ray_kwargs.", "$RAY")
+_OF_RAY = ("ray_kwargs.", "+ray_kwargs.", "++ray_kwargs.")
+_OPTIONS = ("--config-name", "--config-path", "--config-dir")
 _SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+
+
+def _is_unknown_of_ray(word: Word) -> bool:
+    """Return True for options of Ray whose text is not known, on which no result depends."""
+    return word.text.startswith("$RAY") or bool(word.problem and word.text.startswith(_OF_RAY))
 
 
 def _override(word: Word, name: str, errors: list[str]) -> Override | None:

@@ -106,7 +106,7 @@ def put_critic(sections: Sections) -> None:
         return
     put_optimizer(sections, _CRITIC_OPTIM, CRITIC)
     actor = sections[ACTOR]
-    for key in ("ppo_mini_batch_size", "ppo_epochs"):
+    for key in ("ppo_mini_batch_size", "ppo_epochs", "shuffle"):
         entry = critic.get(key)
         if entry is not None and entry.value != actor.value(key):
             critic.add_error(
