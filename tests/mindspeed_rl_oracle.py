@@ -31,6 +31,7 @@ _FILES = {
 _METHODS = {
     "models/loss/grpo_actor_loss_func.py": "_compute_grpo_policy_loss",
     "models/loss/dapo_actor_loss_func.py": "_compute_dapo_policy_loss",
+    "models/loss/critic_loss_func.py": "_compute_value_loss",
     "models/base/base_training_engine.py": "_split_batches",
 }
 

@@ -18,6 +18,8 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.trainer.objective.batches import padded, with_weights
+from msrl.trainer.objective.losses import ValueLoss
+from msrl.workflows.rl.critic import value_batch
 from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups, update_batches
 from support import mentions
 
@@ -83,6 +85,37 @@ def test_the_loss_is_the_mean_over_groups_of_consecutive_samples_of_a_shard(fold
             for first, last in ((start, start + 4), (start + 4, start + 6)):
                 means.append(float(torch.cat(losses[first:last]).mean()))
         assert value == pytest.approx(sum(means) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["micro-batch-mean", "seq-mean-token-mean", "token-mean"])
+def test_the_value_loss_of_updates_is_that_of_the_critic_of_mindspeed_rl(folder, mode: str):
+    """Two ranks with micro-batches of 4 samples, or of 1; or one micro-batch of all samples."""
+    compute = mindspeed_rl_oracle.functions()._compute_value_loss
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9, (24,), generator=generator).tolist()
+    names = ("vpreds", "returns", "values", "response_mask")
+    data = dict(zip(names, _padded_batch(lengths, generator).values(), strict=True))
+    size = {"micro-batch-mean": 4, "seq-mean-token-mean": 1, "token-mean": 24}[mode]
+    parts = [
+        {name: rows[start : start + size] for name, rows in data.items()}
+        for start in range(0, 24, size)
+    ]
+    expected = [float(compute(**part, cliprange_value=0.2)[0]) for part in parts]
+    is_grouped = mode == "micro-batch-mean"
+    policy = "algo.aggregate={mode: token-mean, samples_per_group: null}"
+    sizes = "algo.aggregate={mode: token-mean, samples_per_group: 4}" if is_grouped else policy
+    shards = f"train.updates.shards={1 if mode == 'token-mean' else 2}"
+    own = config(f"algo.value.aggregate={mode}", "algo.advantage.estimator=gae", shards, sizes)
+    fields = {name: _rows(data[name], lengths) for name in names[:3]}
+    (batch,) = update_batches(own, [1] * 24, 0)
+    weighted = value_batch(own, step(lengths)._replace(fields=fields), batch, 5)
+    mask = np.concatenate(weighted.loss_masks)
+    flat = {
+        name: torch.from_numpy(np.concatenate(rows)[mask]) for name, rows in weighted.fields.items()
+    }
+    flat["old_values"] = flat["values"]
+    loss, _ = ValueLoss(0.2)(flat["vpreds"], flat, sum(lengths))
+    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def test_masked_samples_keep_their_place_in_a_group_and_count_in_no_mean(folder):
@@ -250,3 +283,11 @@ def _token_losses(data: dict[str, Any], lengths: list[int]) -> list[torch.Tensor
     surrogates = [-data["advantages"] * value for value in (ratio, ratio.clip(0.8, 1.28))]
     losses = torch.maximum(*surrogates)
     return [row[:length] for row, length in zip(losses, lengths, strict=True)]
+
+
+def _rows(values: torch.Tensor, lengths: list[int]) -> tuple[np.ndarray, ...]:
+    """Return the values of every response, after zeros for its prompt."""
+    return tuple(
+        np.concatenate((np.zeros(PROMPT), row[:length])).astype(np.float32)
+        for row, length in zip(values.numpy(), lengths, strict=True)
+    )

@@ -477,13 +477,16 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_settings(folder: Path):
         critic.optimizer.schedule,
         critic.load,
     ) == (5e-6, 1e-7, "cosine", "Qwen2.5-7B")
-    same = {"clip_grad": 1.0, "adam_beta1": 0.9, "micro_batch_size": 2, "finetune": True}
+    same = {"clip_grad": 1.0, "adam_beta1": 0.9, "micro_batch_size": 1, "finetune": True}
     assert (
         native(PRESENT, folder, **PPO, critic_config=same).config
         == native(PRESENT, folder, **PPO).config
     )
     (line,) = mistakes(PRESENT, folder, **PPO, critic_config={"lr": 5.0e-6, "clip_grad": 0.5})
     assert_mentions(line, "critic_config.clip_grad=0.5", "version", "grad_clip")
+    (line,) = mistakes(PRESENT, folder, **PPO, critic_config={"micro_batch_size": 2})
+    assert_mentions(line, "critic_config.micro_batch_size=2", "policy", "--approximate")
+    assert config.algo.value.aggregate == config.algo.aggregate.mode == "seq-mean-token-mean"
     own = native(
         PRESENT,
         folder,

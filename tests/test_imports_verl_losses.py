@@ -22,6 +22,7 @@ from msrl.algorithms import kl
 from msrl.algorithms.aggregate import sequence_weights
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.config.schema import Config
+from msrl.plan.derived import aggregate_constant
 from msrl.rewards.verifiers import verl as scores
 from msrl.trainer.objective.losses import Outputs, ValueLoss
 from msrl.trainer.schedule import Schedule
@@ -185,6 +186,7 @@ def our_loss(config: Config, batch: oracle.Batch, entropy: Tensor) -> tuple[floa
         "sampler_logprobs": flat(batch, batch["rollout_log_probs"]),
         "reference_logprobs": flat(batch, batch["ref_log_prob"]),
         "advantages": flat(batch, batch["advantages"]),
+        "draws": torch.zeros(len(leaf)),
     }
     outputs = Outputs(leaf, sequences, flat(batch, entropy))
     value, _ = policy_loss(config)(outputs, fields, len(leaf))
@@ -245,8 +247,21 @@ def test_the_advantages_of_an_imported_script_are_those_of_the_trainer(
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_value_loss_of_an_imported_script_is_that_of_the_critic(tmp_path: Path) -> None:
-    lines = [f"{ALGORITHM}.adv_estimator=gae", "critic.cliprange_value=0.3"]
+@pytest.mark.parametrize(
+    "aggregation",
+    [
+        [],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "critic.loss_agg_mode=seq-mean-token-mean"],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "critic.loss_agg_mode=token-mean"],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=7"],
+        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"],
+    ],
+)
+def test_the_value_loss_of_an_imported_script_is_that_of_the_critic(
+    aggregation: list[str], tmp_path: Path
+) -> None:
+    lines = [f"{ALGORITHM}.adv_estimator=gae", "critic.cliprange_value=0.3", *aggregation]
     theirs = oracle.config(oracle.changes([*BASE, *lines]))
     config = config_of(lines, tmp_path)
     batch = verl_batch(0)
@@ -254,7 +269,10 @@ def test_the_value_loss_of_an_imported_script_is_that_of_the_critic(tmp_path: Pa
     leaf = batch["ref_log_prob"].clone().requires_grad_()
     oracle.value_loss(theirs, leaf, batch).backward()
     ours = flat(batch, batch["ref_log_prob"]).clone().requires_grad_()
+    mode, constant = config.algo.value.aggregate, aggregate_constant(config)
+    weights = torch.from_numpy(sequence_weights(LENGTHS, mode, constant=constant))
     fields = {
+        "weights": torch.repeat_interleave(weights, torch.tensor(LENGTHS)),
         "old_values": flat(batch, batch["values"]),
         "returns": flat(batch, batch["returns"]),
     }

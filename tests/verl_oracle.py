@@ -237,8 +237,19 @@ def value_loss(settings: Section, predictions: Tensor, batch: Batch) -> Tensor:
         values=batch["values"],
         response_mask=batch["response_mask"].double(),
         cliprange_value=settings.critic.cliprange_value,
+        loss_agg_mode=_of_actor(settings, "loss_agg_mode"),
+        batch_num_tokens=batch["response_mask"].sum(),
+        global_batch_size=len(predictions),
+        loss_scale_factor=_of_actor(settings, "loss_scale_factor"),
     )
     return value
+
+
+def _of_actor(settings: Section, key: str) -> Any:
+    """Return a setting of the critic, which is that of the actor by default."""
+    value = settings.critic[key]
+    assert not str(value).startswith("${") or f"actor.{key}" in value
+    return settings.actor_rollout_ref.actor[key] if str(value).startswith("${") else value
 
 
 def score_module(name: str) -> Any:

@@ -58,22 +58,23 @@ def check_sft_aggregate(resolved: Resolved) -> Iterator[str]:
 
 def check_aggregate(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each key that the mode of `algo.aggregate` does not read, or lacks."""
-    aggregate = resolved.config.algo.aggregate
+    aggregate, value = resolved.config.algo.aggregate, resolved.config.algo.value.aggregate
     sizes = ("samples_per_group", "tokens_per_group")
-    is_grouped = aggregate.mode == "micro-batch-mean"
+    modes = {"algo.aggregate.mode": aggregate.mode, "algo.value.aggregate": value}
+    grouped = [key for key, mode in modes.items() if mode == "micro-batch-mean"]
     for name in sizes:
-        if getattr(aggregate, name) is not None and not is_grouped:
+        if getattr(aggregate, name) is not None and not grouped:
             yield resolved.mistake(
                 f"algo.aggregate.{name}",
                 f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",
             )
-    if is_grouped and all(getattr(aggregate, name) is None for name in sizes):
+    if grouped and all(getattr(aggregate, name) is None for name in sizes):
         yield resolved.mistake(
-            "algo.aggregate.mode",
+            grouped[0],
             "needs the size of its groups. Set algo.aggregate.samples_per_group or "
             "algo.aggregate.tokens_per_group.",
         )
-    if aggregate.constant is not None and aggregate.mode != "seq-sum-over-constant":
+    if aggregate.constant is not None and "seq-sum-over-constant" not in modes.values():
         yield resolved.mistake(
             "algo.aggregate.constant",
             f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",

@@ -12,7 +12,12 @@ from msrl.plan import derived
 from msrl.plan.context import layout_problems
 from msrl.plan.run_plan import RunPlan
 
-_KEYS = ("algo.value.clip", "algo.value.warmup_steps", "cluster.roles.critic")
+_KEYS = (
+    "algo.value.aggregate",
+    "algo.value.clip",
+    "algo.value.warmup_steps",
+    "cluster.roles.critic",
+)
 
 
 def check_critic(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

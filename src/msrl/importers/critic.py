@@ -43,3 +43,12 @@ def record_unused(translation: Translation, keys: Iterable[SourceKey]) -> None:
     """Record keys of a critic that the original does not create."""
     for entry in keys:
         translation.record(entry, KeyStatus.DEAD, NOT_GAE)
+
+
+def report_other_batches(critic: Keys, policy: Keys, names: Iterable[str]) -> None:
+    """Report batch sizes of the critic that differ from those of the policy."""
+    for name in names:
+        entry = critic.get(name)
+        if entry is not None and entry.value != policy.value(name):
+            text = f"the critic of msrl has the batches of the policy, {policy.value(name)}"
+            critic.translation.difference(entry, text)

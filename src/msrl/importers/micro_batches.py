@@ -15,6 +15,7 @@ from msrl.config.sources import Node, Origin, wrap
 from msrl.importers.translation import SourceKey, Translation
 
 _MODE, _SHARDS = "algo.aggregate.mode", "train.updates.shards"
+VALUE_MODE = "algo.value.aggregate"
 _SAMPLES, _TOKENS = "algo.aggregate.samples_per_group", "algo.aggregate.tokens_per_group"
 
 
@@ -43,22 +44,31 @@ class MicroBatches:
 
 
 def put_aggregation(
-    translation: Translation, micro_batches: MicroBatches, num_samples: int | None
+    translation: Translation,
+    micro_batches: MicroBatches,
+    num_samples: int | None,
+    *,
+    has_critic: bool = False,
 ) -> None:
-    """Set the aggregation mode. `num_samples` is the number of samples of an update."""
+    """Set the aggregation mode of the policy and the critic.
+
+    `num_samples` is the number of samples of an update.
+    """
     size, ranks = micro_batches.samples, micro_batches.ranks
     if size == 1:
-        return translation.set_default(_MODE, "seq-mean-token-mean")
+        for key in (_MODE, *([VALUE_MODE] if has_critic else [])):
+            translation.set_default(key, "seq-mean-token-mean")
+        return None
     is_one = size is not None and num_samples is not None and size >= num_samples
     if is_one and ranks == 1 and micro_batches.tokens is None:
         return translation.set_default(_MODE, "token-mean")
     if micro_batches.is_known:
-        return _put_groups(translation, micro_batches)
+        return _put_groups(translation, micro_batches, has_critic=has_critic)
     text = "the original averages the token means of micro-batches"
     return translation.approximate(micro_batches.entry, _MODE, "token-mean", text)
 
 
-def _put_groups(translation: Translation, micro_batches: MicroBatches) -> None:
+def _put_groups(translation: Translation, micro_batches: MicroBatches, *, has_critic: bool) -> None:
     """Set the groups of samples whose token means are averaged."""
     entry = micro_batches.entry
     origin = Origin(translation.name) if entry is None else entry.origin
@@ -67,6 +77,8 @@ def _put_groups(translation: Translation, micro_batches: MicroBatches) -> None:
         return wrap(value, origin)
 
     translation.set(_MODE, node("micro-batch-mean"))
+    if has_critic:
+        translation.set(VALUE_MODE, node("micro-batch-mean"))
     if micro_batches.samples is not None:
         translation.set(_SAMPLES, node(micro_batches.samples))
     if micro_batches.tokens is not None:

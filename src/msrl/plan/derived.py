@@ -114,8 +114,8 @@ def needs_old_logprobs(config: Config) -> bool:
 
 
 def aggregate_constant(config: Config) -> float | None:
-    """Return the divisor of the loss of an update; None for modes with other divisors."""
-    if config.algo.aggregate.mode != "seq-sum-over-constant":
+    """Return the divisor of seq-sum-over-constant; None if no loss has this mode."""
+    if "seq-sum-over-constant" not in (config.algo.aggregate.mode, config.algo.value.aggregate):
         return None
     return config.algo.aggregate.constant or float(
         samples_per_update(config) * config.rollout.max_response_tokens

@@ -33,6 +33,13 @@ def _supported(key: str, package: str) -> OneOf:
 Estimator = Annotated[str, _supported("algo.advantage.estimator", registry.ADVANTAGES)]
 DivergenceName = Annotated[str, OneOf(registry.names(registry.DIVERGENCES))]
 PreferenceLossName = Annotated[str, OneOf(registry.names(registry.PREFERENCES))]
+AggregationMode = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-sum-over-constant",
+    "micro-batch-mean",
+]
 PolicyLossName = Annotated[str, _supported("algo.policy_loss", registry.LOSSES)]
 
 _LAMBDA = Field(
@@ -91,6 +98,11 @@ class ValueConfig(Section):
         description="Clip range of the value loss: limits the change of a value from its "
         "prediction before the updates of the step. Null disables clipping.",
     )
+    aggregate: AggregationMode = Field(
+        default="token-mean",
+        description="Reduction of the value loss: a mode of algo.aggregate, with the constant and "
+        "the groups of algo.aggregate.",
+    )
     warmup_steps: Size = Field(
         default=0,
         description="Number of steps at the start of the run that train only the critic.",
@@ -118,13 +130,7 @@ class ClipConfig(Section):
 class AggregateConfig(Section):
     """Reduction of token losses to one number. Denominators count one update on all ranks."""
 
-    mode: Literal[
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "seq-sum-over-constant",
-        "micro-batch-mean",
-    ] = Field(
+    mode: AggregationMode = Field(
         default="token-mean",
         description="Reduction of token losses: the mean over all tokens (token-mean), the mean "
         "over sequences of their token means or sums (seq-mean-token-mean, seq-mean-token-sum), "

@@ -163,6 +163,8 @@ class _Flags:
         lr = keys.value("actor_learning_rate")
         if isinstance(lr, float):
             self.translation.set_default("train.optimizer.min_lr", 0.1 * lr)
+        if estimator == "gae":
+            self.translation.set_default("algo.value.aggregate", "seq-mean-token-mean")
         critic_lr = keys.value("critic_learning_rate")
         if estimator == "gae" and isinstance(critic_lr, float):
             key = "cluster.roles.critic.optimizer.min_lr"

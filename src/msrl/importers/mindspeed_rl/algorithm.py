@@ -118,7 +118,8 @@ class Algorithm:
         if samples is not None and isinstance(self.prompts, int):
             samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
         micro_batches = self._micro_batches(samples)
-        put_aggregation(self.translation, micro_batches, samples)
+        has_critic = self.name == "ppo" and self.rl.value("adv_estimator") == "gae"
+        put_aggregation(self.translation, micro_batches, samples, has_critic=has_critic)
         is_dynamic = self.rl.value("use_dynamic_bsz") is True
         status = KeyStatus.APPLIED if is_dynamic else KeyStatus.DEAD
         reason = "algo.aggregate" if is_dynamic else "read with use_dynamic_bsz: true only"

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, Origin, plain, read, wrap
-from msrl.importers.critic import NOT_GAE, assign_critic_optimizer, record_unused
+from msrl.importers.critic import (
+    NOT_GAE,
+    assign_critic_optimizer,
+    record_unused,
+    report_other_batches,
+)
 from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
@@ -502,6 +507,8 @@ class _RlFile:
             return record_unused(self.translation, keys)
         for entry in (entry for entry in keys if entry.section == name and entry.key != "model"):
             self.translation.apply(entry)
+        if self.rl.value("use_dynamic_bsz") is not True:
+            report_other_batches(keys, self.megatron, ("micro_batch_size",))
         return assign_critic_optimizer(
             self.translation,
             (entry for entry in keys if entry.section == "megatron"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import nearest
-from msrl.importers.critic import assign_critic_optimizer, record_unused
+from msrl.importers.critic import assign_critic_optimizer, record_unused, report_other_batches
 from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
@@ -189,7 +189,7 @@ class _RayGptFile:
         is_shuffled = self.actor.value("shuffle_minibatch") is True
         micro_batches = MicroBatches(entry, size, None, ranks, is_shuffled)
         samples = mini * ranks if mini is not None and ranks is not None else None
-        put_aggregation(self.translation, micro_batches, samples)
+        put_aggregation(self.translation, micro_batches, samples, has_critic=self._has_critic())
 
     def _lengths(self) -> None:
         longest, prompt = self.megatron.number("seq_length"), self.actor.number("max_prompt_length")
@@ -371,6 +371,7 @@ class _RayGptFile:
                 self.translation.record(
                     entry, KeyStatus.SAME if is_alike else KeyStatus.UNSUPPORTED, reason
                 )
+        report_other_batches(self.critic, self.megatron, ("micro_batch_size",))
         assign_critic_optimizer(
             self.translation,
             (entry for entry in self.critic if entry.section == "megatron"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, wrap
-from msrl.importers.critic import assign_critic_optimizer
+from msrl.importers.critic import assign_critic_optimizer, report_other_batches
 from msrl.importers.megatron import converted
 from msrl.importers.roll.corrections import put_correction
 from msrl.importers.roll.devices import Devices
@@ -409,6 +409,8 @@ class _RollFile:
                 "overridden by critic.model_args.model_name_or_path",
             )
         args = critic.sections["training_args"]
+        sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        report_other_batches(args, self.train.sections["training_args"], sizes)
         assign_critic_optimizer(self.translation, args, self.train.sections["training_args"])
         if args.get("learning_rate") is None:
             self.translation.set_default(

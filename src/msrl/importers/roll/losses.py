@@ -107,7 +107,12 @@ class Losses:
         return is_binary and not is_moved and self.translation.algorithm in ("grpo", "reinforce")
 
     def _aggregation(self) -> None:
-        """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence."""
+        """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence.
+
+        The value loss is the mean over sequences of their token means.
+        """
+        if self.translation.algorithm == "gae":
+            self.translation.set_default("algo.value.aggregate", "seq-mean-token-mean")
         entry = self.top.get("loss_agg_mode")
         if entry is None or entry.value != "seq-mean-token-sum-norm":
             return

@@ -52,6 +52,9 @@ _LOSSES = {
 _UNCLIPPED = ("gpg", "sapo", "kl_cov")
 _RATIOS = ("vanilla", "gspo", "cispo", "clip_cov")  # the clip bounds a ratio
 _BY_SEQUENCE = ("gspo", "sapo")  # always averaged by seq-mean-token-mean
+OWN_MEANS = (*_BY_SEQUENCE, "geo_mean")  # ignore loss_agg_mode
+MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")  # modes of msrl, too
+SUMS = ("token-sum", "seq-mean-token-sum-norm")
 _FILTERS = {"token_k1": "token", "seq_sum_k1": "sequence-product", "seq_mean_k1": "sequence"}
 
 
@@ -237,7 +240,7 @@ def _put_aggregation(sections: Sections) -> None:
     name, translation = str(actor.value("loss_agg_mode")), sections.translation
     native = "algo.aggregate.mode"
     has_terms = actor.value("use_kl_loss") is True or bool(actor.value("entropy_coeff"))
-    if mode in (*_BY_SEQUENCE, "geo_mean"):
+    if mode in OWN_MEANS:
         translation.set_default(native, "seq-mean-token-mean")
         if has_terms and name != "seq-mean-token-mean":
             entry = actor.get("loss_agg_mode", "use_kl_loss", "entropy_coeff")
@@ -245,9 +248,9 @@ def _put_aggregation(sections: Sections) -> None:
             translation.approximate(entry, native, "seq-mean-token-mean", text)
         text = f"{mode} averages by seq-mean-token-mean"
         actor.record("loss_agg_mode", KeyStatus.DEAD, text)
-    elif name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+    elif name in MEANS:
         actor.assign("loss_agg_mode", [native], name)
-    elif name in ("token-sum", "seq-mean-token-sum-norm"):
+    elif name in SUMS:
         _put_constant(sections, name)
     else:
         actor.add_error("loss_agg_mode", "not a mode of the original")

@@ -9,11 +9,13 @@ from msrl.config.sources import wrap
 from msrl.importers.critic import NOT_GAE
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
-from msrl.importers.translation import KeyStatus
+from msrl.importers.translation import KeyStatus, SourceKey
+from msrl.importers.verl.algorithm import MEANS, OWN_MEANS, SUMS
 from msrl.importers.verl.batches import CRITIC, put_optimizer
-from msrl.importers.verl.sections import ACTOR, Sections, settings_of
+from msrl.importers.verl.sections import ACTOR, LOSS, Sections, settings_of
 
 _WITH_PROJECT = ("wandb", "swanlab")
+_VALUE_MODE = "algo.value.aggregate"
 _CRITIC_OPTIM = "critic.optim"
 
 
@@ -127,15 +129,34 @@ def put_critic(sections: Sections) -> None:
 def _put_critic_loss(sections: Sections) -> None:
     critic, actor = sections["critic"], sections[ACTOR]
     entry = critic.get("loss_agg_mode") or actor.get("loss_agg_mode")
-    if entry is not None and entry.value != "token-mean":
-        text = "the value loss of msrl is the mean over tokens"
-        critic.translation.report_difference(entry, text)
-    critic.record("loss_agg_mode", KeyStatus.SAME, "the mean over tokens")
+    if entry is not None and entry.value in SUMS:
+        _put_value_sum(sections, entry)
+    elif entry is not None and entry.value in MEANS:
+        critic.translation.set(_VALUE_MODE, wrap(entry.value, entry.origin))
+    elif entry is not None and entry.section == "critic":
+        critic.add_error("loss_agg_mode", "not a mode of the original")
+    critic.record("loss_agg_mode", KeyStatus.APPLIED, _VALUE_MODE)
+    text = "read with loss_agg_mode=seq-mean-token-sum-norm only"
+    critic.record("loss_scale_factor", KeyStatus.DEAD, text)
     clip = critic.get("grad_clip")
     limit = sections[f"{ACTOR}.optim"].value("clip_grad")
     if clip is not None and clip.value != limit:
         critic.add_error("grad_clip", f"not supported: the critic has that of the policy, {limit}")
     critic.record("grad_clip", KeyStatus.SAME, "that of the policy")
+
+
+def _put_value_sum(sections: Sections, entry: SourceKey) -> None:
+    """Divide the value loss as the policy's loss, whose constant it shares."""
+    critic, actor = sections["critic"], sections[ACTOR]
+    own = critic.get("loss_scale_factor")
+    factor = actor.value("loss_scale_factor")
+    is_alike = entry.value == actor.value("loss_agg_mode") and (own is None or own.value == factor)
+    if is_alike and sections[LOSS].value("loss_mode") not in OWN_MEANS:
+        critic.translation.set(_VALUE_MODE, wrap("seq-sum-over-constant", entry.origin))
+    else:
+        text = "msrl divides the value loss by the constant of the policy's loss only"
+        critic.translation.approximate(entry, _VALUE_MODE, "token-mean", text)
+    critic.record("loss_scale_factor", KeyStatus.APPLIED, "algo.aggregate.constant")
 
 
 def record_other_engines(sections: Sections) -> None:

@@ -303,7 +303,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """Mean of `algorithms.value.value_loss` over the tokens of an update on all ranks."""
+    """Mean of `algorithms.value.value_loss` over the tokens of an update on all ranks.
+
+    With the field `weights`, the loss is the sum over tokens that it weights.
+    """
 
     clip: float | None
 
@@ -316,7 +319,11 @@ class ValueLoss:
         """
         tokens = value_loss(values, fields["old_values"], fields["returns"], clip=self.clip)
         sums = {name: numbers.sum() for name, numbers in tokens.stats.items()}
-        return tokens.loss.sum() / num_tokens, {**sums, "value_loss": tokens.loss.detach().sum()}
+        if "weights" not in fields:
+            total = tokens.loss.sum()
+            return total / num_tokens, {**sums, "value_loss": total.detach()}
+        loss = (tokens.loss * fields["weights"]).sum()
+        return loss, {**sums, "value_loss": loss.detach() * num_tokens}
 
 
 def required_arguments(

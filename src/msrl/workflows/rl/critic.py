@@ -14,11 +14,18 @@ from msrl.algorithms.packing import Sequences
 from msrl.algorithms.token_rewards import Reals
 from msrl.algorithms.value import explained_variance
 from msrl.config.schema import Config
-from msrl.plan.derived import critic_optimizer, updates_per_step
-from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens, padded, select
+from msrl.plan.derived import aggregate_constant, critic_optimizer, updates_per_step
+from msrl.trainer.objective.batches import (
+    BatchLimits,
+    num_loss_tokens,
+    padded,
+    select,
+    with_weights,
+)
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
+from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 
@@ -30,7 +37,8 @@ class CriticUpdater:
 
     def __init__(self, config: Config, trainers: TrainerGroup, num_steps: int) -> None:
         optimizer, num_updates = critic_optimizer(config), num_steps * updates_per_step(config)
-        self._trainers, self._loss = trainers, ValueLoss(config.algo.value.clip)
+        self._config, self._trainers = config, trainers
+        self._loss = ValueLoss(config.algo.value.clip)
         self._schedule = Schedule.of(optimizer, num_updates)
 
     def values(self, sequences: Sequences, limits: BatchLimits) -> Reals:  # [N]
@@ -44,7 +52,7 @@ class CriticUpdater:
         return np.concatenate(values).astype(np.float64)
 
     def update(
-        self, sequences: Sequences, batches: Sequence[Sequence[int]], step: int, limits: BatchLimits
+        self, sequences: Sequences, batches: Sequence[UpdateBatch], step: int, limits: BatchLimits
     ) -> dict[str, float]:
         """Update the critic once per batch of sequences that have the fields of `with_targets`.
 
@@ -53,13 +61,25 @@ class CriticUpdater:
             `value_lr`.
         """
         reports, lr = list[Mapping[str, float]](), 0.0
-        for number, indices in enumerate(batches):
+        for number, batch in enumerate(batches):
             lr = self._schedule.at(step * len(batches) + number)
-            batch = padded(select(sequences, indices), self._trainers.dp_size)
-            if num_loss_tokens(batch):
-                reports.append(self._trainers.update_critic(batch, limits, self._loss, lr))
+            weighted = value_batch(self._config, sequences, batch, self._trainers.dp_size)
+            if num_loss_tokens(weighted):
+                reports.append(self._trainers.update_critic(weighted, limits, self._loss, lr))
         means = {_NAMES.get(name, name): mean for name, mean in mean_report(reports).items()}
         return {**means, "value_lr": lr}
+
+
+def value_batch(
+    config: Config, sequences: Sequences, batch: UpdateBatch, dp_size: int
+) -> Sequences:
+    """Return the sequences of an update, with the weights of `algo.value.aggregate`."""
+    own, mode = select(sequences, batch.sequences), config.algo.value.aggregate
+    groups = averaging_groups(config.algo.aggregate, batch, own)
+    own = padded(own, dp_size)
+    if mode == "token-mean" or not num_loss_tokens(own):
+        return own
+    return with_weights(own, mode, aggregate_constant(config), groups)
 
 
 _NAMES = {name: f"value_{name}" for name in ("grad_norm", "lr", "skipped")}

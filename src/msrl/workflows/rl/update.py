@@ -340,10 +340,7 @@ class Updater:
         if self._critic is not None and prepared.critic_sequences is not None:
             with clock("critic"):
                 metrics |= self._critic.update(
-                    prepared.critic_sequences,
-                    [batch.sequences for batch in batches],
-                    step,
-                    self._limits(),
+                    prepared.critic_sequences, batches, step, self._limits()
                 )
         observer = _Observer(self._trainers, observation)
         policy_step = step - self._config.algo.value.warmup_steps

@@ -87,12 +87,12 @@ def averaging_groups(
     batch: UpdateBatch,
     sequences: Sequences,  # those of the batch
 ) -> tuple[AveragingGroup, ...]:
-    """Return the groups of an update whose token means are averaged; none in other modes.
+    """Return the groups of an update whose token means are averaged; none without a size.
 
     The sequences of a sample are in one group. Groups of about equal length count by their number
     of samples that have loss tokens.
     """
-    if aggregate.mode != "micro-batch-mean":
+    if aggregate.samples_per_group is None and aggregate.tokens_per_group is None:
         return ()
     counts = [count for shard in batch.shards for count in shard]
     starts = np.cumsum((0, *counts)).tolist()
