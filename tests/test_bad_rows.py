@@ -69,6 +69,8 @@ def test_bad_rows_are_dropped_counted_by_reason_and_written_to_a_file(
     printed = capsys.readouterr().out
     assert "2, the first: " in printed and "x.jsonl:3: turn 1: unknown role" in printed
     assert "loss_mask" in printed and str(path) in printed
+    assert "1 (not JSON)" in printed and "2 (unknown role ...)" in printed
+    assert "1 (column loss_mask)" in printed and "1 (value of is_correct)" in printed
     assert len(SftDataset(str(tmp_path / "out" / "x"))) == 2
 
 

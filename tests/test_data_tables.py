@@ -185,3 +185,21 @@ def test_rows_of_tables_are_limited_by_bytes(tmp_path: Path, monkeypatch: Any, s
     write(["a", "a" * 40000])
     with pytest.raises(MsrlError, match=mentions("x.", "bytes", "limit")):
         list(read_batches([path]))
+
+
+def test_of_a_folder_with_several_subsets_one_is_asked_for(tmp_path: Path):
+    for subset in ("main", "socratic"):
+        for split in ("train", "test"):
+            path = tmp_path / subset / f"{split}-00000-of-00001.parquet"
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(pa.table({"text": [subset]}), path)
+    with pytest.raises(MsrlError, match=mentions("subsets main (1 file), socratic (1 file)")):
+        find_files([str(tmp_path)], "train")
+    assert read(tmp_path / "main", split="train") == [{"text": "main"}]
+
+
+def test_parts_of_a_split_in_folders_are_one_subset(tmp_path: Path):
+    for name in ("data/train/a/0.jsonl", "data/train/b/1.jsonl", "train/2.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    assert len(read(tmp_path)) == 3

@@ -414,3 +414,9 @@ def test_calls_in_turns_of_their_own_belong_to_one_answer():
     joined = [CHAT[0], {**turn("assistant", "t"), "tool_calls": openai}]
     joined += [turn("tool", "x"), turn("tool", "y"), CHAT[1]]
     assert read("sharegpt", {"messages": turns})[0] == read("sharegpt", {"messages": joined})[0]
+
+
+def test_members_of_metadata_that_have_a_meaning_are_reported_by_name():
+    metadata = {"loss_mask": [0], "index": 3, "is_correct": False, "tools": []}
+    _, unread = read("sharegpt", {**ROWS["sharegpt"], "metadata": metadata})
+    assert unread == {"metadata": 1, "metadata.loss_mask": 1, "metadata.is_correct": 1}

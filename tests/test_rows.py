@@ -251,7 +251,7 @@ def test_auto_reads_prompts_with_a_ground_truth():
 def test_auto_refuses_unknown_rows_with_their_columns_and_the_handler_that_fits():
     with pytest.raises(MsrlError, match=mentions("x.jsonl", "columns: left, right", "map-keys")):
         read("auto", [{"left": "a", "right": "b"}])
-    with pytest.raises(MsrlError, match=mentions("columns: text", "pretrain")):
+    with pytest.raises(MsrlError, match=mentions("columns: text", "handler pretrain")):
         read("auto", [{"text": "a"}])
 
 
@@ -386,3 +386,71 @@ def test_an_error_in_a_handler_of_the_user_names_the_row(tmp_path: Path):
         read(f"{file}:prompt", [{}], "prompts")
     with pytest.raises(MsrlError, match=mentions("own.py:wrong", "mesages", "messages")):
         read(f"{file}:wrong", [{}])
+
+
+# --- lists of turns in other forms ---
+
+TURN_FORMS: dict[str, Any] = {
+    "JSON text": {"messages": json.dumps(CHAT)},
+    "lists": {"messages": {"role": ["user", "assistant"], "content": [m["content"] for m in CHAT]}},
+    "pairs": {"conversation": [{"human": CHAT[0]["content"], "assistant": CHAT[1]["content"]}]},
+}
+
+
+@pytest.mark.parametrize("form", TURN_FORMS)
+def test_turns_in_other_forms_are_read_as_lists_of_turns(form: str):
+    assert turns(read("auto", [TURN_FORMS[form]])[0]) == PAIR
+
+
+def test_marks_in_other_forms_of_turns_are_honored():
+    rows = [
+        {"messages": json.dumps([CHAT[0], {**CHAT[1], "loss": False}])},
+        {"messages": {"role": ["user", "gpt"], "content": ["a", "b"], "loss": [None, False]}},
+        {"conversation": [{"human": "a", "assistant": "b", "loss": False}]},
+    ]
+    for row in rows:
+        assert not read("auto", [row])[0].messages[-1].is_trained
+
+
+def test_an_answer_that_looks_like_turns_stays_text():
+    text = json.dumps(CHAT)
+    assert read("auto", [{"question": "q", "answer": text}])[0].messages[-1].content == text
+
+
+@pytest.mark.parametrize("truth", [{"answer": "4"}, {"reward_model": {"ground_truth": "4"}}])
+def test_auto_reads_the_ground_truth_beside_turns_that_end_with_a_question(truth: Any):
+    made = read("auto", [{"messages": CHAT[:1], **truth}], "prompts")[0]
+    assert turns(made) == PAIR[:1] and made.answer == "4"
+
+
+def test_an_answer_in_turns_and_another_ground_truth_are_refused_together():
+    with pytest.raises(MsrlError, match=mentions("messages", "ground_truth", "--ignore")):
+        read("auto", [{"messages": CHAT, "ground_truth": "5"}], "prompts")
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"question": "q", "answer": "1", "answer": "2"}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    ],
+)
+def test_a_key_that_an_object_has_twice_is_refused(line: str):
+    batch = RowBatch("x.jsonl", 3, [line.encode()], lines=True)
+    with pytest.raises(MsrlError, match=mentions("x.jsonl:3", "more than once")):
+        list(batch.values())
+
+
+def test_arguments_with_a_key_twice_are_refused():
+    call = {"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}
+    row = {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(MsrlError, match=mentions("arguments", "'a' more than once")):
+        read("auto", [row])
+
+
+def test_a_missing_value_of_pandas_is_no_answer():
+    with pytest.raises(MsrlError, match=mentions("not a known format", "answer")):
+        read("auto", [{"question": "q", "answer": float("nan")}])

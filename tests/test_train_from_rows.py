@@ -129,6 +129,18 @@ def test_a_second_start_reads_the_cache_and_tokenizes_nothing(
     assert prefix_of(plan(model, same), keep=False) == first
 
 
+def test_a_second_start_repeats_what_was_not_read(
+    model: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write(tmp_path / "rows.jsonl", [{**CHAT[0], "source": "web"}, {"x": 1}])
+    run = plan(model, file, preprocess={"on_bad_row": "drop"})
+    prefix = prefix_of(run)
+    first = capsys.readouterr().err.splitlines()[:-1]
+    assert "columns not read: source (1 rows)" in first and f"{prefix}_bad_rows.jsonl" in first[-1]
+    assert prefix_of(run) == prefix
+    assert capsys.readouterr().err.splitlines()[:-1] == first
+
+
 def _fail(*arguments: object) -> None:
     raise AssertionError("rows were preprocessed again")
 

@@ -61,6 +61,13 @@ def bad_rows_path(prefix: str) -> Path:
     return Path(f"{prefix}_bad_rows.jsonl")
 
 
+def reason_text(reason: str) -> str:
+    """Return the reason of dropped rows as text. Names of columns in it stay as they are."""
+    if reason == "turn_order":
+        return "wrong order of turns"
+    return reason.replace("_", " ") if reason.isidentifier() else reason
+
+
 def incomplete_path(prefix: str) -> Path:
     return Path(f"{prefix}_incomplete")
 

@@ -288,7 +288,7 @@ def _prepare(
         if not re.search(r"\btools\b", template):
             raise MsrlError(
                 f"template native: the chat template of {tokenizer.folder} cannot show the tools "
-                'of this row. Ignore them with --map-keys \'{"tools": ""}\'.'
+                "of this row. Use a packaged template with tools (qwen, qwen3), or --ignore tools."
             )
         options["tools"] = json.loads(tools)
     if enable_thinking is not None:

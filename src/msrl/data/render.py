@@ -271,7 +271,7 @@ def _with_tools(template: Template, system: str, tools: str) -> str:
     if not template.tools:
         raise MsrlError(
             f"template {template.name}: cannot show the tools of this row. Use a template with "
-            'tools (qwen, qwen3, native), or ignore them with --map-keys \'{"tools": ""}\'.'
+            "tools (qwen, qwen3, native), or use --ignore tools."
         )
     lines = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in json.loads(tools))
     shown = template.tools.replace("{{tools}}", lines)

@@ -28,6 +28,7 @@ from msrl.data.rows.keys import check_row, is_empty, without
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.steps import StepTokens
+from msrl.data.rows.turn_lists import with_turn_lists
 from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
@@ -47,7 +48,7 @@ from msrl.types import (
 Tokens = NDArray[np.int32]
 T = TypeVar("T")
 ALL = "all"
-_VALUE = re.compile(r"(?<!column )(?<!columns )(?<!for )'[^']*'")  # quoted, but no name of a column
+_QUOTED = re.compile(r"(columns? |for )?'[^']*'")
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
         row: Any = None
         try:
             row = batch.value(offset)
+            if not (is_user or kind in TEXTS):
+                row = with_turn_lists(row)
             item = convert(without(row, job.ignored) if job.ignored else row)
             _check_characters(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
@@ -221,8 +224,10 @@ def _reason(problem: str) -> str:
     """Return the part of a message that is the same for all rows with this problem."""
     problem = re.sub(r"^(turn|answer) \d+: ", "", problem)
     clause = re.split(r"[.;:] ", problem, maxsplit=1)[0]
-    clause = re.sub(r"^(column )?(\w+)=\S+$", r"\1\2", clause)
-    return re.sub(r"\d+", "N", _VALUE.sub("...", clause))[:80]
+    clause = re.sub(r"^(?:column )?(\w+)=\S+$", r"value of \1", clause)
+    # A quoted text that is no name of a column is a value.
+    clause = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else "...", clause)
+    return re.sub(r"\d+", "N", clause)[:80]
 
 
 def _own_converter(job: TokenizeSettings) -> Callable[[Any], Any]:

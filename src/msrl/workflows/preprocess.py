@@ -24,7 +24,7 @@ from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.files.readers import RowBatch, find_files, read_batches
 from msrl.data.handlers import make_handler
-from msrl.data.manifest import KEYS, TEXTS, bad_rows_path
+from msrl.data.manifest import KEYS, TEXTS, bad_rows_path, reason_text
 from msrl.data.native import shows_date
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
@@ -302,7 +302,7 @@ def bad_rows(prefix: str, writer: DatasetWriter) -> Iterator[str]:
 
 def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
     """Return the line that is printed at the end."""
-    reasons = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in manifest.dropped.items()]
+    reasons = [f"{n:,} ({reason_text(reason)})" for reason, n in manifest.dropped.items()]
     dropped = ", ".join(reasons) or "none"
     packed = f" in {manifest.num_rows:,} rows" if manifest.pack else ""
     truncated = f"; truncated: {manifest.truncated:,}" if manifest.truncated else ""
@@ -456,7 +456,9 @@ def _check_not_empty(
 ) -> None:
     """Raise MsrlError if there is nothing to write."""
     if not num_examples:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+        reasons = ", ".join(
+            f"{n:,} ({reason_text(reason)})" for reason, n in sorted(dropped.items())
+        )
         reason = f"all rows were dropped ({reasons})" if reasons else "there are no rows"
         raise MsrlError(
             f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}. "

@@ -42,7 +42,9 @@ from msrl.workflows import preprocess
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
 _SOURCE = "source.json"
+_NOTES = "notes.json"  # lines on rows and columns that were not read
 _DATA = "rows"  # name of the data in an entry
+_ENTRY = "{entry}"  # the folder of the entry in its notes
 _PACKAGES = ("msrl", "tokenizers", "transformers")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*_templates/*.jinja")
 # Settings that change no token. All others are part of the digest.
@@ -135,18 +137,16 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
                 print(f"{name}: preprocessed again: {problem}", file=sys.stderr)
             entry = temporary or entry
             with owned_folder("msrl-rows-", None if temporary else str(root)) as folder:
-                notes = _write(folder / digest, settings, source)
+                _write(folder / digest, settings, source)
                 if [_state(file) for file in files] != states:
                     problem = "has changed while it was read. Start again."
                     raise MsrlError(f"preprocess.input={name}: {problem}")
                 _publish(folder / digest, entry, folder / "damaged")
-            for line in notes:
-                if temporary is None or str(folder) not in line:  # no file of a dry run remains
-                    text = line.replace(str(folder / digest), str(entry))
-                    print(printable(text), file=sys.stderr)
     prefix = str(entry / _DATA)
     manifest = read_manifest(prefix)
     assert manifest is not None
+    for line in _notes(entry, is_kept=entry != temporary):
+        print(printable(line), file=sys.stderr)
     ending = "; from the cache" if problem is None else ""
     line = preprocess.summary(plan.shown_name(name), manifest, time.perf_counter() - start)
     print(printable(f"{line}{ending}"), file=sys.stderr)
@@ -256,13 +256,21 @@ def _damage(entry: Path) -> str | None:
     return None
 
 
-def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) -> list[str]:
-    """Write an entry to a new folder. Return lines on what was not read."""
+def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) -> None:
+    """Write an entry to a new folder."""
     folder.mkdir()
-    _, notes = preprocess.write(settings, str(folder / _DATA))
-    text = json.dumps(source, ensure_ascii=False, indent=1, sort_keys=True)
-    write_text(folder / _SOURCE, f"{text}\n")
-    return notes
+    _, lines = preprocess.write(settings, str(folder / _DATA))
+    notes = [line.replace(str(folder), _ENTRY) for line in lines]
+    for name, value in ((_SOURCE, source), (_NOTES, notes)):
+        text = json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True)
+        write_text(folder / name, f"{text}\n")
+
+
+def _notes(entry: Path, *, is_kept: bool) -> list[str]:
+    """Return the lines on what was not read, without those on files if these are not kept."""
+    path = entry / _NOTES
+    notes: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return [line.replace(_ENTRY, str(entry)) for line in notes if is_kept or _ENTRY not in line]
 
 
 def _publish(new: Path, entry: Path, old: Path) -> None:

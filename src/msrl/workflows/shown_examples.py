@@ -21,7 +21,7 @@ import numpy as np
 
 from msrl.data.dataset import PromptDataset, SftDataset, StepDataset, TextDataset
 from msrl.data.files.readers import RowBatch, read_batches
-from msrl.data.manifest import PREFERENCES
+from msrl.data.manifest import PREFERENCES, reason_text
 from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer
@@ -85,7 +85,7 @@ def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Itera
         if result.bad:
             yield ShownExample(f"{where}: dropped: {result.bad[0].message}", ())
         elif result.dropped:
-            reason = next(iter(result.dropped)).replace("_", " ")
+            reason = reason_text(next(iter(result.dropped)))
             yield ShownExample(f"{where}: dropped: {reason}", ())
         else:
             kind = job.handler.kind

@@ -23,6 +23,7 @@ from typing import Any
 
 from msrl.data.files.splits import folder_files
 from msrl.data.files.tables import check_schema, read_rows
+from msrl.data.strict_json import loads
 from msrl.errors import MsrlError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
@@ -372,12 +373,12 @@ def _is_jsonl(path: Path) -> bool:
 def _parse(text: bytes, where: str) -> Any:
     """Parse JSON. Raises MsrlError that begins with `where`."""
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise MsrlError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise MsrlError(f"{where}: not JSON: {error.msg} ({line}column {error.colno})") from error
-    # Python limits the digits of an integer (ValueError) and the nesting depth (RecursionError).
+    # A key that occurs twice, or a limit of Python: digits of an integer, depth of nesting.
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from error

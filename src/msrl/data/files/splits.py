@@ -48,14 +48,40 @@ def folder_files(
         if wanted not in known:
             hint = nearest(split, known) if known else "it has none"
             raise MsrlError(f"preprocess.split={split}: no split of {folder}; {hint}")
-        return tuple(file for file in files if splits[file] == wanted)
+        return _one_subset(folder, [file for file in files if splits[file] == wanted])
     if len(known) > 1:
         counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
         raise MsrlError(
             f"preprocess.input={folder}: has the splits {', '.join(counts)}. Choose one with "
             f"preprocess.split, as in --split {known[-1]}, or name files."
         )
+    return _one_subset(folder, files) if known and not names else tuple(files)
+
+
+def _one_subset(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files of a split, which are all of one subset, as `main` of gsm8k.
+
+    Raises:
+        MsrlError: they are in the folders of several subsets.
+    """
+    subsets = [_subset(file.relative_to(folder)) for file in files]
+    known = sorted(set(subsets))
+    if len(known) > 1:
+        counts = (f"{name or 'the folder itself'} ({_count(subsets, name)})" for name in known)
+        raise MsrlError(
+            f"preprocess.input={folder}: has the subsets {', '.join(counts)}. Choose one, as in "
+            f"--input {folder / known[-1]}, or name files."
+        )
     return tuple(files)
+
+
+def _subset(path: Path) -> str:
+    """Return the folder above the part of a path that names the split, without `data`."""
+    parts = path.parts[:-1]
+    if not (_SHARD.match(path.name) or _keyword(path.name)):
+        number = next((i for i, part in enumerate(parts) if part.lower() in _KEYWORDS), 0)
+        parts = parts[:number]
+    return "/".join(part for part in parts if part != "data" and part.lower() not in _KEYWORDS)
 
 
 def _count(names: Iterable[str | None], name: str) -> str:

@@ -7,11 +7,11 @@ values.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msrl.data.strict_json import loads
 from msrl.errors import MsrlError
 
 _Convert = Callable[[Any], Any]
@@ -118,4 +118,4 @@ def _map_converter(convert: _Convert | None) -> _Convert:
 
 
 def _loads(value: str | None) -> Any:
-    return None if value is None else json.loads(value)
+    return None if value is None else loads(value)

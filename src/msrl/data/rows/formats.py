@@ -7,6 +7,7 @@
 | `reward_model.ground_truth` beside `prompt` | r1 |
 | `instruction` and `output` | alpaca |
 | a question and an answer, such as `query` and `response` | alpaca |
+| for prompts: turns that end with a question, and a ground truth | r1 |
 | for prompts: a question and `label` that is no truth value (slime) | r1 |
 | `text` only | pretrain |
 """
@@ -17,15 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msrl.data.rows.keys import is_empty, truth
+from msrl.data.columns import pick
+from msrl.data.rows.keys import is_empty, is_null, truth
 from msrl.data.rows.preference import has_preference_columns
 from msrl.errors import MsrlError
 
-_TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
+TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "problem", "input", "inputs", "user")
 _ANSWERS = (
     "output", "response", "answer", "completion", "solution", "target", "targets", "assistant",
 )  # fmt: skip
+_REWARD = "reward_model.ground_truth"
 _GROUND_TRUTHS = ("answer", "ground_truth", "final_answer")
 
 
@@ -50,8 +53,8 @@ def recognize(row: Any, kind: str = "sft") -> RowFormat | None:
     """
     if not isinstance(row, dict):
         return None
-    columns: dict[str, Any] = {str(key): value for key, value in row.items() if value is not None}
-    return _recognize_turns(columns) or _recognize_answers(columns, kind)
+    columns: dict[str, Any] = {str(key): value for key, value in row.items() if not is_null(value)}
+    return _recognize_turns(columns, kind) or _recognize_answers(columns, kind)
 
 
 def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
@@ -60,9 +63,12 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
         return f"the row is {type(row).__name__}, not an object with columns"
     names = ", ".join(map(str, row)) or "none"
     if row_format is not None:
-        return f"columns: {names}: a row for handler {row_format.handler}. Use that handler."
+        return (
+            f"a row for handler {row_format.handler}; the row has the columns: {names}. "
+            "Use that handler."
+        )
     return (
-        f"columns: {names}: not a known format. Name the columns, as in --handler alpaca "
+        f"not a known format; the row has the columns: {names}. Name them, as in --handler alpaca "
         """--map-keys '{"prompt": "COLUMN", "response": "COLUMN"}' (r1 for prompts of """
         "train-grpo), or write a handler (path/file.py:NAME)."
     )
@@ -81,10 +87,15 @@ def hint(row: Any, handler: str) -> str:
     return f" The row has the format of handler {row_format.handler}."
 
 
-def _recognize_turns(columns: Mapping[str, Any]) -> RowFormat | None:
+def _recognize_turns(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
     """Return the format of a row with lists of turns."""
-    name = _only({name: columns[name] for name in _TURNS if is_turns(columns.get(name))}, "turns")
+    name = _only(
+        {name: columns[name] for name in TURN_COLUMNS if is_turns(columns.get(name))}, "turns"
+    )
     if name is not None:
+        truth = _truth_of_turns(columns, name) if kind == "prompts" else None
+        if truth is not None:
+            return RowFormat("r1", {"prompt": name, "query": "", "response": truth})
         return RowFormat("sharegpt", {"messages": name})
     prompt: Any = columns.get("prompt")
     completion: Any = columns.get("completion", columns.get("response"))
@@ -94,15 +105,39 @@ def _recognize_turns(columns: Mapping[str, Any]) -> RowFormat | None:
     return None
 
 
+def _truth_of_turns(columns: Mapping[str, Any], name: str) -> str | None:
+    """Return the column of the ground truth of turns, or None if these contain it or there is none.
+
+    Raises:
+        MsrlError: the turns end with an answer, and a column holds another ground truth.
+    """
+    others = {key: value for key, value in columns.items() if not is_turns(value)}
+    last = columns[name][-1]
+    if last.get("role", last.get("from")) in ("user", "human"):
+        return _REWARD if _has_reward(others) else _answer(others, "prompts")
+    names = [key for key in _GROUND_TRUTHS if not is_empty(others.get(key))]
+    names += [_REWARD] if _has_reward(others) else []
+    text = last.get("content", last.get("value"))
+    if any(pick(others, key) != text for key in names):
+        raise MsrlError(
+            f"column {name} ends with an answer, and {names[0]} has another ground truth. Remove "
+            f"the last turn, or use --ignore {names[0].partition('.')[0]}."
+        )
+    return None
+
+
+def _has_reward(columns: Mapping[str, Any]) -> bool:
+    reward = columns.get("reward_model")
+    return isinstance(reward, dict) and "ground_truth" in reward
+
+
 def _recognize_answers(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
     """Return the format of a row with a question and an answer in separate columns."""
     question = _question(columns)
     if question is None:
         return RowFormat("pretrain") if isinstance(columns.get("text"), str) else None
-    reward = columns.get("reward_model")
-    has_reward = isinstance(reward, dict) and "ground_truth" in reward
-    if has_reward and (kind == "prompts" or _answer(columns, kind) is None):
-        keys = {"prompt": question, "query": "", "response": "reward_model.ground_truth"}
+    if _has_reward(columns) and (kind == "prompts" or _answer(columns, kind) is None):
+        keys = {"prompt": question, "query": "", "response": _REWARD}
         return RowFormat("r1", keys)
     answer = _answer(columns, kind)
     keys = {"prompt": question, "query": _query(question, columns)}

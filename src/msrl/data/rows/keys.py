@@ -13,6 +13,7 @@ harmony (gpt-oss), and data sets of the hubs. docs/data.md has the same table.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,9 +68,14 @@ def truth(value: Any) -> bool | None:
     return _TRUTHS.get(value.strip().lower()) if isinstance(value, str) else None
 
 
+def is_null(value: Any) -> bool:
+    """Return True for null, and for NaN, which pandas writes for a missing value."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def is_empty(value: Any) -> bool:
     """Return True for null and for an empty text, list or object."""
-    return value is None or (isinstance(value, str | list | dict) and not value)
+    return is_null(value) or (isinstance(value, str | list | dict) and not value)
 
 
 def _is_present(value: Any) -> bool:
@@ -351,9 +357,22 @@ def check_row(
     for name in () if is_kept else plan.unread:
         if not is_empty(values[name]):
             unread[name] += 1
+            _count_members(name, values[name], kind, unread)
     for name in plan.read:
         if isinstance(values[name], list | dict):
             _count_turn_keys(values[name], unread)
+
+
+def _count_members(name: str, value: Any, kind: str, unread: Counter[str]) -> None:
+    """Count the members of an unread object, such as `metadata`, that have a meaning.
+
+    They describe the row or repeat parts of it in many data sets, so they are named, not refused.
+    """
+    if isinstance(value, dict):
+        for key, member in cast("dict[Any, Any]", value).items():
+            meaning = meaning_of(key, kind) if isinstance(key, str) else None
+            if meaning is not None and meaning.says(member):
+                unread[f"{name}.{key}"] += 1
 
 
 def refusal(subject: str, key: str, value: Any, meaning: Meaning) -> str:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 
 from msrl.data.columns import DroppedRow
 from msrl.data.rows.keys import DETAILS, THOUGHTS, check_block, check_turn, is_trained
+from msrl.data.strict_json import loads
 from msrl.errors import MsrlError, nearest
 from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import Message, Role
@@ -152,7 +153,7 @@ def with_system(messages: Sequence[Message], value: Any) -> list[Message]:
     if any(text != turn.content for text in own):
         raise MsrlError(
             "the row has a system text in a column and another one in its turns. Remove one of "
-            'them, or ignore the column with --map-keys \'{"system": ""}\'.'
+            "them, or ignore the column, as with --ignore system."
         )
     return [turn, *(message for message in messages if message.role != "system")]
 
@@ -187,7 +188,7 @@ def tools_text(value: Any) -> str:
     if value in (None, "", [], "[]"):
         return ""
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
+        tools = loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"the tools are not JSON: {error}") from error
     if not isinstance(tools, list) or not all(
@@ -322,7 +323,7 @@ def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
 
 def _loads(text: str, location: str, subject: str) -> Any:
     try:
-        return json.loads(text)
+        return loads(text)
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{location}: {subject} must be JSON: {error}") from error
 

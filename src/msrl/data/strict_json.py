@@ -1,0 +1,28 @@
+"""JSON of rows, in which a key that an object has twice is an error.
+
+Python keeps the last of both values without a word, and other readers the first one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def loads(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or an object has a key twice.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} more than once")
+    return values
