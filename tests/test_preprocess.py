@@ -442,7 +442,7 @@ def test_an_error_in_a_worker_process_contains_file_and_row(tmp_path):
         ({"kind": "sft", "pack": True}, ("preprocess.pack", "length")),
         ({"kind": "sft", "too_long": "truncate"}, ("preprocess.too_long", "seq_length")),
         ({"handler": "pretrain"}, ("preprocess.template=qwen", "pretrain")),
-        ({"seq_length": 2}, ("3 too_long",)),
+        ({"seq_length": 2}, ("3 (too long)",)),
         ({"enable_thinking": False}, ("template qwen", "thoughts")),
     ],
 )
