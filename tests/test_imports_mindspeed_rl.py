@@ -773,3 +773,20 @@ def test_the_auxiliary_loss_of_experts_has_the_default_of_the_original(folder: P
     assert router({}) is None
     assert router(EXPERTS) == {"aux_loss_coef": 0.001, "aux_loss_over": "micro_batch"}
     assert router({**EXPERTS, "megatron_training.moe_router_load_balancing_type": "none"}) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rope_scaling_type", "yarn", "none"),
+        ("qk_layernorm", True, "False"),
+        ("add_qkv_bias", False, "True"),
+    ],
+)
+def test_a_property_of_the_model_that_differs_from_its_config_is_refused(
+    key: str, value: object, expected: str, folder: Path
+) -> None:
+    file = changed(PRESENT, folder, {f"megatron_training.{key}": value})
+    with pytest.raises(MsrlError) as error:
+        load([file])
+    assert_mentions(error.value, f"{key}=", f"config.json of the model has {expected}")

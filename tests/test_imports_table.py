@@ -4,13 +4,15 @@ keys.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from guides import GUIDES, documented
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.native_keys import is_designed, refusal
 from msrl.importers.table import canonical, load_table
-from msrl.models.shape import Mla, Moe, Shape
+from msrl.models.shape import Attention, Mla, Moe, RopeScaling, Shape
 from support import assert_mentions
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
@@ -27,7 +29,10 @@ NUM_DOCUMENTED = {
 def has_property(name: str) -> bool:
     """Return True if a shape has a property, such as `moe.num_experts`."""
     section, _, key = name.rpartition(".")
-    return key in {"": Shape, "moe": Moe, "mla": Mla}[section].__slots__
+    classes: dict[str, tuple[type, ...]] = {"": (Shape,), "moe": (Moe,), "mla": (Mla,)}
+    classes |= {"attention": (Attention,), "rope_scaling": get_args(RopeScaling)}
+    slots = {slot for kind in classes[section] for slot in kind.__slots__}
+    return key in slots or name in ("rope_scaling.kind", "rotary_share")
 
 
 @pytest.mark.parametrize("name", GUIDES)

@@ -245,7 +245,7 @@ class MegatronKeys:
         if name == "ffn_hidden_size" and moe is not None and all(moe.layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
             self.translation.record(entry, KeyStatus.DEAD, reason)
-        elif expected is None or (name == "head_dim" and shape is not None and shape.mla):
+        elif expected is None or self.translation.row(entry).is_off(entry.value):
             reason = "read from config.json of the model"
             self.translation.record(entry, KeyStatus.SAME, reason)
         elif entry.value == expected:
@@ -275,9 +275,16 @@ class MegatronKeys:
 
 def _property(shape: Shape | None, name: str) -> object:
     """Return a property of a model such as `moe.num_experts`; None if the model has none."""
+    if shape is None or (shape.mla and name in ("head_dim", "qk_norm", "rotary_share")):
+        return None
+    if name == "rotary_share":
+        return shape.rotated_channels / shape.head_dim
+    if name == "rope_scaling.kind":
+        kind = type(shape.rope_scaling).__name__
+        return "none" if shape.rope_scaling is None else kind.removesuffix("RopeScaling").lower()
     value: Any = shape
     for key in name.split("."):
-        value = None if value is None else getattr(value, key)
+        value = getattr(value, key, None)
     return value
 
 

@@ -297,7 +297,7 @@ class _Flags:
         keys = self.keys
         keys.record(
             "prompt_data",
-            KeyStatus.SAME,
+            KeyStatus.DROPPED,
             "preprocess the rows with `msrl preprocess`, then use --set data.train=PREFIX",
         )
         if keys.get("save_path"):

@@ -36,7 +36,7 @@ def put_data(data: Keys) -> None:
     """Record the files and columns of rows, which are read in preprocessing."""
     data.record(
         "file_name",
-        KeyStatus.SAME,
+        KeyStatus.DROPPED,
         "preprocess the rows with `msrl preprocess`, then use --set data.train=PREFIX",
     )
     name = str(data.value("template"))
@@ -45,10 +45,10 @@ def put_data(data: Keys) -> None:
         data.assign("template", ["model.template"], preset)
     preset = preset if preset in template_names() else "NAME"
     text = f"preprocess the rows with `msrl preprocess --template {preset}`"
-    data.record("template", KeyStatus.SAME, text)
+    data.record("template", KeyStatus.DROPPED, text)
     data.record(
         "domain_interleave_probs",
-        KeyStatus.SAME,
+        KeyStatus.DROPPED,
         "preprocessing mixes the domains",
     )
     data.apply_remaining()

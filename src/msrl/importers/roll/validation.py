@@ -93,4 +93,7 @@ def _sampling(translation: Translation, sampling: Keys) -> None:
         "the original overwrites it with val_sequence_length minus val_prompt_length",
     )
     for entry in sampling:
-        translation.record(entry, KeyStatus.SAME, translation.row(entry).same)
+        row = translation.row(entry)
+        if row.refuse:
+            translation.apply(entry)
+        translation.record(entry, KeyStatus.SAME, row.same)

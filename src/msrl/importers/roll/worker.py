@@ -28,6 +28,10 @@ class Worker:
         )
 
     def record_all(self, status: KeyStatus, text: str) -> None:
+        """Record the remaining keys; those that msrl does not support have their own results."""
         for keys in (self.own, *self.sections.values()):
             for entry in keys:
+                row = keys.translation.row(entry)
+                if row.refuse or row.differs or row.dropped:
+                    keys.translation.apply(entry)
                 keys.translation.record(entry, status, text)
