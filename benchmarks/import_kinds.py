@@ -72,7 +72,8 @@ def _verl_kind(words: Sequence[Word]) -> str:
     """Return the estimator of a training; images and audio have their own kind."""
     texts = [word.text for word in words]
     modalities = ("data.image_key", "data.video_key", "data.audio_key")
-    if any(text.startswith(modalities) or "geo3k" in text for text in texts):
+    files = [text for text in texts if text.startswith(("data.train_files", "data.val_files"))]
+    if any(text.startswith(modalities) for text in texts) or "geo3k" in " ".join(files):
         return "images, video or audio"
     if any(text.endswith("sft_trainer") for text in texts):
         return "SFT"

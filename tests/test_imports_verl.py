@@ -11,7 +11,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.translation import Translation
 from msrl.workflows.import_config import validate
-from support import assert_mentions
+from support import assert_mentions, mentions
 from test_imports_losses import native
 
 SCRIPT = """\
@@ -411,3 +411,17 @@ def test_an_engine_without_settings_here_is_refused_by_name(tmp_path: Path) -> N
     script.write_text("python -m verl.trainer.sft_trainer engine=automodel model.path=qwen\n")
     with pytest.raises(ManyErrors, match="the engine automodel"):
         translate_arguments("verl", [str(script)])
+
+
+@pytest.mark.parametrize("text", ["[0.9,0.95]", "'[0.9, 0.95]'", "'(0.9, 0.95)'"])
+def test_betas_are_a_list_or_the_text_of_one(text: str, tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.optim.betas"
+    line = f'{key}="{text}"'
+    assert values([line], tmp_path)["train.optimizer.betas"] == [0.9, 0.95]
+    with pytest.raises(MsrlError, match=mentions("betas=high", "list")):
+        values([f"{key}=high"], tmp_path)
+
+
+def test_megatron_of_verl_reads_no_betas(tmp_path: Path) -> None:
+    lines = ["actor_rollout_ref.actor.optim.betas=[0.8,0.95]", "model_engine=megatron"]
+    assert values(lines, tmp_path)["train.optimizer.betas"] == [0.9, 0.999]

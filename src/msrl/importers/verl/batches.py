@@ -28,6 +28,7 @@ _PREFIX = "data/train"
 _TAG = "extra.tag"  # the column by which reward sources choose rows
 POLICY, CRITIC = "train.optimizer", "cluster.roles.critic.optimizer"
 _FROM_ZERO = "train.optimizer.warmup_from_zero"
+_NO_BETAS = "Megatron of the original has [0.9, 0.999] whatever this is"
 _CRITIC_LR = 1e-5  # default of the original, in which that of the policy is 1e-6
 
 
@@ -230,17 +231,35 @@ def put_optimizer(sections: Sections, name: str, native: str) -> None:
     _put_schedule(sections, keys, native)
     _put_warmup(sections, keys, native)
     if native == POLICY:
-        keys.assign("betas", ["train.optimizer.betas"], keys.value("betas"))
+        _put_betas(sections, keys)
         keys.translation.set_default("train.optimizer.eps", 1e-8)
         _put_clipping(sections)
     else:
         policy = sections[OPTIM]
+        if sections.is_megatron:
+            keys.record("betas", KeyStatus.DEAD, _NO_BETAS)
         for key in ("betas", "clip_grad"):
             _require_equal(keys, key, policy.value(key))
     if not sections.is_megatron and keys.value("weight_decay"):
         text = f"{keys.translation.name}: the original also decays biases and norms, msrl matrices"
         if text not in keys.translation.remarks:
             keys.translation.remarks.append(text)
+
+
+def _put_betas(sections: Sections, keys: Keys) -> None:
+    """Translate the betas of Adam, a list or the text of one."""
+    native, value = "train.optimizer.betas", keys.value("betas")
+    if sections.is_megatron:
+        keys.record("betas", KeyStatus.DEAD, _NO_BETAS)
+        return keys.translation.set_default(native, [0.9, 0.999])
+    if isinstance(value, str):
+        try:
+            value = [float(number) for number in value.strip("[]() ").split(",")]
+        except ValueError:
+            value = None
+    if not isinstance(value, list):
+        return keys.add_error("betas", "must be a list of two numbers, such as [0.9, 0.999]")
+    return keys.assign("betas", [native], value)
 
 
 def _put_clipping(sections: Sections) -> None:
