@@ -88,3 +88,25 @@ def test_every_answer_names_options_and_keys_that_the_command_has() -> None:
 def test_a_word_that_belongs_to_no_option_gets_no_answer_about_a_split_value() -> None:
     line = ["--model", "a", "b"]
     assert extra_words(["b"], line, []) == "Unexpected extra argument: b."
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.train_files=x",
+        "trainer.nnodes=1 algorithm.adv_estimator=grpo",
+        "+actor_rollout_ref.a=1",
+    ],
+)
+def test_words_of_verl_after_a_training_name_its_import(words: str, capsys):
+    assert msrl("train-grpo", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert_mentions(error, words.split()[0], "--set", "config import --from verl")
+    assert "Did you mean" not in error
+
+
+def test_a_key_of_msrl_without_set_names_the_option(capsys):
+    assert msrl("train-grpo", "algo.preset=ppo") == 2
+    error = capsys.readouterr().err
+    assert_mentions(error, "--set algo.preset=ppo")
+    assert "verl" not in error

@@ -51,6 +51,15 @@ _MINDSPEED_SECTIONS = {
     "generate": "inference",
     "chat": "inference",
 }
+_VERL_SECTIONS = (
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "custom_reward_function",
+    "reward_model",
+    "trainer",
+)
+_VERL_ADVICE = "Words of a command of verl are imported by `msrl config import --from verl`."
 _OTHER_WORDS = {
     "sft": ("train-sft",),
     "finetune": ("train-sft",),
@@ -138,7 +147,10 @@ def extra_words(words: Sequence[str], line: Sequence[str], parameters: Sequence[
         return f"{message} Did you mean -c {word}?"
     if "sets" not in names or "=" not in word:
         return message
-    suggestion = f" Did you mean --set {word}?" if _is_section(word.partition(".")[0]) else ""
+    section = word.lstrip("+~").partition(".")[0]
+    if section in _VERL_SECTIONS or word[0] in "+~" or "data.train_files" in word:
+        return f"{message} Configuration keys are set by --set KEY=VALUE. {_VERL_ADVICE}"
+    suggestion = f" Did you mean --set {word}?" if _is_section(section) else ""
     return f"{message}{suggestion} Configuration keys are set by --set KEY=VALUE."
 
 
