@@ -33,6 +33,25 @@ def test_an_import_with_an_invalid_result_ends_with_2(
     assert_mentions(capsys.readouterr().err, "model.template=no_such_template", "template")
 
 
+def test_an_invalid_result_has_no_file_and_replaces_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "native.yaml"
+    wrong = ["--", *TUNE.split(), "--prompt-type", "no_such_template"]
+    command = ["config", "import", "--from", "mindspeed-llm"]
+    assert msrl(*command, "--output", str(output), *wrong) == 2
+    assert not output.exists() and not list(tmp_path.iterdir())
+    assert_mentions(capsys.readouterr().err, "native.yaml", "not written")
+    output.write_text("earlier")
+    assert msrl(*command, "--output", str(output), *wrong) == 2
+    assert output.read_text() == "earlier"
+    capsys.readouterr()
+    assert msrl(*command, *wrong) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert_mentions(captured.err, "model.template=no_such_template", "not written")
+
+
 def test_files_of_another_machine_are_named_but_not_errors() -> None:
     validation = validate(translate_arguments("mindspeed-llm", TUNE.split()))
     assert validation.commands == ("train-sft",) and not validation.errors

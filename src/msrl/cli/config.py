@@ -142,8 +142,8 @@ def import_(
 ) -> None:
     """Translate a file or command of another system to a YAML file of msrl.
 
-    A report lists how each key was translated. The exit code is 2 if the result is not a valid
-    configuration.
+    A report lists how each key was translated. If the result is not a valid configuration,
+    nothing is written and the exit code is 2.
     """
     from pathlib import Path
 
@@ -154,14 +154,15 @@ def import_(
 
     translation = translate_arguments(system.value, arguments, approximate=approximate)
     typer.echo(printable(report(translation)), err=True)
-    if output is None:
-        typer.echo(native_yaml(translation), nl=False)
-    else:
-        write_text(Path(output), native_yaml(translation))
     validation = validate(translation)
     for line in validation.inputs:
         typer.echo(printable(f"before a run: {line}"), err=True)
     if validation.errors:
-        raise ManyErrors(validation.errors)
+        last = f"{output or 'the configuration'}: not written, because of the errors above."
+        raise ManyErrors([*validation.errors, last])
+    if output is None:
+        typer.echo(native_yaml(translation), nl=False)
+    else:
+        write_text(Path(output), native_yaml(translation))
     for line in next_commands(translation, validation, output):
         typer.echo(printable(f"next: {line}"), err=True)
