@@ -425,3 +425,35 @@ def test_betas_are_a_list_or_the_text_of_one(text: str, tmp_path: Path) -> None:
 def test_megatron_of_verl_reads_no_betas(tmp_path: Path) -> None:
     lines = ["actor_rollout_ref.actor.optim.betas=[0.8,0.95]", "model_engine=megatron"]
     assert values(lines, tmp_path)["train.optimizer.betas"] == [0.9, 0.999]
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("actor_rollout_ref.model.path", "Qwen/Qwen2-Audio-7B-Instruct"),
+        ("actor_rollout_ref.model.path", "meta-llama/Llama-3.2-11B-Vision-Instruct"),
+        ("actor_rollout_ref.model.path", "deepseek-ai/deepseek-vl2"),
+        ("actor_rollout_ref.model.path", "mistralai/Pixtral-12B-2409"),
+        ("actor_rollout_ref.model.path", "/models/internvl3"),
+        ("data.train_files", "/data/geo3k/train.parquet"),
+        ("data.train_files", "/data/video/train.parquet"),
+    ],
+)
+def test_names_of_models_and_data_tell_that_a_script_needs_images_or_sound(
+    key: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions("images, video or audio", name)):
+        values([f"{key}={name}"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trainer.project_name=verl_grpo_example_geo3k",
+        "data.train_files=/provision/supervision/train.parquet",
+        "data.train_files=/data/omni-math/train.parquet",
+        "actor_rollout_ref.model.path=/provision/jovis/Qwen3-8B",
+    ],
+)
+def test_names_that_only_look_like_images_are_text(line: str, tmp_path: Path) -> None:
+    assert values([line], tmp_path)

@@ -33,10 +33,13 @@ _CRITIC_LR = 1e-5  # default of the original, in which that of the policy is 1e-
 
 
 _IMAGE_KEYS = ("image_key", "video_key", "audio_key")
-_IMAGE_DATA = re.compile(
-    r"geo3k|geometry3k|(^|[/_-])(vl|vlm|omni|video|audio)([/_.-]|$)|vision", re.I
+_MODALITY = r"(^|[/_.-])(vl|vlm|omni(?![_-]?math)|vision|video|audio|multimodal)\d*([/_.-]|$)"
+_IMAGE_DATA = re.compile(rf"geo3k|geometry3k|{_MODALITY}", re.I)
+_IMAGE_MODEL = re.compile(
+    rf"{_MODALITY}|-(1|4|4\.\d|4_1)V(-|$)|(^|[/_.-])(MiniCPM-[oV]|InternVL|LLaVA|SmolVLM|PaliGemma"
+    r"|Pixtral|Voxtral|Janus|Idefics|QVQ|Whisper|Ultravox|Ovis)|-R1V",
+    re.I,
 )
-_IMAGE_MODEL = re.compile(r"-VL(-|$)|-(1|4|4\.\d|4_1)V(-|$)|MiniCPM-[oV]|Omni|InternVL|LLaVA", re.I)
 
 
 def needs_images(sections: Sections) -> str:
