@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+import yaml
 
+from import_changes import ROLL
+from msrl.config.sources import read
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.status import KeyStatus
+from msrl.importers.systems import detect_system
 from msrl.importers.table import load_table
 from support import assert_mentions
 
@@ -22,6 +27,9 @@ CHANGING = [
     ("roll", "strategy_config", "additional_configs", {"attention_dropout": 0.1}),
     ("roll", "strategy_config", "seed", 7),
     ("lightrft", "flags", "grad_accum_dtype", "bf16"),
+    ("lightrft", "flags", "system_prompt", "You are"),
+    ("mindspeed_rl", "rl_config", "use_dp_batch_balance", True),
+    ("roll", "top", "global_template", "qwen2_5"),
     ("mindspeed_llm", "train", "sparse_mode", 4),
     ("mindspeed_llm", "train", "padded_samples", True),
     ("mindspeed_llm", "train", "cut_max_seqlen", True),
@@ -99,3 +107,35 @@ def test_a_secret_in_the_text_of_a_problem_is_not_printed(tmp_path: Path) -> Non
     with pytest.raises(MsrlError) as error:
         translate_arguments("verl", [verl(tmp_path, text)])
     assert secret not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"actor_train.strategy_args.strategy_config.fp16": True}, "fp16=true"),
+        ({"actor_infer.generating_args.num_beams": 4}, "num_beams=4"),
+        ({"actor_infer.model_update_frequency": 4}, "model_update_frequency=4"),
+        ({"reference.strategy_args.strategy_config.fp16": True}, "fp16=true"),
+    ],
+)
+def test_a_refused_key_of_roll_is_refused_in_every_worker(
+    changes: dict[str, object], key: str, tmp_path: Path
+) -> None:
+    tree = copy.deepcopy(ROLL)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        target = tree
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[name] = value
+    file = tmp_path / "roll.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    with pytest.raises(MsrlError) as error:
+        translate_arguments("roll", [str(file)], approximate=True)
+    assert_mentions(error.value, key, "not supported")
+
+
+def test_a_file_of_mindspeed_ray_is_not_one_of_verl(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text("training: {lr: 1.0e-6}\nactor_rollout_ref: {actor_rollout: {}}\n")
+    assert detect_system(read(file), file) == "mindspeed-llm"

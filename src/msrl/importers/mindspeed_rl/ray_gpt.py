@@ -24,7 +24,8 @@ from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
 from msrl.importers.table import Table, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
-MARKS = ("actor_rollout_ref", "resource_pool")
+MARKS = ("resource_pool",)
+MARKS_TOGETHER = frozenset(("actor_rollout_ref", "training"))  # the first also of verl
 SECTIONS = ("megatron", "actor_rollout", "algorithm")
 _OTHER_DEFAULTS = {
     "bf16": False,
