@@ -640,3 +640,12 @@ def test_errors_in_first_generation_files_are_reported(
     assert translation is not None and any(
         re.match(mentions(*fragments), line) for line in translation.errors
     ), translation and translation.errors
+
+
+def test_the_critic_of_roll_averages_sequences_and_has_the_batches_of_the_actor(tmp_path: Path):
+    text = changed(RLVR, ("adv_estimator: grpo", "adv_estimator: gae"))
+    tree = native_tree(imported("roll", text, tmp_path, "yaml"))
+    assert tree["algo"]["value"]["aggregate"] == "seq-mean-token-mean"
+    other = f"{text}critic: {{training_args: {{gradient_accumulation_steps: 3}}}}\n"
+    with pytest.raises(MsrlError, match=mentions("steps=3", "policy", "16", "--approximate")):
+        imported("roll", other, tmp_path, "yaml")

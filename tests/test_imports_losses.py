@@ -311,6 +311,15 @@ def test_lightrft_whitens_by_estimator(flags: str, whitens: bool | None, tmp_pat
     assert tree["algo"]["advantage"].get("whiten") == whitens
 
 
+@pytest.mark.parametrize(("estimator", "mode"), [("gae", "seq-mean-token-mean"), ("rloo", None)])
+def test_the_critic_of_lightrft_averages_sequences(
+    estimator: str, mode: str | None, tmp_path: Path
+) -> None:
+    text = f"{FLAGS} --advantage_estimator {estimator}"
+    algo = native(imported("lightrft", text, tmp_path, "sh"))["algo"]
+    assert algo.get("value", {}).get("aggregate") == mode
+
+
 def test_cpgd_of_lightrft_has_no_drift(tmp_path: Path) -> None:
     text = f"{FLAGS} --advantage_estimator group_norm --use_cpg_loss"
     tree = native(imported("lightrft", text, tmp_path, "sh"))["algo"]

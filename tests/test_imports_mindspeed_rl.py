@@ -498,6 +498,30 @@ def test_ppo_of_mindspeed_rl_trains_a_critic_with_its_settings(folder: Path):
     assert (own.advantage.lam, own.value.clip, own.advantage.gamma) == (0.9, 0.1, 0.99)
 
 
+def test_a_separate_critic_that_averages_by_other_micro_batches_is_reported(folder: Path):
+    separate = {
+        "rl_config__use_integrated_worker": False,
+        "rl_config__colocate_all_models": False,
+        "rl_config__critic_resource": {"num_npus": 8},
+    }
+    grouped = {
+        "actor_config__micro_batch_size": 2,
+        "rl_config__shuffle_mini_batch": False,
+        "critic_config": {"micro_batch_size": 2},
+    }
+    translation = translated(PRESENT, folder, _dotted({**PPO, **grouped}))
+    tree = plain(translation.complete_tree())["algo"]
+    assert tree["value"]["aggregate"] == tree["aggregate"]["mode"] == "micro-batch-mean"
+    assert not [line for line in translation.differences if "critic" in line]
+    translation = translated(PRESENT, folder, _dotted({**PPO, **grouped, **separate}))
+    (line,) = [line for line in translation.differences if "critic" in line]
+    assert_mentions(line, "critic_resource", "value loss", "--approximate")
+
+
+def _dotted(changes: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace("__", "."): value for key, value in changes.items()}
+
+
 def test_critic_keys_have_no_effect_without_gae(folder: Path):
     keys = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
     for stage in ("ray_grpo", "ray_ppo"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msrl.config.messages import node_at
 from msrl.config.sections.roles import CriticOptimizerConfig
 from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.micro_batches import VALUE_MODE
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -51,4 +53,15 @@ def report_other_batches(critic: Keys, policy: Keys, names: Iterable[str]) -> No
         entry = critic.get(name)
         if entry is not None and entry.value != policy.value(name):
             text = f"the critic of msrl has the batches of the policy, {policy.value(name)}"
-            critic.translation.difference(entry, text)
+            if critic.translation.is_recorded(entry):
+                critic.translation.report_difference(entry, text)
+            else:
+                critic.translation.difference(entry, text)
+
+
+def report_other_ranks(translation: Translation, entry: SourceKey) -> None:
+    """Report that a separate critic averages its loss over other ranks than the policy."""
+    mode = node_at(translation.tree, VALUE_MODE.split("."))
+    if mode is not None and mode.value == "micro-batch-mean":
+        text = "the value loss is averaged by the ranks of the critic, in msrl by the policy's"
+        translation.report_difference(entry, text)

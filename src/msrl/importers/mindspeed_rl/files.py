@@ -19,6 +19,7 @@ from msrl.importers.critic import (
     assign_critic_optimizer,
     record_unused,
     report_other_batches,
+    report_other_ranks,
 )
 from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
@@ -231,6 +232,8 @@ class _RlFile:
             else:
                 self.translation.assign(entry, [f"cluster.roles.{role}.devices"], entry.value)
                 self._separate.add(role)
+        if role == "critic" and role in self._separate:
+            report_other_ranks(self.translation, resource)
         self.translation.record(resource, KeyStatus.APPLIED, "key by key")
 
     def _has_critic(self) -> bool:

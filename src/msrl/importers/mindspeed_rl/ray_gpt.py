@@ -14,7 +14,12 @@ from pathlib import Path
 
 from msrl.config.sources import Node, Origin, wrap
 from msrl.errors import nearest
-from msrl.importers.critic import assign_critic_optimizer, record_unused, report_other_batches
+from msrl.importers.critic import (
+    assign_critic_optimizer,
+    record_unused,
+    report_other_batches,
+    report_other_ranks,
+)
 from msrl.importers.hydra import Override, composed
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
@@ -340,6 +345,8 @@ class _RayGptFile:
         if size is None:
             return self.translation.add_error(entry, "must be a list of numbers of devices, as [4]")
         self.translation.assign(entry, [f"cluster.roles.{role}.devices"], size)
+        if role == "critic":
+            report_other_ranks(self.translation, entry)
         return put_layout(self.translation, role, keys, self.megatron)
 
     def _has_critic(self) -> bool:
