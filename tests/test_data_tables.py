@@ -203,3 +203,13 @@ def test_parts_of_a_split_in_folders_are_one_subset(tmp_path: Path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
     assert len(read(tmp_path)) == 3
+
+
+def test_rows_that_repeat_a_large_text_are_decoded_a_few_at_a_time(tmp_path: Path):
+    entry = "x" * (32 << 20)
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 600, pa.int32()), [entry])
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": column}), path)
+    assert path.stat().st_size < 8 << 20
+    batches = [len(batch.rows) for batch in read_batches((path,)) if batch.first < 100]
+    assert max(batches) <= 33

@@ -420,3 +420,10 @@ def test_members_of_metadata_that_have_a_meaning_are_reported_by_name():
     metadata = {"loss_mask": [0], "index": 3, "is_correct": False, "tools": []}
     _, unread = read("sharegpt", {**ROWS["sharegpt"], "metadata": metadata})
     assert unread == {"metadata": 1, "metadata.loss_mask": 1, "metadata.is_correct": 1}
+
+
+@pytest.mark.parametrize("key", ["tie", "preference", "winner", "\uff57inner"])
+def test_a_key_that_says_which_side_is_better_is_refused_in_pairs(key: str):
+    with pytest.raises(MsrlError, match=mentions(f"column {key}", "better", f"--ignore {key}")):
+        read("pairs", {**ROWS["pairs"], key: 2})
+    assert read("pairs", {**ROWS["pairs"], key: False})[1] == {key: 1}

@@ -454,3 +454,13 @@ def test_arguments_with_a_key_twice_are_refused():
 def test_a_missing_value_of_pandas_is_no_answer():
     with pytest.raises(MsrlError, match=mentions("not a known format", "answer")):
         read("auto", [{"question": "q", "answer": float("nan")}])
+
+
+def test_different_calls_in_tool_calls_and_function_call_are_refused():
+    calls = {"tool_calls": [{"function": {"name": "f"}}], "function_call": {"name": "g"}}
+    row = {"messages": [QUESTION, {"role": "assistant", "content": "", **calls}]}
+    with pytest.raises(MsrlError, match=mentions("turn 2", "tool_calls and function_call")):
+        read("auto", [row])
+    same = {**calls, "function_call": {"name": "f", "arguments": "{}"}}
+    row = {"messages": [QUESTION, {"role": "assistant", "content": "", **same}]}
+    assert read("auto", [row])[0].messages[-1].content.count("<tool_call>") == 1

@@ -31,6 +31,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 MAX_ROWS = 512
 MAX_BYTES = 1 << 20
 MAX_LINE_BYTES = 256 << 20
+_MAX_DECODED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,26 @@ def _batch_rows(metadata: Any, path: Path) -> int:
         raise MsrlError(
             f"{path}: its rows have {largest:,} bytes (limit: {MAX_LINE_BYTES:,}). Split them."
         )
-    return min(MAX_ROWS, max(1, MAX_LINE_BYTES // largest))
+    return min(MAX_ROWS, max(1, MAX_LINE_BYTES // largest), _dictionary_rows(metadata))
+
+
+def _dictionary_rows(metadata: Any) -> int:
+    """Return the number of rows to decode at once if every row is the largest entry of its column.
+
+    A column with a dictionary writes an entry once for all rows that have it, so that the size of
+    a row group says nothing about its rows. An entry is not larger than the column.
+    """
+    largest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(i) for i in range(group.num_columns))
+        sizes = [
+            column.total_uncompressed_size
+            for column in columns
+            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
+        ]
+        largest = max(largest, sum(sizes))
+    return max(1, _MAX_DECODED_BYTES // largest)
 
 
 def _row_batches(table: Any, path: Path, first: int) -> Iterator[RowBatch]:

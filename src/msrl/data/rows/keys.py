@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
+from unicodedata import normalize
 
 from msrl.errors import MsrlError
 
@@ -178,6 +179,13 @@ MEANINGS = (
         "Name the side with --map-keys, as in '{\"rejected\": \"COLUMN\"}'", frozenset({"pairs"}),
     ),
     Meaning(
+        "better side",
+        ("preference", "overall_preference", "winner", "better_response_id", "tie", "is_tie"),
+        (), _is_true, "which side is better is not read",
+        "Write the better side into the column of the chosen answer, and remove ties",
+        frozenset({"pairs"}),
+    ),
+    Meaning(
         "label", ("label", "labels", "kto_tag"), ("kto",), _is_label,
         "answers labeled as desirable or not (KTO)",
         "Preprocess the rows for train-dpo with handler labeled",
@@ -269,7 +277,8 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _pieces(name: str) -> list[str]:
-    return [piece for piece in re.split(r"[\W_]+", name) if piece]
+    # Full-width letters and the like are those of ASCII.
+    return [piece for piece in re.split(r"[\W_]+", normalize("NFKC", name)) if piece]
 
 
 def _singular(word: str) -> str:

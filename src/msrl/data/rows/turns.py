@@ -290,10 +290,16 @@ def _read_calls(turn: dict[str, Any], location: str) -> Iterator[ToolCall]:
     calls = turn.get("tool_calls") or []
     if not isinstance(calls, list):
         raise MsrlError(f"{location}: tool_calls is {type(calls).__name__}, not a list")
-    if not calls and turn.get("function_call"):
-        calls = [turn["function_call"]]
-    for call in calls:
-        yield _read_call(call, location)
+    read = [_read_call(call, location) for call in calls]
+    if older := turn.get("function_call"):
+        call = _read_call(older, location)
+        if read and [item[:2] for item in read] != [call[:2]]:
+            raise MsrlError(
+                f"{location}: tool_calls and function_call: the turn has different calls. Remove "
+                "one of them."
+            )
+        read = read or [call]
+    yield from read
 
 
 def _read_call(call: Any, location: str) -> ToolCall:
