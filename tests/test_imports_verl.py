@@ -457,3 +457,11 @@ def test_names_of_models_and_data_tell_that_a_script_needs_images_or_sound(
 )
 def test_names_that_only_look_like_images_are_text(line: str, tmp_path: Path) -> None:
     assert values([line], tmp_path)
+
+
+def test_a_critic_has_the_betas_of_the_policy_which_megatron_does_not_read(tmp_path: Path) -> None:
+    gae, other = "algorithm.adv_estimator=gae", "critic.optim.betas=[0.8,0.9]"
+    assert values([gae, "critic.optim.betas=\"'[0.9, 0.999]'\""], tmp_path)
+    assert values([gae, other, "model_engine=megatron"], tmp_path)
+    with pytest.raises(MsrlError, match=mentions("critic.optim.betas", "policy")):
+        values([gae, other], tmp_path)

@@ -241,8 +241,11 @@ def put_optimizer(sections: Sections, name: str, native: str) -> None:
         policy = sections[OPTIM]
         if sections.is_megatron:
             keys.record("betas", KeyStatus.DEAD, _NO_BETAS)
-        for key in ("betas", "clip_grad"):
-            _require_equal(keys, key, policy.value(key))
+        elif _betas(keys) == _betas(policy):
+            keys.record("betas", KeyStatus.SAME, "that of the policy")
+        else:
+            _require_equal(keys, "betas", policy.value("betas"))
+        _require_equal(keys, "clip_grad", policy.value("clip_grad"))
     if not sections.is_megatron and keys.value("weight_decay"):
         text = f"{keys.translation.name}: the original also decays biases and norms, msrl matrices"
         if text not in keys.translation.remarks:
@@ -251,18 +254,24 @@ def put_optimizer(sections: Sections, name: str, native: str) -> None:
 
 def _put_betas(sections: Sections, keys: Keys) -> None:
     """Translate the betas of Adam, a list or the text of one."""
-    native, value = "train.optimizer.betas", keys.value("betas")
+    native, value = "train.optimizer.betas", _betas(keys)
     if sections.is_megatron:
         keys.record("betas", KeyStatus.DEAD, _NO_BETAS)
         return keys.translation.set_default(native, [0.9, 0.999])
-    if isinstance(value, str):
-        try:
-            value = [float(number) for number in value.strip("[]() ").split(",")]
-        except ValueError:
-            value = None
-    if not isinstance(value, list):
+    if value is None:
         return keys.add_error("betas", "must be a list of two numbers, such as [0.9, 0.999]")
     return keys.assign("betas", [native], value)
+
+
+def _betas(keys: Keys) -> object:
+    """Return the list of betas; None if it is none."""
+    value = keys.value("betas")
+    if isinstance(value, str):
+        try:
+            return [float(number) for number in value.strip("[]() ").split(",")]
+        except ValueError:
+            return None
+    return value if isinstance(value, list) else None
 
 
 def _put_clipping(sections: Sections) -> None:
