@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -565,3 +566,15 @@ def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_pa
     for result, rows_of_one in zip(results, expected, strict=True):
         assert np.array_equal(result.sequences.values, rows_of_one.sequences.values)
         assert np.array_equal(result.loss_mask, rows_of_one.loss_mask)
+
+
+def test_a_chat_template_that_writes_the_date_is_reported(tmp_path, capsys):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(shared_data("tokenizers", "qwen2.5-0.5b-instruct"), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%d %b %Y') }}" + config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    inputs = jsonl(tmp_path / "g.jsonl", gsm8k(2))
+    keys = {"input": inputs, "handler": "gsm8k", "tokenizer": str(folder), "template": "native"}
+    preprocess(tmp_path / "g", **keys)
+    assert "the current date" in capsys.readouterr().out
