@@ -28,6 +28,7 @@ CHANGING = [
     ("roll", "strategy_config", "seed", 7),
     ("lightrft", "flags", "grad_accum_dtype", "bf16"),
     ("lightrft", "flags", "system_prompt", "You are"),
+    ("lightrft", "flags", "enable_ema", True),
     ("mindspeed_rl", "rl_config", "use_dp_batch_balance", True),
     ("roll", "top", "global_template", "qwen2_5"),
     ("mindspeed_llm", "train", "sparse_mode", 4),
