@@ -57,6 +57,8 @@ MATH: Changes = {
     "custom_envs": {"Lake": {"env_type": "roll_math", "env_config": {}}},
 }
 ROOM: Changes = {**AGENTIC, "train_env_manager.tags": ["Room"]}
+# Of v0.1.0, whose templates show a state.
+EARLY: Changes = {**AGENTIC, "custom_envs.Lake.agent_template": "{state}"}
 TAGS: Changes = {
     **AGENTIC,
     "train_env_manager.tags": ["Lake", "Room"],
@@ -175,6 +177,7 @@ ROLL_CASES: dict[str, Case] = {
     "env_config.max_steps": (AGENTIC, 9), "env_config.format_penalty": (AGENTIC, -0.5),
     "env_config.env_instruction": (AGENTIC, "Go!"), "env_config.dim_room": (ROOM, [6, 6]),
     "env_config.num_boxes": (ROOM, 2),
+    "env_manager.format_penalty": (EARLY, -0.25),
     "reward_normalization.grouping": (NORM, "traj_group_id"),
     "reward_normalization.method": (NORM, "mean"),
     "reward_normalization.norm_mean_type": (AGENTIC, "batch"),
