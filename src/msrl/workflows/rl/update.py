@@ -228,10 +228,7 @@ class Updater:
         if turns is not None:
             rewards = placed_rewards(self._config, rewards, groups, turns)
         distribution = _distribution(plain, logprobs)
-        greedy_rewards = None
-        if needs_greedy(self._config):
-            greedy_rewards = self._rewards.greedy_rewards(groups)
-            metrics["greedy_reward"] = _mean(greedy_rewards[decided.any(axis=1)])
+        greedy_rewards = self._greedy_rewards(groups, decided, metrics)
         advantages = estimate_advantages(algo, rewards, values, distribution, greedy_rewards, turns)
         if taught is not None:
             is_kept = rewards.everywhere(keep)
@@ -252,6 +249,19 @@ class Updater:
             critic_sequences = with_targets(sequences, plain, values, returns)
         counts = sequence_counts(groups)
         return PreparedStep(samples, sequences, metrics, critic_sequences, counts)
+
+    def _greedy_rewards(
+        self,
+        groups: Sequence[ScoredGroup],
+        decided: NDArray[np.bool_],  # [P, G]
+        metrics: dict[str, float],
+    ) -> Reals | None:  # [P]
+        """Return the rewards of greedy responses if needed, and add their mean to the metrics."""
+        if not needs_greedy(self._config):
+            return None
+        rewards = self._rewards.greedy_rewards(groups)
+        metrics["greedy_reward"] = _mean(rewards[decided.any(axis=1)])
+        return rewards
 
     def _kl_penalty(
         self, plain: Sequences, logprobs: _StepLogprobs
