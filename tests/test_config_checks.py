@@ -302,7 +302,7 @@ def test_a_conversion_is_checked_before_it_starts(folder: Path):
     )
     assert_each_mentions(
         mistakes("convert-ckpt", "convert.command=mcore2hf", "convert.load=model"),
-        ("--set: convert.load=model", "latest_checkpointed_iteration.txt", "mcore"),
+        ("--set: convert.load=model", "Hugging Face", "hf2mcore"),
         ("convert.save", "missing", "--save"),
     )
     make_mcore(folder / "mcore")

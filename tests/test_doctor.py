@@ -77,8 +77,10 @@ def test_versions_that_fit_are_those_of_the_extras():
         packages = get(platform).stack
         extra = re.search(rf"^{platform} = \[(.*?)\]$", text, re.S | re.M)
         engine = re.search(r"^engine = \[(.*?)^\]$", text, re.S | re.M)
-        assert extra and engine
-        pinned = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?((?:[=<>]=?)[^";]+)', extra[1] + engine[1]))
+        light = re.search(r"^dependencies = \[(.*?)^\]$", text, re.S | re.M)
+        assert extra and engine and light
+        lists = extra[1] + engine[1] + light[1]
+        pinned = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?((?:[=<>]=?)[^";]+)', lists))
         known = {package: version for package, version in packages.items() if package in pinned}
         assert known == {package: pinned[package] for package in known}
         assert set(packages) - set(known) <= {"vllm"}  # from source on NPU

@@ -30,7 +30,7 @@ def text(response, answer):
     return response * 5000
 
 def mapping(response, answer):
-    return {"score": 1.0}
+    return {"value": 1.0}
 
 def nothing(response, answer):
     return None
@@ -82,7 +82,7 @@ def refusal(scores, **options):
         ("raises", "error", "KeyError: 'no such column\\nat all'"),
         ("nan", "error", "nan"),
         ("text", "error", "(str)"),
-        ("mapping", "error", "(dict)"),
+        ("mapping", "error", "'score'"),
         ("nothing", "error", "(NoneType)"),
         ("leaves", "error", "SystemExit: 3"),
         ("exits", "crash", "died"),

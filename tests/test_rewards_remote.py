@@ -407,7 +407,8 @@ def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
         [Source(url="http://127.0.0.1:9/", **source), Source(verifier="exact_match")], 1
     ) as scorer:
         scores = scorer.score([group("4", "b")])
-    assert (totals(scores), scores.failures) == ([[1.0, 0.0]], {"remote/error": 2})
+    assert (totals(scores), scores.failures) == ([[0.0, 0.0]], {"remote/error": 2})
+    assert not any(scores.groups[0].is_decided)
 
 
 def test_repeated_requests_are_counted():

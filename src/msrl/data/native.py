@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -303,10 +303,15 @@ def _opens_thought(folder: str, enable_thinking: bool | None) -> bool:
     """Return True if the generation prompt of a chat template begins a thought."""
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     question = [{"role": "user", "content": "q"}]
+    apply = partial(
+        _hf(folder).apply_chat_template,
+        question,
+        **options,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
     try:
-        text: str = _hf(folder).apply_chat_template(
-            question, **options, tokenize=False, add_generation_prompt=True
-        )
+        text: str = run_within(_TIME_LIMIT_S, apply)
     except Exception:  # rendering the rows reports what is wrong with the template
         return False
     return text.rstrip().endswith(THOUGHT[0])
