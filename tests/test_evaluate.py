@@ -375,9 +375,9 @@ def test_episodes_are_evaluated_with_success_turns_and_tool_errors(
     out = tmp_path / "out"
     sections = {"environment": environment, "rollout": rollout, "reward": {}}
     evaluation.run(config(inputs, out, "base", **sections))
-    header, line = capsys.readouterr().out.splitlines()
-    assert header.split()[:4] == ["checkpoint", "pass@1", "pass@2", "pass@4"]
-    assert "tool errors" in header and "50.0%" in line
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("base", "pass@1", "pass@2", "pass@4"))
+    assert "tool errors" in output and "50.0%" in output
     rows = [json.loads(row) for row in (out / "samples/base.jsonl").open()]
     (checkpoint,) = json.loads((out / "results.json").read_text())["checkpoints"]
     right = np.array([row["success"] for row in rows], dtype=float).reshape(len(ROWS), 4)
