@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -120,6 +120,33 @@ def _call(name: str, value: Any, text: str, id_: str | None = None) -> ToolCall 
     if not name:
         return MalformedCall(text, "the call needs a name")
     return ToolCall(name, value or {}, id_)
+
+
+CallReader = Callable[[str, int], tuple[ToolCall | MalformedCall, int]]
+"""Function of a text and a position that returns the call that begins there, and its end."""
+
+
+def parse_section(text: str, begin: str, call_begin: str, read_call: CallReader) -> ParsedAnswer:
+    """Return the calls of an answer, each of which follows a mark.
+
+    Args:
+        text: Text of an answer.
+        begin: Mark in front of all calls, which may be missing.
+        call_begin: Mark in front of each call.
+        read_call: Reader of the text after `call_begin`.
+    """
+    start = min((text.find(mark) for mark in (begin, call_begin) if mark in text), default=-1)
+    if start < 0:
+        return ParsedAnswer(text.strip())
+    calls: list[ToolCall | MalformedCall] = []
+    position = text.find(call_begin, start)
+    if position < 0:
+        calls.append(MalformedCall(text[start:], f"{call_begin} is missing"))
+    while position >= 0:
+        call, end = read_call(text, position + len(call_begin))
+        calls.append(call)
+        position = text.find(call_begin, end)
+    return ParsedAnswer(text[:start].strip(), tuple(calls))
 
 
 def named_json_call(

@@ -18,6 +18,7 @@ from msrl.environments.tool_call import (
     ParsedAnswer,
     named_json_call,
     next_mark,
+    parse_section,
     read_json,
 )
 from msrl.environments.tool_formats._tags import Tags, parse_tags
@@ -46,10 +47,7 @@ def parse(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
     for block in ("tool_calls", "function_calls"):
         if f"<{_DSML}{block}>" in text:
             return parse_tags(text, _dsml(block), tools)
-    start = min((text.find(mark) for mark in (_BEGIN, _CALL_BEGIN) if mark in text), default=-1)
-    if start < 0:
-        return ParsedAnswer(text.strip())
-    return ParsedAnswer(text[:start].strip(), tuple(_read_calls(text, start)))
+    return parse_section(text, _BEGIN, _CALL_BEGIN, _read_call)
 
 
 def render(calls: Iterable[ToolCall]) -> str:
@@ -62,16 +60,6 @@ def _render_call(call: ToolCall) -> str:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     body = f"function{_SEPARATOR}{call.name}\n```json\n{arguments}\n```"
     return f"{_CALL_BEGIN}{body}{_CALL_END}"
-
-
-def _read_calls(text: str, start: int) -> Iterable[ToolCall | MalformedCall]:
-    position = text.find(_CALL_BEGIN, start)
-    if position < 0:
-        yield MalformedCall(text[start:], f"{_CALL_BEGIN} is missing")
-    while position >= 0:
-        call, end = _read_call(text, position + len(_CALL_BEGIN))
-        yield call
-        position = text.find(_CALL_BEGIN, end)
 
 
 def _read_call(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:

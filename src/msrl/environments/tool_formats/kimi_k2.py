@@ -10,7 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 from msrl.data.rows.turns import ToolCall
-from msrl.environments.tool_call import MalformedCall, ParsedAnswer, named_json_call, next_mark
+from msrl.environments.tool_call import (
+    MalformedCall,
+    ParsedAnswer,
+    named_json_call,
+    next_mark,
+    parse_section,
+)
 from msrl.types import JsonObject
 
 MARKS = (("<|tool_call_begin|>",), ("<|tool_calls_section_begin|>",))
@@ -23,10 +29,7 @@ _HEAD = re.compile(rf"\s*(?:functions\.)?([^<\s:]+):(\d+)\s*{re.escape(_ARGUMENT
 
 def parse(text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
     """Return the calls of an answer. The last call may lack its closing token."""
-    start = min((text.find(mark) for mark in (_BEGIN, _CALL_BEGIN) if mark in text), default=-1)
-    if start < 0:
-        return ParsedAnswer(text.strip())
-    return ParsedAnswer(text[:start].strip(), tuple(_read_calls(text, start)))
+    return parse_section(text, _BEGIN, _CALL_BEGIN, _read_call)
 
 
 def render(calls: Iterable[ToolCall]) -> str:
@@ -38,16 +41,6 @@ def render(calls: Iterable[ToolCall]) -> str:
 def _render_call(call: ToolCall, number: int) -> str:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return f"{_CALL_BEGIN}functions.{call.name}:{number}{_ARGUMENTS}{arguments}{_CALL_END}"
-
-
-def _read_calls(text: str, start: int) -> Iterable[ToolCall | MalformedCall]:
-    position = text.find(_CALL_BEGIN, start)
-    if position < 0:
-        yield MalformedCall(text[start:], f"{_CALL_BEGIN} is missing")
-    while position >= 0:
-        call, end = _read_call(text, position + len(_CALL_BEGIN))
-        yield call
-        position = text.find(_CALL_BEGIN, end)
 
 
 def _read_call(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:
