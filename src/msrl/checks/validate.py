@@ -95,7 +95,7 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
 def find_missing_paths(resolved: Resolved, command: str) -> list[str]:
     """Return the errors about files and folders that a configuration names and that do not exist.
 
-    Its other errors may follow from values that are invalid and were left out.
+    Invalid values were removed from the configuration, so its other errors may follow from that.
     """
     try:
         errors = find_errors(resolved, resolve(resolved.config, command))

@@ -66,14 +66,14 @@ def with_own_options(text: str, own: str, commands: Commands) -> str:
 
     def replace(match: re.Match[str]) -> str:
         option = match[1]
-        others = {name: known[option] for name, known in commands.items() if option in known}
+        owners = {name: known[option] for name, known in commands.items() if option in known}
         sentence = _SENTENCE_END.split(text[: match.start()])[-1]
-        if not others or own in others or any(_is_named(name, sentence) for name in others):
+        if not owners or own in owners or any(_is_named(name, sentence) for name in owners):
             return match[0]
-        key = _key(own, others)
+        key = _key(own, owners)
         if key is None:
-            return f"msrl {next(iter(others))} {match[0]}"
-        if next(iter(others.values())).is_flag:
+            return f"msrl {next(iter(owners))} {match[0]}"
+        if next(iter(owners.values())).is_flag:
             return f"--set {key}={'false' if option.startswith('--no-') else 'true'}"
         return f"--set {key}=" if match[2] else key
 
@@ -85,9 +85,9 @@ def _is_named(command: str, sentence: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(command.split()[-1])}(?![\w-])", sentence) is not None
 
 
-def _key(own: str, others: Mapping[str, _Option]) -> str | None:
+def _key(own: str, owners: Mapping[str, _Option]) -> str | None:
     """Return the key that the option of other commands sets and that command `own` reads."""
-    for name, option in others.items():
+    for name, option in owners.items():
         key = option_key(name.split()[0], option.parameter)
         if key is not None and reads_section(own.split()[0], key.partition(".")[0]):
             return key

@@ -1,6 +1,6 @@
 """JSON of rows, in which a key that an object has twice is an error.
 
-Python keeps the last of both values without a word, and other readers the first one.
+Python silently keeps the last of both values, and other readers the first one.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _renderable(
 
 @dataclass(frozen=True, slots=True)
 class _Converted:
-    """Usable rows of a batch with their offsets, and what became of the others."""
+    """Usable rows of a batch with their offsets, and the dropped and bad ones."""
 
     offsets: list[int]
     items: list[Any]

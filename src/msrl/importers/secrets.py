@@ -137,7 +137,7 @@ def masked(text: str) -> str:
 
 
 def reference(name: str) -> str:
-    """Return the text that stands for the value of an environment variable."""
+    """Return the reference to an environment variable, which the loader replaces by its value."""
     return f"${{env:{name}}}"
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msrl.data
+import msrl.thoughts
 from msrl.config.schema import PreprocessConfig
 from msrl.data.files.location import names_rows
 from msrl.data.files.readers import find_files
@@ -187,7 +188,8 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
 def _code_digest() -> str:
     """Return the digest of the code that reads, renders and writes data."""
     folder = Path(str(msrl.data.__file__)).parent
-    digests = [f"{path.relative_to(folder)} {_sha256(path)}" for path in folder.rglob("*.py")]
+    files = [*folder.rglob("*.py"), Path(str(msrl.thoughts.__file__))]
+    digests = [f"{path.name} {_sha256(path)}" for path in files]
     return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a value of `data.train`, `data.eval` or `data.blend` names: preprocessed data, or rows.
+"""Values of `data.train`, `data.eval` and `data.blend`, which name preprocessed data or rows.
 
 Preprocessed data is named by its prefix; rows are a data file, a folder or a glob.
 """

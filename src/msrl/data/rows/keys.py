@@ -158,7 +158,7 @@ MEANINGS = (
          "train_detail", "training_detail", "train_on_turn", "sample_weight"),
         (), _is_no_full_weight, _NO_MASK, _MASK_REMEDY, _ALL,
     ),
-    # Nobody knows whether 1 means trained or left out under other names.
+    # Under other names, 1 may mean that a part is trained or that it is skipped.
     Meaning(
         "other mask or weight", (),
         ("loss", "mask", "masked", "train", "trained", "training", "trainable", "weight"),
@@ -321,7 +321,7 @@ def meaning_of(name: str, kind: str | None = None) -> Meaning | None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to do with rows that have the same keys."""
+    """Keys of rows that have the same keys: those with a meaning, those unread and those read."""
 
     checked: tuple[tuple[str, Meaning], ...]
     unread: tuple[str, ...]

@@ -43,7 +43,7 @@ PROGRAMS = {
 }
 _ENTRY = "MindSpeed-LLM's entry to MindSpeed-RL. Import the file of MindSpeed-RL"
 UNSUPPORTED_PROGRAMS = {
-    "evaluation": "msrl has no benchmarks of its own (MMLU, GSM8K, ...). Serve the model with "
+    "evaluation": "msrl includes no benchmarks (MMLU, GSM8K, ...). Serve the model with "
     "`msrl serve` and run lm-evaluation-harness on it, or score own questions with `msrl eval`",
     "train_fsdp2": "MindSpeed-LLM's FSDP2 backend, whose files msrl does not read. Use the script "
     "of the model for Megatron",
