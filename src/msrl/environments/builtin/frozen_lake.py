@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 
 from msrl.environments.base import Environment, StepResult
+from msrl.environments.builtin._game_text import GameText
 from msrl.environments.builtin._grid import (
     ACTIONS,
     Cell,
     choices_note,
     draw,
     reachable,
-    read_action,
 )
-from msrl.environments.builtin._turn_text import TurnText, check_pattern, matched_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -45,14 +44,12 @@ class FrozenLake(Environment):
         size: int,
         hole_share: float,
         max_steps: int,
-        instructions: str,
         *,
         slippery: bool,
         invalid_reward: float,
         random_ends: bool,
         symbols: Sequence[str],
-        action_pattern: str,
-        turn_text: TurnText,
+        texts: GameText,
     ) -> None:
         if size < 2 or not 0 <= hole_share < 1 or max_steps < 1:
             raise MsrlError(
@@ -62,11 +59,8 @@ class FrozenLake(Environment):
         self.size, self._hole_share, self._max_steps = size, hole_share, max_steps
         if symbols and len(symbols) != _NUM_SYMBOLS:
             raise MsrlError(f"environment.options.symbols: must have {_NUM_SYMBOLS} texts")
-        if action_pattern:
-            check_pattern(action_pattern)
         self._random_ends, self._symbols = random_ends, symbols
-        self._pattern, self._turn_text = action_pattern, turn_text
-        self._instructions, self._slippery = instructions, slippery
+        self._texts, self._slippery = texts, slippery
         self._invalid_reward = invalid_reward
         self.goal = Cell(size - 1, size - 1)
         self.player, self.holes = Cell(0, 0), frozenset[Cell]()
@@ -78,18 +72,12 @@ class FrozenLake(Environment):
         self._random = random.Random(self._seed)
         self._draw_map()
         self._num_steps = 0
-        if self._turn_text.template:
-            return self._turn_text.opening(self._instructions, self.text())
-        text = f"{self._instructions}\n\n{self.text()}" if self._instructions else self.text()
-        return [Message("user", text)]
+        return self._texts.opening(self.text())
 
     def step(self, answer: str) -> StepResult:
         """Walk one step."""
         self._num_steps += 1
-        if self._pattern:
-            action = matched_action(answer, self._pattern, ACTIONS)
-        else:
-            action = read_action(answer, opens_thought=self.opens_thought)
+        action = self._texts.action(answer, opens_thought=self.opens_thought)
         if action is None:
             note = choices_note(map(str.capitalize, ACTIONS))
             return self._result(note, is_invalid=True)
@@ -158,10 +146,8 @@ class FrozenLake(Environment):
         if is_done:
             info["success"] = is_success
         reward = float(is_success) + (self._invalid_reward if is_invalid else 0.0)
-        text = f"{note}\n{self.text()}" if note else self.text()
-        if self._turn_text.template:
-            text = self._turn_text.rendered(self.text(), self._num_steps)
-        return StepResult([Message("user", text)], reward, is_done, info)
+        message = self._texts.turn(self.text(), self._num_steps, note)
+        return StepResult([message], reward, is_done, info)
 
     def _symbol(self, cell: Cell) -> str:
         if cell == self.player:
@@ -206,18 +192,18 @@ def environment(
         action_pattern: Regular expression whose last group is the action. Default: answer tags.
         template: Text of a turn with the fields observation, turn_idx, actions_left and
             max_response_length in braces. Default: the map.
-        system: System message before the template.
+        system: System message.
         max_response_length: Value of this field of the template.
     """
     return FrozenLake(
         size,
         hole_share,
         max_steps,
-        instructions,
         slippery=slippery,
         invalid_reward=invalid_reward,
         random_ends=random_ends,
         symbols=symbols or (),
-        action_pattern=action_pattern,
-        turn_text=TurnText(template, system, max_response_length, max_steps),
+        texts=GameText(
+            instructions, template, system, max_response_length, max_steps, action_pattern
+        ),
     )

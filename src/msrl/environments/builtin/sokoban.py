@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msrl.environments.base import Environment, StepResult
-from msrl.environments.builtin._grid import ACTIONS, Cell, choices_note, draw, read_action
-from msrl.environments.builtin._turn_text import TurnText, check_pattern, matched_action
+from msrl.environments.builtin._game_text import GameText
+from msrl.environments.builtin._grid import ACTIONS, Cell, choices_note, draw
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -36,7 +36,6 @@ class Sokoban(Environment):
         num_boxes: int,
         num_pulls: int,
         max_steps: int,
-        instructions: str,
         *,
         wall_share: float,
         step_reward: float,
@@ -44,8 +43,7 @@ class Sokoban(Environment):
         success_reward: float,
         invalid_reward: float,
         symbols: Sequence[str],
-        action_pattern: str,
-        turn_text: TurnText,
+        texts: GameText,
     ) -> None:
         if size < 4 or num_boxes < 1 or not 0 <= wall_share < 1 or min(num_pulls, max_steps) < 1:
             raise MsrlError(
@@ -54,11 +52,9 @@ class Sokoban(Environment):
             )
         if symbols and len(symbols) != _NUM_SYMBOLS:
             raise MsrlError(f"environment.options.symbols: must have {_NUM_SYMBOLS} texts")
-        if action_pattern:
-            check_pattern(action_pattern)
-        self._symbols, self._pattern, self._turn_text = symbols, action_pattern, turn_text
+        self._symbols, self._texts = symbols, texts
         self._size, self._num_boxes, self._num_pulls = size, num_boxes, num_pulls
-        self._max_steps, self._instructions, self._wall_share = max_steps, instructions, wall_share
+        self._max_steps, self._wall_share = max_steps, wall_share
         self._step_reward, self._invalid_reward = step_reward, invalid_reward
         self._box_reward, self._success_reward = box_reward, success_reward
         self.player = Cell(1, 1)
@@ -79,18 +75,12 @@ class Sokoban(Environment):
                 "was found. Use a larger size or fewer boxes."
             )
         self._num_steps = 0
-        if self._turn_text.template:
-            return self._turn_text.opening(self._instructions, self.text())
-        text = f"{self._instructions}\n\n{self.text()}" if self._instructions else self.text()
-        return [Message("user", text)]
+        return self._texts.opening(self.text())
 
     def step(self, answer: str) -> StepResult:
         """Walk or push one step."""
         self._num_steps += 1
-        if self._pattern:
-            action = matched_action(answer, self._pattern, ACTIONS)
-        else:
-            action = read_action(answer, opens_thought=self.opens_thought)
+        action = self._texts.action(answer, opens_thought=self.opens_thought)
         if action is None:
             note = choices_note(map(str.capitalize, ACTIONS))
             return self._result(note, 0, is_invalid=True)
@@ -170,10 +160,8 @@ class Sokoban(Environment):
         reward = self._step_reward + self._box_reward * num_new
         reward += self._success_reward if is_success else 0.0
         reward += self._invalid_reward if is_invalid else 0.0
-        text = f"{note}\n{self.text()}" if note else self.text()
-        if self._turn_text.template:
-            text = self._turn_text.rendered(self.text(), self._num_steps)
-        return StepResult([Message("user", text)], reward, is_done, info)
+        message = self._texts.turn(self.text(), self._num_steps, note)
+        return StepResult([message], reward, is_done, info)
 
     def _symbol(self, cell: Cell) -> str:
         is_target = cell in self.targets
@@ -222,7 +210,7 @@ def environment(
         action_pattern: Regular expression whose last group is the action. Default: answer tags.
         template: Text of a turn with the fields observation, turn_idx, actions_left and
             max_response_length in braces. Default: the room.
-        system: System message before the template.
+        system: System message.
         max_response_length: Value of this field of the template.
     """
     return Sokoban(
@@ -230,13 +218,13 @@ def environment(
         num_boxes,
         num_pulls,
         max_steps,
-        instructions,
         wall_share=wall_share,
         step_reward=step_reward,
         box_reward=box_reward,
         success_reward=success_reward,
         invalid_reward=invalid_reward,
         symbols=symbols or (),
-        action_pattern=action_pattern,
-        turn_text=TurnText(template, system, max_response_length, max_steps),
+        texts=GameText(
+            instructions, template, system, max_response_length, max_steps, action_pattern
+        ),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, cast
 
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import has_key
@@ -263,15 +264,15 @@ def _put_betas(sections: Sections, keys: Keys) -> None:
     return keys.assign("betas", [native], value)
 
 
-def _betas(keys: Keys) -> object:
+def _betas(keys: Keys) -> list[Any] | None:
     """Return the list of betas; None if it is none."""
-    value = keys.value("betas")
+    value: Any = keys.value("betas")
     if isinstance(value, str):
         try:
             return [float(number) for number in value.strip("[]() ").split(",")]
         except ValueError:
             return None
-    return value if isinstance(value, list) else None
+    return cast("list[Any]", value) if isinstance(value, list) else None
 
 
 def _put_clipping(sections: Sections) -> None:

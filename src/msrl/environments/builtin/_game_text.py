@@ -1,12 +1,16 @@
-"""Text around the observations of a game, and actions by a pattern, as imported files set them."""
+"""Texts of a grid game: its messages, and the actions in answers.
+
+By default a message is the observation, and an action stands in `<answer>` tags. Imported files set
+a template of messages, a system message and a pattern of actions instead.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from string import Formatter
 
+from msrl.environments.builtin._grid import ACTIONS, read_action
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -15,20 +19,25 @@ _CONTROL = ("<|im_start|>", "<|im_end|>")  # removed from an answer before a pat
 
 
 @dataclass(frozen=True, slots=True)
-class TurnText:
-    """Template of a user message.
+class GameText:
+    """Texts of an episode.
 
     Attributes:
-        template: Text with the fields of `FIELDS` in braces; `{{` is a brace. Empty for none.
-        system: System message of an episode; empty for none.
+        instructions: Text before the first observation; empty for none.
+        template: Text of a message with the fields of `FIELDS` in braces; `{{` is a brace. Empty:
+            the observation.
+        system: System message; empty for none.
         max_tokens: Value of max_response_length.
         max_steps: Steps of an episode, from which actions_left counts down.
+        action_pattern: Regular expression whose last group is the action. Empty: answer tags.
     """
 
+    instructions: str
     template: str
     system: str
     max_tokens: int
     max_steps: int
+    action_pattern: str
 
     def __post_init__(self) -> None:
         for name in self._names():
@@ -37,6 +46,9 @@ class TurnText:
                 raise MsrlError(
                     f"environment.options.template: {{{name}}}: unknown field. Known: {known}"
                 )
+
+        if self.action_pattern:
+            _check_pattern(self.action_pattern)
 
     def _names(self) -> list[str]:
         try:
@@ -49,14 +61,34 @@ class TurnText:
             if name is not None
         ]
 
-    def opening(self, instructions: str, observation: str) -> list[Message]:
+    def opening(self, observation: str) -> list[Message]:
         """Return the first messages of an episode."""
-        text = f"{instructions}\n" if instructions else ""
+        gap = "\n" if self.template else "\n\n"
+        head = f"{self.instructions}{gap}" if self.instructions else ""
         messages = [Message("system", self.system)] if self.system else []
-        return [*messages, Message("user", text + self.rendered(observation, 0))]
+        return [*messages, Message("user", head + self._rendered(observation, 0))]
 
-    def rendered(self, observation: str, num_steps: int) -> str:
-        """Return the text of a turn after `num_steps` steps."""
+    def turn(self, observation: str, num_steps: int, note: str = "") -> Message:
+        """Return the message after `num_steps` steps. A template shows no note on the action."""
+        if note and not self.template:
+            observation = f"{note}\n{observation}"
+        return Message("user", self._rendered(observation, num_steps))
+
+    def action(self, answer: str, *, opens_thought: bool) -> str | None:
+        """Return the action of an answer, or None."""
+        if not self.action_pattern:
+            return read_action(answer, opens_thought=opens_thought)
+        text = answer
+        for token in _CONTROL:
+            text = text.replace(token, "").strip()
+        match = re.search(self.action_pattern, text, re.DOTALL)
+        name = match[match.re.groups].strip().lower() if match and match[match.re.groups] else ""
+        return name if name in ACTIONS else None
+
+    def _rendered(self, observation: str, num_steps: int) -> str:
+        """Return the text of a message after `num_steps` steps."""
+        if not self.template:
+            return observation
         values = {
             "observation": observation,
             "turn_idx": str(num_steps + 1),
@@ -69,7 +101,7 @@ class TurnText:
         )
 
 
-def check_pattern(pattern: str) -> None:
+def _check_pattern(pattern: str) -> None:
     """Raise MsrlError for a pattern that is no regular expression with one or two groups."""
     try:
         count = re.compile(pattern).groups
@@ -80,13 +112,3 @@ def check_pattern(pattern: str) -> None:
             f"environment.options.action_pattern={pattern}: must have one group, the action, or "
             "two, a thought and the action"
         )
-
-
-def matched_action(answer: str, pattern: str, choices: Iterable[str]) -> str | None:
-    """Return the action in the last group of the first match, in any case; None without one."""
-    text = answer
-    for token in _CONTROL:
-        text = text.replace(token, "").strip()
-    match = re.search(pattern, text, re.DOTALL)
-    name = match[match.re.groups].strip().lower() if match and match[match.re.groups] else ""
-    return next((choice for choice in choices if choice.lower() == name), None)
