@@ -34,7 +34,8 @@ class Tags:
         call_end: Closing tag of a call.
         argument: Opening tag of an argument; group 1 is its name, other groups are passed on.
         argument_end: Closing tag of an argument.
-        read: Function of (text of the argument, match of `argument`, schema) for its value.
+        read: Function of (text of the argument, match of `argument`, schema) for its value, by
+            default `typed_value` of text and schema.
     """
 
     block: tuple[str, str] | None
@@ -42,7 +43,9 @@ class Tags:
     call_end: str
     argument: re.Pattern[str]
     argument_end: str
-    read: Callable[[str, re.Match[str], object], Any]
+    read: Callable[[str, re.Match[str], object], Any] = lambda text, _, schema: typed_value(
+        text, schema
+    )
 
 
 def parse_tags(text: str, tags: Tags, tools: Sequence[JsonObject]) -> ParsedAnswer:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import ParsedAnswer
-from msrl.environments.tool_formats._tags import Tags, parse_tags, typed_value
+from msrl.environments.tool_formats._tags import Tags, parse_tags
 from msrl.types import JsonObject
 
 MARKS = (("<arg_key>",),)
@@ -39,15 +38,10 @@ def _render_call(call: ToolCall) -> str:
     return "\n".join([*lines, "</tool_call>"])
 
 
-def _read(text: str, _: re.Match[str], schema: object) -> Any:
-    return typed_value(text, schema)
-
-
 _TAGS = Tags(
     block=None,
     call=re.compile(r"<tool_call>([^<]*)"),
     call_end="</tool_call>",
     argument=re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
     argument_end="</arg_value>",
-    read=_read,
 )

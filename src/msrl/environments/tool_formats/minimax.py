@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msrl.data.rows.turns import ToolCall
 from msrl.environments.tool_call import (
@@ -19,7 +18,7 @@ from msrl.environments.tool_call import (
     next_mark,
     scan_json,
 )
-from msrl.environments.tool_formats._tags import Tags, parse_tags, typed_value
+from msrl.environments.tool_formats._tags import Tags, parse_tags
 from msrl.types import JsonObject
 
 MARKS = (("<minimax:tool_call>",), ("<tool_calls>", "</tool_calls>"))
@@ -69,15 +68,10 @@ def _read_objects(text: str, start: int) -> tuple[list[ToolCall | MalformedCall]
     return calls or [MalformedCall(text, "a call is missing")], len(text)
 
 
-def _read(text: str, _: re.Match[str], schema: object) -> Any:
-    return typed_value(text, schema)
-
-
 _TAGS = Tags(
     block=_BLOCK,
     call=re.compile(r"<invoke name=[\"']?([^\"'>\n]*)[\"']?>"),
     call_end="</invoke>",
     argument=re.compile(r"<parameter name=[\"']?([^\"'>\n]*)[\"']?>"),
     argument_end="</parameter>",
-    read=_read,
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-_REPLACED = (
+REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
-_REMOVED = (
+REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units",
     "\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm",
     "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
@@ -33,9 +33,9 @@ def normal_form(answer: str) -> str:
     `\frac{1}{2}`.
     """
     text = answer.rpartition("=")[2]
-    for old, new in _REPLACED:
+    for old, new in REPLACED:
         text = text.replace(old, new)
-    for word in _REMOVED:
+    for word in REMOVED:
         text = text.replace(word, "")
     text = _MATH.sub(r"\1", text)
     text = _WRAPPED.sub(r"\1", text)

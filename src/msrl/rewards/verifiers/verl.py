@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
+from msrl.rewards.math.minerva import REMOVED, REPLACED
+
 WRONG = 0.0
 NEEDS_ANSWER = True
 
@@ -137,17 +139,7 @@ def _as_fraction(text: str) -> str:
 
 # --- DAPO ---
 
-_DAPO_REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
-)  # fmt: skip
-_DAPO_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots",
-    "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds",
-    "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
-    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
-    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
-)  # fmt: skip
+_DAPO_REMOVED = tuple(word for word in REMOVED if word != "ft")
 _DAPO_PATTERNS = (
     (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
@@ -171,7 +163,7 @@ def _is_right_in_dapo(response: str, answer: str) -> bool:
 
 def _dapo_form(text: str) -> str:
     text = text.split("=")[-1]
-    for old, new in _DAPO_REPLACED:
+    for old, new in REPLACED:
         text = text.replace(old, new)
     for old in _DAPO_REMOVED:
         text = text.replace(old, "")
