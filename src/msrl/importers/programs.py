@@ -10,51 +10,15 @@ from msrl.importers.shell import Script, Word
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Commands that only prepare folders, the shell and its output.
-_HOUSEKEEPING = frozenset(
-    [
-        "cd",
-        "pushd",
-        "popd",
-        "ls",
-        "pwd",
-        "mkdir",
-        "touch",
-        "sleep",
-        "wait",
-        "date",
-        "tee",
-        "ulimit",
-        "umask",
-        "trap",
-        "alias",
-        "shopt",
-        "clear",
-        "sync",
-        "hostname",
-        "true",
-        "false",
-        ":",
-        "[",
-        "]",
-        "test",
-        "getopts",
-    ]
-)
-_WRAPPERS = frozenset(
-    [
-        "nohup",
-        "sudo",
-        "time",
-        "exec",
-        "nice",
-        "env",
-        "stdbuf",
-        "timeout",
-        "numactl",
-        "taskset",
-        "srun",
-    ]
-)
+_HOUSEKEEPING = frozenset({
+    "cd", "pushd", "popd", "ls", "pwd", "mkdir", "touch", "sleep", "wait", "date", "tee",
+    "ulimit", "umask", "trap", "alias", "shopt", "clear", "sync", "hostname", "true", "false",
+    ":", "[", "]", "test", "getopts",
+})  # fmt: skip
+_WRAPPERS = frozenset({
+    "nohup", "sudo", "time", "exec", "nice", "env", "stdbuf", "timeout", "numactl", "taskset",
+    "srun",
+})  # fmt: skip
 _UNKNOWN = "msrl imports no such program and does not run it"
 
 
