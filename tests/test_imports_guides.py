@@ -19,6 +19,7 @@ from msrl.importers.shell import parse_script
 from msrl.importers.systems import foreign
 from msrl.importers.table import canonical
 from msrl.importers.translation import Translation
+from support import assert_mentions
 
 MINDSPEED = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
 OURS = re.compile(r"\b(convert_ckpt|preprocess_data|ray_gpt|train_grpo)\.py|\bray start\b")
@@ -241,13 +242,17 @@ def test_every_command_line_of_the_guides_is_read_flag_by_flag(tmp_path: Path):
             file = tmp_path / "given.sh"
             file.write_text(block, encoding="utf-8")
             system = "mindspeed-rl" if name.startswith("mindspeed-rl") else "mindspeed-llm"
-            translation = translate_arguments(system, [str(file)])
             text = re.sub(r"#.*", "", block)
             flags = {canonical(flag) for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+            count += 1
+            try:
+                translation = translate_arguments(system, [str(file)])
+            except MsrlError as error:  # it only starts Ray, or names a file that is not here
+                assert_mentions(error, "nothing to import", *(f"{flag}=" for flag in flags))
+                continue
             flags |= set(re.findall(r"^export (\w+)=", text, re.M))
             flags |= set(re.findall(r"^source", text, re.M))
             assert {key_result.entry.key for key_result in translation.key_results} == flags, block
-            count += 1
     assert count == 13
 
 

@@ -199,7 +199,7 @@ def test_control_tokens_in_the_text_of_a_row_are_text(name: str):
 
 def test_tools_that_the_chat_template_cannot_show_are_refused():
     row = {"messages": [user("Hi"), answer("Hello")], "tools": TOOLS}
-    with pytest.raises(MsrlError, match=mentions("template native", "tools", "map-keys")):
+    with pytest.raises(MsrlError, match=mentions("template native", "--ignore tools")):
         native("mistral-7b-instruct-v0.2").examples([converse(row)])
 
 

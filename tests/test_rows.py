@@ -452,7 +452,7 @@ def test_arguments_with_a_key_twice_are_refused():
 
 
 def test_a_missing_value_of_pandas_is_no_answer():
-    with pytest.raises(MsrlError, match=mentions("not a known format", "answer")):
+    with pytest.raises(MsrlError, match=mentions("known format", "answer")):
         read("auto", [{"question": "q", "answer": float("nan")}])
 
 

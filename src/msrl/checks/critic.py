@@ -52,13 +52,9 @@ def check_critic(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 
 
 def _set_keys(resolved: Resolved, key: str) -> list[str]:
-    """Return the keys with a value that the user set: `key`, or keys of the section `key`."""
-    names = (
-        name
-        for name, origin in resolved.origins.items()
-        if origin.is_given and (name == key or name.startswith(f"{key}."))
-    )
-    return [name for name in names if resolved.value(name) not in (None, 0)]
+    """Return the keys whose default the user changed: `key`, or keys of the section `key`."""
+    names = (name for name in resolved.origins if name == key or name.startswith(f"{key}."))
+    return [name for name in names if resolved.is_changed(name)]
 
 
 def _fits(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

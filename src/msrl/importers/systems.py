@@ -18,7 +18,6 @@ from msrl.importers.verl import files as verl
 # Top-level keys, one of which is enough to recognize a file.
 _MARKS = {
     "mindspeed-rl": mindspeed_rl.MARKS,
-    "mindspeed-llm": mindspeed_ray.MARKS,
     "verl": verl.MARKS,
     "roll": (
         "sft_train",
@@ -50,7 +49,7 @@ def detect_system(tree: Node, file: Path | None = None, depth: int = 0) -> str |
     entries = tree.value if isinstance(tree.value, dict) else {}
     keys = {canonical(key) for key in entries}
     system = next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
-    if keys >= mindspeed_ray.MARKS_TOGETHER:
+    if system in (None, "verl") and mindspeed_ray.is_ray_file(tree):
         system = "mindspeed-llm"
     if system is not None or file is None or depth >= _MAX_DEPTH:
         return system

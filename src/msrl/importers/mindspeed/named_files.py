@@ -12,7 +12,6 @@ from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.sections import Keys
 from msrl.importers.shell import Word
-from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
@@ -86,8 +85,7 @@ def _include(
 
 
 def _translated(tree: Node, file: Path, overrides: Sequence[Override]) -> Translation:
-    keys = {canonical(key) for key in tree.value} if isinstance(tree.value, dict) else set[str]()
-    system = mindspeed_ray if keys & set(mindspeed_ray.MARKS) else mindspeed_rl
+    system = mindspeed_ray if mindspeed_ray.is_ray_file(tree) else mindspeed_rl
     return system.translate(tree, file, overrides)
 
 

@@ -26,11 +26,9 @@ from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
 from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
-from msrl.importers.table import Table, load_table
+from msrl.importers.table import Table, canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
-MARKS = ("resource_pool",)
-MARKS_TOGETHER = frozenset(("actor_rollout_ref", "training"))  # the first also of verl
 SECTIONS = ("megatron", "actor_rollout", "algorithm")
 _OTHER_DEFAULTS = {
     "bf16": False,
@@ -38,6 +36,17 @@ _OTHER_DEFAULTS = {
     "lora_r": 16,
     "lora_alpha": 32,
 }  # defaults that differ from those of MindSpeed-RL
+
+
+def is_ray_file(tree: Node) -> bool:
+    """Return True for a file of ray_gpt.py; verl's have a section `actor_rollout_ref` too."""
+    nodes = tree.value if isinstance(tree.value, dict) else {}
+    sections = {canonical(key): node for key, node in nodes.items()}
+    roles = sections.get("actor_rollout_ref")
+    names = roles.value if roles is not None and isinstance(roles.value, dict) else {}
+    return "resource_pool" in sections or (
+        roles is not None and ("training" in sections or "actor_rollout" in names)
+    )
 
 
 def table() -> Table:
