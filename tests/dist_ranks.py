@@ -15,6 +15,7 @@ import torch
 from msrl.models.shape import Mla, Shape
 from msrl.trainer.launch import RankContext
 from msrl.trainer.settings import Layout
+from support import HANG_S
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def main(context: RankContext, cases: list[Case]) -> None:
             init_method=f"{context.init_method}-{number}",
             layout=case.layout,
             seed=0,
-            timeout_s=120,
+            timeout_s=HANG_S,
         )
         source = open_weights(case.hf)
         model = _megatron_model(source.shape, case.layout)

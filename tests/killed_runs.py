@@ -30,8 +30,7 @@ from msrl.trainer import launch
 from msrl.types import StepReport
 from msrl.workflows.sft import run as train_sft
 from msrl.workflows.training import run_log
-
-LIMIT_S = 120.0
+from support import HANG_S
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Attempt:
 
         Returns None once the driver and all ranks, which share the pipe, have ended.
         """
-        assert self.pipe.poll(LIMIT_S), "no report came"
+        assert self.pipe.poll(HANG_S), "no report came"
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -18,6 +18,7 @@ from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from support import HANG_S
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident memory (proc(5))
     base, before = _status("RssAnon"), LiveMemory.live_bytes()
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-4), **case.more)
-    settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=120, policy=policy)
+    settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=HANG_S, policy=policy)
     worker = TrainingRank(settings, context.rank, case.layout.replica_size, init_method)
     random = np.random.default_rng(0)
     ids = tuple(

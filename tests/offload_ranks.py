@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from support import HANG_S
 from training_ranks import sequences
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(context: RankContext, folders: tuple[Path, Path]) -> None:
     policy = ReplicaSettings(
         model, optimizer=OptimizerConfig(lr=1e-3), offload=OffloadConfig(optimizer=True)
     )
-    settings = RankSettings("cpu", Layout(), "bfloat16", seed=0, timeout_s=120, policy=policy)
+    settings = RankSettings("cpu", Layout(), "bfloat16", seed=0, timeout_s=HANG_S, policy=policy)
     worker = _worker(settings, context, "first")
     num_bytes = [_step(worker, 0), _step(worker, 1)]
     saved = checkpoints.save(worker, saves, 2, {}, hf_dir=model)

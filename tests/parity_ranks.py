@@ -13,6 +13,7 @@ import numpy as np
 from msrl.algorithms.packing import micro_batch
 from msrl.trainer.launch import RankContext
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from support import HANG_S
 
 LENGTHS = (23, 5, 40, 40)
 
@@ -60,7 +61,12 @@ def main(context: RankContext, cases: list[Case]) -> None:
         if context.rank >= case.layout.ranks_per_model:
             continue
         settings = RankSettings(
-            "cpu", case.layout, "float32", seed=0, timeout_s=120, policy=ReplicaSettings(case.model)
+            "cpu",
+            case.layout,
+            "float32",
+            seed=0,
+            timeout_s=HANG_S,
+            policy=ReplicaSettings(case.model),
         )
         worker = TrainingRank(
             settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}"

@@ -20,6 +20,7 @@ from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from support import HANG_S
 
 # Token ids that trained samples do not use: of padding, and of samples that are masked out.
 PADDING, GARBAGE = 0, 150
@@ -67,7 +68,7 @@ def run_poisoned(context: RankContext, case: Poisoned, init_method: str) -> Pois
     policy = ReplicaSettings(
         case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None), **case.more
     )
-    settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=policy)
+    settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=HANG_S, policy=policy)
     worker = TrainingRank(settings, context.rank, case.world, init_method)
     clean, garbage = _batch(), _batch(neighbors=GARBAGE)
     steps = {"clean": _step(worker, clean), "clean policy": _step(worker, clean, "policy")}

@@ -29,6 +29,7 @@ from msrl.trainer.settings import (
     RankSettings,
     ReplicaSettings,
 )
+from support import HANG_S
 
 PACKAGE = "msrl.algorithms.losses"
 MASKED_OUT = 3  # sample of the batch that is excluded from the loss
@@ -93,7 +94,7 @@ def run_product(context: RankContext, case: Product, init_method: str) -> Produc
     from msrl.trainer.rank import TrainingRank
 
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-3, grad_clip=None))
-    settings = RankSettings("cpu", Layout(), "float32", seed=0, timeout_s=120, policy=policy)
+    settings = RankSettings("cpu", Layout(), "float32", seed=0, timeout_s=HANG_S, policy=policy)
     worker = TrainingRank(settings, context.rank, case.world, init_method)
     steps = {combination: _step(worker, case, *combination) for combination in combinations()}
     worker.close()

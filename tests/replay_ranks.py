@@ -25,6 +25,7 @@ from msrl.types import Routes
 from msrl.workflows.training.train_worker import SavePlan, TrainWorker
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.transport.base import Calls
+from support import HANG_S
 from training_ranks import sequences
 
 EIGHT = BatchLimits(8)  # all sequences
@@ -106,7 +107,7 @@ def run_replay(context: RankContext, case: Replay, init_method: str) -> ReplayRe
         router=RouterConfig(replay="trainer"),
         **case.more,
     )
-    settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=120, policy=policy)
+    settings = RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=HANG_S, policy=policy)
     worker = TrainWorker(settings, context.rank, case.world)
     trainers = TrainerGroup(AllRanks(worker, context.rank, case.world, init_method))
     trainers.start(None, SavePlan(case.model / "unused", case.model, in_background=False))

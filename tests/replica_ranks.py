@@ -16,6 +16,7 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import select, with_weights
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch, TokenStatistic
+from support import HANG_S
 from training_ranks import sequences
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
         Layout(),
         "float32",
         seed=0,
-        timeout_s=120,
+        timeout_s=HANG_S,
         policy=ReplicaSettings(model, optimizer=OptimizerConfig(lr=1e-3), offload=PARAMS),
         reference=ReplicaSettings(other, offload=PARAMS),
         critic=critic_settings(scored, OptimizerConfig(lr=1e-3), offload=PARAMS),

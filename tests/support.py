@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+HANG_S = 900.0  # ends a test that hangs; no test waits for it, and a slow machine stays far below
+
 
 def python_path() -> str:
     """Return a PYTHONPATH with this folder, followed by the one of this process."""

@@ -21,11 +21,10 @@ from msrl.rollout.vllm import VllmEngine
 from msrl.types import Message, Prompt, SamplingParams
 from msrl.workflows.serve.chat import ChatPrompts, converse, fit_conversation, interruptible
 from msrl.workflows.serve.engine import choose_renderer
-from support import assert_each_mentions, assert_mentions
+from support import HANG_S, assert_each_mentions, assert_mentions
 from tiny_qwen2 import make_tokenizer, save_model
 
 SYSTEM = (Message("system", "be brief"),)
-LIMIT_S = 300.0  # the exit alone takes three seconds on an idle core
 COMMAND = "import sys; from msrl.cli.app import main; main()"
 
 
@@ -184,7 +183,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def wait_for(self, text: str, seconds: float = LIMIT_S) -> str:
+    def wait_for(self, text: str, seconds: float = HANG_S) -> str:
         """Wait for `text` and return the output before it."""
         assert self.shows(lambda: text in self.seen, seconds), (
             f"{text!r} did not appear; output: {self.seen!r}"
@@ -214,7 +213,7 @@ class Terminal:
                 return
         raise AssertionError(f"the prompt ignored Ctrl-C; output: {self.seen!r}")
 
-    def exit_code(self, seconds: float = LIMIT_S) -> int:
+    def exit_code(self, seconds: float = HANG_S) -> int:
         """Return the program's exit code, which must be available within the time.
 
         Output is read meanwhile, since the program could not end otherwise.
@@ -269,7 +268,7 @@ def test_in_a_terminal_ctrl_c_stops_a_response_and_then_leaves(tmp_path):
     terminal.type("tell me all\n")
     terminal.wait_for("tell me all")  # the terminal's echo
     # a part of the response, far less than 4000 tokens
-    assert terminal.shows(lambda: len(terminal.seen) > 10, LIMIT_S)
+    assert terminal.shows(lambda: len(terminal.seen) > 10, HANG_S)
     terminal.type("\x03")
     terminal.wait_for("(stopped)")
     terminal.wait_for("> ")
@@ -351,7 +350,7 @@ def test_bytes_that_are_not_text_become_placeholders(errors):
         input=b"a\xe4\xbd\nb\n",
         capture_output=True,
         env=environment,
-        timeout=LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert (done.stdout.decode(), done.returncode) == ("['a\\ufffd\\n', 'b\\n']\n", 0)

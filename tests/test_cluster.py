@@ -24,7 +24,7 @@ from msrl.cluster import launch, state
 from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
-from support import assert_each_mentions, assert_mentions, mentions
+from support import HANG_S, assert_each_mentions, assert_mentions, mentions
 
 pytestmark = pytest.mark.slow
 RESOURCE = "msrl_device"
@@ -136,7 +136,7 @@ def test_a_run_leaves_its_cluster_running(head):
             for role, worker in (("actor", 0), ("actor", 1), ("rollout", 0))
         ]
         assert (
-            wait_all([actor.environment.remote("COLOR") for actor in actors], timeout_s=60)
+            wait_all([actor.environment.remote("COLOR") for actor in actors], timeout_s=HANG_S)
             == ["green"] * 3
         )
         assert session.nodes()[0].num_free == 0
@@ -231,7 +231,7 @@ def check_two_nodes(address):
         probe_class = make_probe_class()
         hosts = wait_all(
             [session.start(probe_class, placed, "actor", rank).host.remote() for rank in range(4)],
-            timeout_s=60,
+            timeout_s=HANG_S,
         )
         assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
         with pytest.raises(MsrlError, match=mentions("4, 1", "msrl_device", "127.0.0.2")):
@@ -405,7 +405,7 @@ def test_workers_have_the_priority_of_the_command(run):
 
     session, placed, probe_class = run
     worker = session.start(probe_class, placed, "actor", 0)
-    (pid,) = wait_all([worker.pid.remote()], timeout_s=60)
+    (pid,) = wait_all([worker.pid.remote()], timeout_s=HANG_S)
     assert psutil.Process(pid).nice() == psutil.Process().nice()
     end(worker)
 
@@ -415,7 +415,7 @@ def test_a_local_ray_keeps_no_idle_workers(run):
 
     session, placed, probe_class = run
     worker = session.start(probe_class, placed, "actor", 0)
-    wait_all([worker.pid.remote()], timeout_s=60)
+    wait_all([worker.pid.remote()], timeout_s=HANG_S)
     names: list[str] = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
@@ -430,12 +430,12 @@ def test_a_failure_ends_the_wait_immediately_with_the_workers_traceback(run):
 
     session, placed, probe_class = run
     slow, bad = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
-    wait_all([slow.pid.remote(), bad.pid.remote()], timeout_s=60)
+    wait_all([slow.pid.remote(), bad.pid.remote()], timeout_s=HANG_S)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         wait_all(
             [slow.wait.remote(120), bad.fail.remote("value", "the ninth token")],
-            timeout_s=120,
+            timeout_s=HANG_S,
             labels=("actor 0", "actor 1"),
         )
     assert time.monotonic() - began < 40
@@ -451,7 +451,7 @@ def test_an_msrl_error_of_a_worker_is_raised_unchanged(run):
     session, placed, probe_class = run
     actor = session.start(probe_class, placed, "actor", 0)
     with pytest.raises(MsrlError, match=r"^model\.path: nothing there$"):
-        wait_all([actor.fail.remote("user", "model.path: nothing there")], timeout_s=60)
+        wait_all([actor.fail.remote("user", "model.path: nothing there")], timeout_s=HANG_S)
     end(actor)
 
 
@@ -461,11 +461,11 @@ def test_a_dead_worker_is_reported_before_its_failed_peers(run, monkeypatch):
     monkeypatch.setattr("msrl.cluster.waiting._AFTERMATH_S", 60.0)
     session, placed, probe_class = run
     peer, dying = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
-    wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=60)
+    wait_all([peer.pid.remote(), dying.pid.remote()], timeout_s=HANG_S)
     with pytest.raises(WorkerError) as caught:
         wait_all(
             [peer.fail.remote("peer", "peer gone", 0.2), dying.die.remote(0.5)],
-            timeout_s=60,
+            timeout_s=HANG_S,
             labels=("actor 0", "actor 1"),
         )
     assert str(caught.value).startswith("actor 1 ")
@@ -479,14 +479,14 @@ def test_the_death_of_an_idle_worker_ends_the_wait(run):
 
     session, placed, probe_class = run
     busy, idle = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
-    _, victim = wait_all([busy.pid.remote(), idle.pid.remote()], timeout_s=60)
+    _, victim = wait_all([busy.pid.remote(), idle.pid.remote()], timeout_s=HANG_S)
     refs, watch = [busy.wait.remote(100)], session.watch({"actor": "training rank"})
     with pytest.raises(WorkerTimeoutError, match=mentions("rpc_timeout_s", "rollout engine 0")):
         wait_all(refs, timeout_s=2.5, labels=("rollout engine 0",), watch=watch)
     psutil.Process(victim).kill()
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"^training rank 1 .*died"):
-        wait_all(refs, timeout_s=90, labels=("rollout engine 0",), watch=watch)
+        wait_all(refs, timeout_s=HANG_S, labels=("rollout engine 0",), watch=watch)
     assert time.monotonic() - began < 40
     end(busy)
 
@@ -508,12 +508,12 @@ def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
     heartbeats = ActorHeartbeats(8.0)
     for actor in (busy, stopped):
         heartbeats.begin(actor)
-    _, victim = wait_all([busy.pid.remote(), stopped.pid.remote()], timeout_s=60)
+    _, victim = wait_all([busy.pid.remote(), stopped.pid.remote()], timeout_s=HANG_S)
     watch = session.watch({"actor": "training rank"}, heartbeats)
-    wait_all([busy.wait.remote(10)], timeout_s=60, labels=("training rank 0",), watch=watch)
+    wait_all([busy.wait.remote(10)], timeout_s=HANG_S, labels=("training rank 0",), watch=watch)
     psutil.Process(victim).suspend()
     with pytest.raises(WorkerError, match=r"^training rank 1 .*no heartbeat for 8 s") as caught:
-        wait_all([busy.wait.remote(60)], timeout_s=90, labels=("training rank 0",), watch=watch)
+        wait_all([busy.wait.remote(60)], timeout_s=HANG_S, labels=("training rank 0",), watch=watch)
     assert caught.value.workers == {"training rank 1"}
     for actor in (busy, stopped):
         heartbeats.end(actor)
@@ -522,9 +522,9 @@ def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
     while is_running(victim) and time.monotonic() < gone_by:
         time.sleep(0.1)
     assert not is_running(victim)
-    session.wait_for_devices(placed, "actor", [0, 1], timeout_s=60)
+    session.wait_for_devices(placed, "actor", [0, 1], timeout_s=HANG_S)
     again = session.start(probe_class, placed, "actor", 1)
-    assert wait_all([again.pid.remote()], timeout_s=60) != [victim]
+    assert wait_all([again.pid.remote()], timeout_s=HANG_S) != [victim]
     session.end("actor", [1])
 
 
@@ -533,7 +533,7 @@ def test_workers_that_do_not_answer_in_time_are_reported(run):
 
     session, placed, probe_class = run
     quick, slow = (session.start(probe_class, placed, "actor", rank) for rank in range(2))
-    wait_all([quick.pid.remote(), slow.pid.remote()], timeout_s=60)
+    wait_all([quick.pid.remote(), slow.pid.remote()], timeout_s=HANG_S)
     with pytest.raises(WorkerTimeoutError, match=mentions("rpc_timeout_s=1", "actor 1")):
         wait_all(
             [quick.wait.remote(0), slow.wait.remote(20)],
@@ -585,7 +585,7 @@ def end(*actors):
         ray.kill(actor)
 
 
-def wait_until(condition, timeout_s=60.0):
+def wait_until(condition, timeout_s=HANG_S):
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -20,13 +20,12 @@ from msrl.rollout.episodes.runner import EpisodeRunner
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.types import Prompt
-from support import assert_mentions
+from support import HANG_S, assert_mentions
 from test_episodes import END, ids, run_one
 from tiny_qwen2 import make_tokenizer
 
 pytest.importorskip("openai")
 AGENT = Path(__file__).with_name("chat_agent.py")
-LIMIT_S = 120.0
 pytestmark = pytest.mark.slow  # the import of openai takes seconds
 
 
@@ -35,8 +34,8 @@ def play(agent: str, answers: Sequence[str], **row: Any) -> list[Any]:
     options = {"command": [sys.executable, str(AGENT), agent]}
     source = EnvironmentSource("endpoint", options=options, timeout_s=60.0)
     with EnvironmentPool({"endpoint": source}) as environments:
-        opening = environments.open("episode", dict(row)).result(LIMIT_S)
-        return [opening, *(environments.step("episode", a).result(LIMIT_S) for a in answers)]
+        opening = environments.open("episode", dict(row)).result(HANG_S)
+        return [opening, *(environments.step("episode", a).result(HANG_S) for a in answers)]
 
 
 def texts(reply: Any) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.rewards import sandbox
 from scripted_episodes import ENVIRONMENTS, Script
-from support import assert_mentions, mentions
+from support import HANG_S, assert_mentions, mentions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS_A_SANDBOX = {"python_tool"}
@@ -24,7 +24,6 @@ SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
 SCRIPTS = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
 ]
-LIMIT_S = 120.0
 
 
 def text(reply: Opening | StepResult) -> str:
@@ -41,8 +40,8 @@ def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytes
     monkeypatch.chdir(ROOT)
     source = EnvironmentSource(name, options=script.options, timeout_s=60.0)
     with EnvironmentPool({name: source}) as environments:
-        opening = environments.open("episode", dict(script.row)).result(LIMIT_S)
-        steps = [environments.step("episode", a).result(LIMIT_S) for a in script.answers]
+        opening = environments.open("episode", dict(script.row)).result(HANG_S)
+        steps = [environments.step("episode", a).result(HANG_S) for a in script.answers]
     check(script, opening, steps)
 
 

@@ -21,10 +21,9 @@ from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_formats import hermes
 from msrl.errors import MsrlError
 from msrl.types import Message
-from support import assert_mentions
+from support import HANG_S, assert_mentions
 
 FILE = Path(__file__).with_name("bad_environments.py")
-LIMIT_S = 60.0
 
 
 def moody(timeout_s: float = 60.0, **options) -> EnvironmentSource:
@@ -40,16 +39,16 @@ def pool(source: EnvironmentSource, **settings) -> EnvironmentPool:
 
 
 def fault(future: Future) -> EpisodeFault:
-    result = future.result(LIMIT_S)
+    result = future.result(HANG_S)
     assert isinstance(result, EpisodeFault), result
     return result
 
 
 def test_an_episode_keeps_its_state_between_steps():
     with pool(moody(greeting="hi")) as environments:
-        opening = environments.open("a", {"index": 3}).result(LIMIT_S)
+        opening = environments.open("a", {"index": 3}).result(HANG_S)
         assert opening == Opening([Message("user", "hi 3")])
-        results = [environments.step("a", text).result(LIMIT_S) for text in ("x", "y", "end")]
+        results = [environments.step("a", text).result(HANG_S) for text in ("x", "y", "end")]
         assert [r.messages[0].content for r in results] == ["x 1", "y 2", "end 3"]
         assert [(r.reward, r.done) for r in results] == [(1.0, False), (1.0, False), (1.0, True)]
         assert environments.fault_counts == {}
@@ -58,16 +57,16 @@ def test_an_episode_keeps_its_state_between_steps():
 def test_every_episode_has_a_process_of_its_own():
     with pool(moody()) as environments:
         for name in "ab":
-            environments.open(name, {}).result(LIMIT_S)
-        pids = {environments.step(name, "x").result(LIMIT_S).info["pid"] for name in "ab"}
+            environments.open(name, {}).result(HANG_S)
+        pids = {environments.step(name, "x").result(HANG_S).info["pid"] for name in "ab"}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
 def test_environments_reach_loopback_without_a_proxy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("no_proxy", "internal")
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        info = environments.step("a", "x").result(LIMIT_S).info
+        environments.open("a", {}).result(HANG_S)
+        info = environments.step("a", "x").result(HANG_S).info
     assert info["no_proxy"].split(",") == ["internal", "127.0.0.1", "localhost"]
 
 
@@ -100,13 +99,13 @@ def test_hosts_without_a_proxy_keep_their_meaning():
 )
 def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, keyword):
     environments, before = faulty, dict(faulty.fault_counts)
-    environments.open(mood, {}).result(LIMIT_S)
-    environments.open(f"neighbor of {mood}", {}).result(LIMIT_S)
+    environments.open(mood, {}).result(HANG_S)
+    environments.open(f"neighbor of {mood}", {}).result(HANG_S)
     result = fault(environments.step(mood, mood))
     assert result.reason == reason
     assert_mentions(result.detail, keyword)
     assert fault(environments.step(mood, "again")) == result
-    assert environments.step(f"neighbor of {mood}", "x").result(LIMIT_S).reward == 1.0
+    assert environments.step(f"neighbor of {mood}", "x").result(HANG_S).reward == 1.0
     assert environments.fault_counts[reason] == before.get(reason, 0) + 1
 
 
@@ -123,27 +122,27 @@ def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
     source = EnvironmentSource(path=f"{FILE}:Large", timeout_s=60.0)
     with pool(source, memory_bytes=1 << 30) as environments:
         for name in "ab":
-            environments.open(name, {}).result(LIMIT_S)
-        assert environments.step("a", str(1 << 29)).result(LIMIT_S).done
+            environments.open(name, {}).result(HANG_S)
+        assert environments.step("a", str(1 << 29)).result(HANG_S).done
         assert fault(environments.step("b", str(3 << 29))).reason == "error"
 
 
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
 def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        environments.open("a", {}).result(HANG_S)
+        pid = environments.step("a", "x").result(HANG_S).info["pid"]
         environments._episodes["a"].timeout_s = 0.5
         assert fault(environments.step("a", mood)).reason == "timeout"
         assert_ends(pid)
-        assert environments.open("b", {}).result(LIMIT_S).messages
+        assert environments.open("b", {}).result(HANG_S).messages
         assert environments.fault_counts == {"timeout": 1}
 
 
 def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
     """Stall the thread after it has seen no reply, until the reply has come and time is over."""
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
         late_s, stalls = [0.0], []
         selector, number = environments._loop._selector, environments._episodes["a"].number
         channel = environments._loop._known[number].channel
@@ -160,7 +159,7 @@ def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
         monkeypatch.setattr(pool_loop, "time", clock)
         monkeypatch.setattr(selector, "select", select)
-        assert isinstance(environments.step("a", "x").result(LIMIT_S), StepResult)
+        assert isinstance(environments.step("a", "x").result(HANG_S), StepResult)
     assert stalls
 
 
@@ -191,22 +190,22 @@ def test_a_fault_of_reset_is_the_result_of_open():
 
 def test_closing_an_episode_ends_its_process_and_cancels_its_call():
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+        environments.open("a", {}).result(HANG_S)
+        pid = environments.step("a", "x").result(HANG_S).info["pid"]
         running = environments.step("a", "hang")
         environments.close("a")
-        wait([running], LIMIT_S)
+        wait([running], HANG_S)
         assert running.cancelled()
         assert_ends(pid)
         environments.close("a")
-        assert environments.open("a", {}).result(LIMIT_S).messages
+        assert environments.open("a", {}).result(HANG_S).messages
         assert environments.fault_counts == {}
 
 
 def test_stopping_the_pool_ends_all_processes():
     environments = pool(moody())
-    environments.open("a", {}).result(LIMIT_S)
-    pid = environments.step("a", "x").result(LIMIT_S).info["pid"]
+    environments.open("a", {}).result(HANG_S)
+    pid = environments.step("a", "x").result(HANG_S).info["pid"]
     running = environments.step("a", "hang")
     environments.stop()
     environments.stop()
@@ -216,18 +215,18 @@ def test_stopping_the_pool_ends_all_processes():
 
 def test_a_killed_fork_server_ends_its_episodes_and_is_replaced():
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
         running = environments.step("a", "hang")
         os.kill(environments._loop._server.process.process.pid, signal.SIGKILL)
         assert fault(running).reason == "crash"
-        assert environments.open("b", {}).result(LIMIT_S).messages
+        assert environments.open("b", {}).result(HANG_S).messages
 
 
 def test_slow_calls_run_at_the_same_time_up_to_the_limit():
     source = EnvironmentSource(path=f"{FILE}:Moody", timeout_s=5.0)
     with EnvironmentPool({"it": source}, max_running=2) as environments:
         openings = [environments.open(str(n), {}) for n in range(6)]
-        assert all(isinstance(future.result(LIMIT_S), Opening) for future in openings)
+        assert all(isinstance(future.result(HANG_S), Opening) for future in openings)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def test_an_environment_that_cannot_be_loaded_is_a_user_error(source, keyword):
 def test_an_option_without_a_default_reaches_an_environment():
     source = EnvironmentSource(path=f"{FILE}:Strict", options={"greeting": "hello"})
     with pool(source) as environments:
-        opening = environments.open("a", {}).result(LIMIT_S)
+        opening = environments.open("a", {}).result(HANG_S)
     assert isinstance(opening, Opening) and opening.messages[0].content == "hello"
 
 
@@ -257,7 +256,7 @@ def test_a_row_selects_its_environment():
     with EnvironmentPool(sources) as environments:
         rows = {"a": {"environment": "x"}, "b": {"environment": "y"}}
         texts = [
-            environments.open(k, row).result(LIMIT_S).messages[0].content for k, row in rows.items()
+            environments.open(k, row).result(HANG_S).messages[0].content for k, row in rows.items()
         ]
         assert texts == ["x 0", "y 0"]
         with pytest.raises(MsrlError) as error:
@@ -278,20 +277,20 @@ def call(mood: str) -> str:
 
 def test_a_tool_that_raises_is_an_observation():
     with pool(toolbox()) as environments:
-        opening = environments.open("a", {}).result(LIMIT_S)
+        opening = environments.open("a", {}).result(HANG_S)
         assert opening.tools[0]["function"]["name"] == "do"
-        result = environments.step("a", call("raise")).result(LIMIT_S)
+        result = environments.step("a", call("raise")).result(HANG_S)
         assert_mentions(result.messages[0].content, "RuntimeError")
         assert len(result.messages[0].content) < 1200
         assert result.info["tool_calls"][0]["error"] == "raised"
-        assert environments.step("a", "done").result(LIMIT_S).done
+        assert environments.step("a", "done").result(HANG_S).done
 
 
 @pytest.mark.parametrize(("opens_thought", "done"), [(True, True), (False, False)])
 def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, done):
     with pool(toolbox(), opens_thought=opens_thought) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        assert environments.step("a", f"Hm. {call('fine')}").result(LIMIT_S).done is done
+        environments.open("a", {}).result(HANG_S)
+        assert environments.step("a", f"Hm. {call('fine')}").result(HANG_S).done is done
 
 
 @pytest.mark.parametrize(
@@ -299,8 +298,8 @@ def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, d
 )
 def test_a_tool_may_return_any_text(mood, text):
     with pool(toolbox()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        result = environments.step("a", call(mood)).result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
+        result = environments.step("a", call(mood)).result(HANG_S)
         assert result.messages[0].content == text
         assert result.messages[0].fields["content"] == text
         assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
@@ -309,16 +308,16 @@ def test_a_tool_may_return_any_text(mood, text):
 def test_a_lone_surrogate_of_the_model_becomes_a_character_of_files():
     answer = r'<tool_call>{"name": "do", "arguments": {"mood": "\ud83d", "\ud83e": ["\udc00"]}}'
     with pool(toolbox()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        result = environments.step("a", answer).result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
+        result = environments.step("a", answer).result(HANG_S)
     (record,) = result.info["tool_calls"]
     assert record["arguments"] == {"mood": "\ufffd", "\ufffd": ["\ufffd"]}
 
 
 def test_every_text_of_a_reply_can_be_written():
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
-        result = environments.step("a", "surrogates").result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
+        result = environments.step("a", "surrogates").result(HANG_S)
         json.dumps([result.info, result.messages[0].fields], ensure_ascii=False).encode()
         assert result.info == {"state": "\ufffd", "\ufffd": ["a\ufffd", 1, None]}
         detail = fault(environments.step("a", "raise surrogate")).detail
@@ -327,7 +326,7 @@ def test_every_text_of_a_reply_can_be_written():
 
 def test_a_reply_that_is_nested_too_deeply_is_a_fault():
     with pool(moody()) as environments:
-        environments.open("a", {}).result(LIMIT_S)
+        environments.open("a", {}).result(HANG_S)
         assert fault(environments.step("a", "deep")).reason == "invalid"
 
 

@@ -24,6 +24,7 @@ from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch
+from support import HANG_S
 
 if TYPE_CHECKING:
     from msrl.trainer.replica import ModelReplica
@@ -227,7 +228,7 @@ def _rank_settings(case: Case, policy: ReplicaSettings) -> RankSettings:
         case.layout,
         case.dtype,
         seed=0,
-        timeout_s=120,
+        timeout_s=HANG_S,
         policy=policy,
         reference=reference,
         critic=critic,
