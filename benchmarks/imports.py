@@ -6,6 +6,10 @@ lacks do not count. Nor does the language model that judges responses in ROLL's 
 does not have yet: the last column counts the files that need it. The table has one row per kind of
 file; the list below it has one line per reason of a file that is refused, or imported with
 `--approximate` only.
+
+The line between them counts the files of supported models: all but those whose refusal names the
+model or a property of its architecture. Files of programs without a command of msrl have their own
+number.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from msrl.workflows.import_config import validate
 IMPORTED, APPROXIMATED, REFUSED, OTHER = "imported", "approximated", "refused", "not an input"
 
 _JUDGE = "a language model as judge"
+_MODEL = re.compile(r"\bnot (?:supported|imported): the model |msrl does not support the model ")
+_NO_COMMAND = "nothing to import: no command"
 _NO_SOURCE = "reward.sources: is missing"  # if the judge scores all rows
 
 
@@ -43,6 +49,14 @@ class FileResult:
     def has_judge(self) -> bool:
         return any(_JUDGE in reason for reason in self.reasons)
 
+    @property
+    def has_unsupported_model(self) -> bool:
+        return any(_MODEL.search(reason) for reason in self.reasons)
+
+    @property
+    def has_command(self) -> bool:
+        return not any(_NO_COMMAND in reason for reason in self.reasons)
+
 
 def main(arguments: Sequence[str]) -> int:
     """Print the results of a folder; return 1 if a file raised an unexpected exception."""
@@ -55,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{args.folder}: folder not found")
     files = [file for file in sorted(args.folder.rglob("*")) if _is_candidate(file, args.match)]
     results = [result for file in files for result in classify_file(file)]
-    print("\n".join([*table(results), "", *reasons(results)]))
+    print("\n".join([*table(results), "", *supported(results), "", *reasons(results)]))
     if args.files:
         print("\n".join(["", *refused_lines(results)]))
     return int(any("unexpected" in result.reasons for result in results))
@@ -125,6 +139,24 @@ def table(results: Sequence[FileResult]) -> list[str]:
             f"| {kind} | {' | '.join(map(str, numbers))} | {done / total:.0%} | {states[_JUDGE]} |"
         )
     return lines
+
+
+def supported(results: Sequence[FileResult]) -> list[str]:
+    """Return the share of imported files of supported models, and the refused ones by name."""
+    inputs = [result for result in results if result.state != OTHER]
+    models = [result for result in inputs if not result.has_unsupported_model]
+    counted = [result for result in models if result.has_command]
+    refused = [result for result in counted if result.state == REFUSED]
+    done = len(counted) - len(refused)
+    programs = Counter(result.kind for result in models if not result.has_command)
+    names = ", ".join(f"{number} of {kind}" for kind, number in sorted(programs.items()))
+    lines = [
+        f"Files of supported models: {done} of {len(counted)} imported "
+        f"({done / max(1, len(counted)):.1%}). Not counted: {len(inputs) - len(models)} of other "
+        f"models; without a command of msrl: {names or 'none'} "
+        f"({done / max(1, len(models)):.1%} with these)."
+    ]
+    return [*lines, *(f"- refused: {line}" for line in refused_lines(refused))]
 
 
 def reasons(results: Sequence[FileResult]) -> list[str]:

@@ -52,6 +52,22 @@ def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"{TUNE} --spec mindspeed_llm.tasks.models.spec.longcat_spec layer_spec", "longcat"),
+        (f"{TUNE} --lora-modules-to-save x --model-type-hf qwen3-next", "qwen3-next"),
+        ("convert_ckpt_v2.py --load-dir a --save-dir b --model-type-hf phi3.5", "phi3.5"),
+        ("inference.py --load a --spec mindspeed_llm.tasks.models.spec.plm_spec layer_spec", "plm"),
+        ("inference.py --load a --task chat --enable-dsa-indexer", "DSA"),
+        ("inference.py --load a --task chat --num-zero-experts 4", "experts without computation"),
+    ],
+)
+def test_a_model_without_a_family_is_the_only_reason_of_a_refusal(line: str, words: str) -> None:
+    (message,) = mistakes(line)
+    assert_mentions(message, "not supported: the model", words)
+
+
 def test_a_training_without_the_flag_bf16_uses_float32():
     assert native_tree(TUNE)["model"]["dtype"] == "float32"
     assert native_tree(f"{TUNE} --bf16")["model"]["dtype"] == "bfloat16"

@@ -112,12 +112,23 @@ def test_without_balancing_updates_take_the_samples_of_the_original_s_ranks(tmp_
         "trainer.n_gpus_per_node=8",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "trainer.balance_batch=False",
+        "trainer.use_v1=False",
     ]
     translation = imported_script(lines, tmp_path)
     assert _flat(native(translation), "")["train.updates.shards"] == 4
     balance = "balances lengths"
     assert not any(balance in line for line in translation.remarks)
     assert any(balance in line for line in imported_script([], tmp_path).remarks)
+
+
+def test_the_trainer_v1_balances_whatever_the_file_says(tmp_path: Path) -> None:
+    """Source: verl/trainer/ppo/v1/trainer_base.py, which does not read balance_batch."""
+    translation = imported_script(["trainer.balance_batch=False"], tmp_path)
+    assert "train.updates.shards" not in _flat(native(translation), "")
+    assert any("random order" in line for line in translation.remarks)
+    lines = ["data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=256"]
+    one = imported_script([*lines, "actor_rollout_ref.actor.ppo_epochs=2"], tmp_path)
+    assert not any("mini-batches" in line for line in one.remarks)  # all samples in every update
 
 
 def test_programs_beside_the_training_are_named(tmp_path: Path) -> None:
@@ -383,7 +394,8 @@ torchrun --standalone --nnodes=2 --nproc_per_node=$1 -m verl.trainer.sft_trainer
 def test_a_script_of_the_supervised_trainer_becomes_a_supervised_training(tmp_path: Path) -> None:
     script = tmp_path / "sft.sh"
     script.write_text(SFT)
-    translation = translate_arguments("verl", [str(script), "4", "trainer.total_epochs=3"])
+    arguments = [str(script), "4", "trainer.total_epochs=3"]
+    translation = translate_arguments("verl", arguments, approximate=True)
     found = _flat(native(translation), "")
     expected = {
         "data.train": "train.parquet",

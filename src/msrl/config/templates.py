@@ -15,8 +15,8 @@ from msrl.errors import MsrlError, nearest
 SUFFIX = ".yaml"
 # Templates of MindSpeed without a counterpart, with the remedy.
 REFUSED = {
-    "deepseek4": "its text is in MindSpeed-LLM's code, and msrl does not train DeepSeek V4. Use "
-    "native with a tokenizer that has a chat template."
+    "deepseek4": "its text is in MindSpeed-LLM's code; msrl does not support the model DeepSeek "
+    "V4. Use native with a tokenizer that has a chat template."
 }
 
 

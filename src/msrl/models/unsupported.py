@@ -36,6 +36,7 @@ UNSUPPORTED = {
     "MiniCPM3ForCausalLM": _MUP,
     "GemmaForCausalLM": "only its successor Gemma 2 is",
     "Gemma3ForCausalLM": "only Gemma 2 is",
+    "Grok1ModelForCausalLM": "its attention and logits are scaled and limited by constants",
     "BloomForCausalLM": "it has ALiBi positions and LayerNorms with biases",
     "QWenLMHeadModel": "this is the first Qwen, whose code comes with its checkpoints; "
     "Qwen 1.5 and later are",

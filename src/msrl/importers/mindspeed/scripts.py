@@ -17,6 +17,7 @@ from msrl.importers.hydra import Override
 from msrl.importers.mindspeed.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.mindspeed_llm.data import put_preprocessing
 from msrl.importers.mindspeed_llm.inference import put_inference
+from msrl.importers.mindspeed_llm.models import refuse_model
 from msrl.importers.mindspeed_llm.training import put_training
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.programs import put_left_out
@@ -24,6 +25,7 @@ from msrl.importers.sections import Keys, put_repeated
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
+from msrl.models.unsupported import UNSUPPORTED
 
 PROGRAMS = {
     "convert_ckpt": "convert",
@@ -51,8 +53,8 @@ UNSUPPORTED_PROGRAMS = {
     "rlhf_gpt": _ENTRY,
     "preprocess_prompt": _ENTRY,
     "train_prm": "training of reward models",
-    "pretrain_mamba": "state-space models",
-    "pretrain_deepseek4": "DeepSeek V4",
+    "pretrain_mamba": f"the model mamba2: {UNSUPPORTED['Mamba2ForCausalLM']}",
+    "pretrain_deepseek4": f"the model deepseek4: {UNSUPPORTED['DeepseekV4ForCausalLM']}",
     "infer_vllm": "inference by torchrun. Use `msrl generate`",
     "eplb_generate_map_ds": "expert maps of the engine",
     "verifier": "scoring of files by verifiers",
@@ -158,6 +160,8 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     launcher = flags(words[:start], translation.name, is_complete=False)
     is_mindspore = words[0].text.rpartition("/")[2] == "msrun"
     _launcher(translation, launcher, section, "msrun" if is_mindspore else "torchrun")
+    if section in ("convert", "train", "inference"):
+        refuse_model(translation, keys)
     put_special_keys = {
         "convert": _convert,
         "preprocess": put_preprocessing,

@@ -32,9 +32,10 @@ def put_inference(translation: Translation, keys: Keys) -> None:
     _put(keys, "load", commands, "model", keys.value("load"))
     _adapter(keys, commands)
     for entry in keys:
-        if entry.section == "train" and translation.row(entry).speed:
-            translation.record(entry, KeyStatus.SPEED, translation.row(entry).speed)
-        elif entry.section == "train":
+        row = translation.row(entry)
+        if entry.section == "train" and row.speed:
+            translation.record(entry, KeyStatus.SPEED, row.speed)
+        elif entry.section == "train" and (not row.refuse or row.is_off(entry.value)):
             translation.record(entry, KeyStatus.SAME, "read from the checkpoint")
     _put(keys, "max_new_tokens", commands, "max_tokens", keys.value("max_new_tokens"))
     _put(keys, "seed", commands, "seed", keys.value("seed"))

@@ -149,11 +149,15 @@ def updates_per_step(sections: Sections) -> int | None:
     """Return the number of updates of a step in the original; None for placeholders."""
     if sections.is_supervised:
         return 1
-    actor, prompts = sections[ACTOR], sections["data"].number("train_batch_size")
-    mini, epochs = actor.number("ppo_mini_batch_size"), actor.number("ppo_epochs")
-    if prompts is None or not mini or epochs is None:
-        return None
-    return -(-prompts // mini) * epochs
+    minis, epochs = _mini_batches(sections), sections[ACTOR].number("ppo_epochs")
+    return None if minis is None or epochs is None else minis * epochs
+
+
+def _mini_batches(sections: Sections) -> int | None:
+    """Return the number of mini-batches of a step; None for placeholders."""
+    prompts = sections["data"].number("train_batch_size")
+    mini = sections[ACTOR].number("ppo_mini_batch_size")
+    return None if prompts is None or not mini else -(-prompts // mini)
 
 
 def put_batches(sections: Sections) -> None:
@@ -164,7 +168,7 @@ def put_batches(sections: Sections) -> None:
         why = f"{mini} prompts with {samples} samples"
         native = "train.updates.samples_per_update"
         actor.assign("ppo_mini_batch_size", [native], mini * samples, why=why)
-    if (updates_per_step(sections) or 1) > 1:
+    if (_mini_batches(sections) or 1) > 1:
         _put_order(sections)
     text = "how samples are distributed over ranks"
     sections["trainer"].record("balance_batch", KeyStatus.SPEED, text)
@@ -175,18 +179,26 @@ def put_batches(sections: Sections) -> None:
 
 
 def _put_order(sections: Sections) -> None:
-    """Take the samples of each update as the data-parallel ranks of the original do."""
+    """Take the samples of each mini-batch as the data-parallel ranks of the original do.
+
+    The trainer v1 does not read balance_batch: it always balances, and takes the prompts in the
+    order of a set of random names (verl/trainer/ppo/v1/trainer_base.py and replay_buffer.py).
+    """
     trainer, ranks = sections["trainer"], data_parallel(sections)
-    if trainer.value("balance_batch") is False and ranks is not None:
+    is_balanced = trainer.value("balance_batch") is not False
+    if trainer.value("use_v1") is not False:
+        reason = "takes prompts in a random order, and balances lengths over ranks"
+        trainer.record("balance_batch", KeyStatus.DEAD, "the trainer v1 always balances")
+    elif is_balanced:
+        reason = "balances lengths over ranks before it splits them"
+    elif ranks is None:
+        reason = "splits each data-parallel rank's part; their number is not known here"
+    else:
         native = "train.updates.shards"
         trainer.assign("balance_batch", [native], ranks, why="the data-parallel ranks")
         return
-    name = trainer.translation.name
-    text = (
-        f"{name}: the updates of a step take other samples of it than in the original, which "
-        "balances lengths over ranks before it splits them"
-    )
-    trainer.translation.remarks.append(text)
+    text = "the mini-batches of a step have other samples of it than in the original, which"
+    trainer.translation.remarks.append(f"{trainer.translation.name}: {text} {reason}")
 
 
 def _put_dynamic(sections: Sections) -> None:

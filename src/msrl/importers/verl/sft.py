@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from msrl.config.sources import Node, at, children, merge, wrap
 from msrl.importers.hydra import Override
+from msrl.importers.sections import Keys
 from msrl.importers.shell import Word, flags
 from msrl.importers.translation import KeyStatus, Translation
 from msrl.importers.verl.batches import (
@@ -84,8 +85,6 @@ def put_supervised(translation: Translation, tree: Node, engine: str) -> None:
     if settings_of(top.get("checkpoint")).get("async_save") is True:
         top.assign("checkpoint", ["checkpoint.async"], True)
     top.record("checkpoint", KeyStatus.SAME, "weights, optimizer and random states")
-    text = "the original renders each message of a conversation by itself"
-    translation.remarks.append(f"{translation.name}: {text}")
     for _, keys in list(sections):
         keys.apply_remaining()
     translation.fill_defaults(("sft.data",), sections["sft.data"])
@@ -104,8 +103,11 @@ def _put_data(sections: Sections) -> None:
         column = wrap({"messages": str(name)}, data.origin("messages_key"))
         translation.set("preprocess.map_keys", column)
     data.record("messages_key", KeyStatus.APPLIED, "preprocess.map_keys")
+    _put_mask(data)
     kind, entry = data.value("truncation"), data.get("truncation")
     actions = {"error": "refuse", "right": "truncate"}
+    if data.value("pad_mode") == "no_padding":
+        actions["left"] = "truncate"  # the original reads left with pad_mode=right only
     if kind in actions:
         data.assign("truncation", ["data.too_long"], actions[str(kind)])
     elif entry is not None:
@@ -121,6 +123,20 @@ def _put_data(sections: Sections) -> None:
         if other is not None and other.value not in (value, None):
             data.add_error(key, f"not supported: msrl reads {value}")
         data.record(key, KeyStatus.SAME, "the column of the rows")
+
+
+def _put_mask(data: Keys) -> None:
+    """Report the trained tokens that differ; the token ids are those of the original.
+
+    MultiTurnSFTDataset trains all of a rendered answer, msrl up to its end-of-turn token.
+    """
+    entry = data.get("train_files")
+    if entry is not None and entry.value:
+        text = (
+            "the original also trains what the chat template writes after an end-of-turn token, "
+            "such as a line feed"
+        )
+        data.translation.report_difference(entry, text)
 
 
 def _put_batches(sections: Sections) -> None:

@@ -1,0 +1,61 @@
+"""Models that MindSpeed-LLM names on a command line and msrl has no family for.
+
+Source: MindSpeed-LLM c77308a1, configs/checkpoint/model_cfg.json and tasks/models/spec.
+"""
+
+from __future__ import annotations
+
+from msrl.importers.sections import Keys, as_list
+from msrl.importers.translation import Translation
+from msrl.models.unsupported import UNSUPPORTED
+
+_CONVERTED = {
+    "bailing_mini": "BailingMoeV2ForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "bloom_3b": "BloomForCausalLM",
+    "deepseek32": "DeepseekV32ForCausalLM",
+    "deepseek4": "DeepseekV4ForCausalLM",
+    "deepseek4_base": "DeepseekV4ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm5": "GlmMoeDsaForCausalLM",
+    "grok": "Grok1ModelForCausalLM",
+    "hunyuan": "HunYuanForCausalLM",
+    "HYV3": "HYV3ForCausalLM",
+    "longcat": "LongcatFlashForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "minicpm-moe": "MiniCPMForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "phi3.5": "Phi3ForCausalLM",
+    "phi3.5-moe": "PhimoeForCausalLM",
+    "plm": "PLMForCausalLM",
+    "qwen": "QWenLMHeadModel",
+    "qwen3-next": "Qwen3NextForCausalLM",
+}
+_LAYERS = {
+    "bailing_spec": "bailing_mini",
+    "deepseek4_spec": "deepseek4",
+    "grok_spec": "grok",
+    "hunyuan_spec": "hunyuan",
+    "longcat_spec": "longcat",
+    "mamba_spec": "mamba2",
+    "minicpm_spec": "minicpm",
+    "minimax_spec": "minimax_m2",
+    "phi35_moe_spec": "phi3.5-moe",
+    "plm_spec": "plm",
+    "qwen3_next_spec": "qwen3-next",
+}
+
+
+def refuse_model(translation: Translation, keys: Keys) -> None:
+    """Refuse a command on a model without a family, with that error alone."""
+    for key in ("model_type_hf", "spec"):
+        entry = keys.get(key)
+        value = "" if entry is None or entry.value is None else str(as_list(entry.value)[0])
+        model = _LAYERS.get(value.rpartition(".")[2], value)
+        if entry is not None and model in _CONVERTED:
+            reason = UNSUPPORTED[_CONVERTED[model]]
+            translation.add_error(entry, f"not supported: the model {model}: {reason}")
+            return translation.refuse_as_one()
+    return None
