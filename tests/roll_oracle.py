@@ -6,13 +6,17 @@ which the first P are a prompt.
 
 from __future__ import annotations
 
+import __future__
 import ast
+import contextlib
+import copy
 import importlib
+import importlib.util
 import logging
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -330,20 +334,54 @@ def episode_advantages(
 
 
 _ENVIRONMENTS = ("roll.pipeline.agentic", "roll.pipeline.agentic.env")
+_PLOTS = ("matplotlib", "matplotlib.pyplot", "matplotlib.animation")
+_GYM = ("gym", "gym.utils", "gym.spaces", "gym.spaces.discrete", "gym_sokoban.envs.render_utils")
 
 
 def frozen_lake(**options: Any) -> Any:
     """Return ROLL's environment of the frozen lake."""
-    root = checkout()
     pytest.importorskip("gymnasium")
-    for name in (*_ENVIRONMENTS, "roll.pipeline.agentic.env.frozen_lake"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(root / name.replace(".", "/"))]
-        sys.modules[name] = package
+    return _environment("frozen_lake").FrozenLakeEnv(**options)
+
+
+def sokoban(**options: Any) -> Any:
+    """Return ROLL's environment of Sokoban, which draws no pictures here."""
+    spec = importlib.util.find_spec("gym_sokoban")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("gym-sokoban is not installed (pip install --no-deps gym-sokoban==0.0.6)")
+    for name in (*_GYM, *_PLOTS):
+        sys.modules[name] = _StandIn(name)
+    [folder] = spec.submodule_search_locations
+    _package("gym_sokoban", Path(folder))
+    _package("gym_sokoban.envs", Path(folder, "envs"))
+    class_ = _environment("sokoban").SokobanEnv
+    class_.get_image = lambda self, *arguments, **named: None
+    module = importlib.import_module("gym_sokoban.envs.sokoban_env")
+    vars(module).update(Discrete=lambda count: None, Box=lambda **options: None)
+    return class_(**options)
+
+
+def rooms() -> Any:
+    """Return the functions that make ROLL's rooms."""
+    for name in _PLOTS:
+        sys.modules[name] = _StandIn(name)
+    return _environment("sokoban", "utils")
+
+
+def _environment(folder: str, module: str = "env") -> Any:
+    """Return a module of an environment of ROLL."""
+    root = checkout()
+    for name in (*_ENVIRONMENTS, f"{_ENVIRONMENTS[1]}.{folder}"):
+        _package(name, root / name.replace(".", "/"))
     sys.modules["gem"] = types.ModuleType("gem")
     vars(sys.modules["gem"])["Env"] = type("Env", (), {"reset": lambda self, seed=None: None})
-    module = importlib.import_module("roll.pipeline.agentic.env.frozen_lake.env")
-    return module.FrozenLakeEnv(**options)
+    return importlib.import_module(f"{_ENVIRONMENTS[1]}.{folder}.{module}")
+
+
+def _package(name: str, folder: Path) -> None:
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
 
 
 class _Settings(dict[str, Any]):
@@ -351,6 +389,111 @@ class _Settings(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
+
+
+class _Proto:
+    """Tensors and their labels, as ROLL's environment managers make them."""
+
+    def __init__(self, batch: dict[str, Any] | None = None, **named: Any) -> None:
+        self.batch, self.meta_info = batch or {}, named.get("meta_info", {})
+        self.non_tensor_batch: dict[str, Any] = {}
+
+
+_MANAGER = ("format_messages", "make_decision", "step", "formulate_rollouts")
+_REASONS = types.SimpleNamespace(FINISH="finish", MAX_LENGTH="max_length", ABORT="abort")
+
+
+@cache
+def _manager_class() -> type:
+    """Return TrajEnvManager with the methods of one episode."""
+    masks = _AGENTIC / "env_manager" / "token_mask_utils.py"
+    tokens = ("compute_conversation_end_token_id", "custom_apply_chat_template")
+    names = {"lru_cache": cache_of, "List": list, "Dict": dict, "PreTrainedTokenizer": object}
+    names = _definitions(masks, tokens, names) | {
+        "DataProto": _Proto,
+        "TensorDict": lambda values, batch_size: values,
+        "RolloutCache": object,
+        "GenerateStopReason": _REASONS,
+        "copy": copy,
+        "np": np,
+        "torch": torch,
+        "pad_to_length": functions().pad_to_length,
+        "aggregate_metrics": lambda **options: {},
+        "contains_renderable_field": lambda text, name: f"{{{name}}}" in text,
+    }
+    file = _AGENTIC / "env_manager" / "traj_env_manager.py"
+    return type(
+        "Manager", (), {name: _method(file, "TrajEnvManager", name, names) for name in _MANAGER}
+    )
+
+
+def cache_of(maxsize: int) -> Any:
+    return lambda function: function
+
+
+class Trajectory:
+    """An episode of ROLL's TrajEnvManager.
+
+    Args:
+        env: Environment of ROLL.
+        tokenizer: Tokenizer of transformers.
+        settings: Keys of the environment in `custom_envs`.
+        answers: Function that returns the tokens of an answer from the tokens of its prompt and the
+            largest number of new tokens.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        tokenizer: Any,
+        settings: dict[str, Any],
+        sequence_length: int,
+        answers: Callable[[list[int], int], list[int]],
+    ) -> None:
+        cached = {"history": [], "step": 0, "terminated": False, "truncated": False}
+        labels = {"tag": "t", "env_id": 0, "group_id": 0}
+        generating = types.SimpleNamespace(max_new_tokens=10**6, to_dict=dict)
+        self.manager: Any = _manager_class()()
+        vars(self.manager).update(
+            env=env,
+            tokenizer=tokenizer,
+            env_config=_Settings(env_id=0, **settings),
+            pipeline_config=types.SimpleNamespace(
+                sequence_length=sequence_length, skip_mock_system_prompt=False
+            ),
+            worker_config=types.SimpleNamespace(generating_args=generating),
+            agent_system_template=settings["agent_system_template"],
+            agent_template=settings["agent_template"],
+            rollout_cache=types.SimpleNamespace(**cached, **labels),
+            thread_lock=contextlib.nullcontext(),
+            env_step_limiter=contextlib.nullcontext(),
+            logger=logging.getLogger("roll"),
+            llm_proxy=types.SimpleNamespace(generate=self._generate),
+        )
+        self._answers = answers
+
+    def _generate(self, messages: Any, lm_input: Any, generation_config: dict[str, Any]) -> _Proto:
+        [prompt] = lm_input.batch["input_ids"].tolist()
+        answer = self._answers(prompt, generation_config["max_new_tokens"])
+        return _Proto({"responses": torch.tensor([answer])})
+
+    def run(self, seed: int) -> tuple[list[int], list[bool], float]:
+        """Return the tokens of the episode, which of them are trained, and its score."""
+        manager, cached = self.manager, self.manager.rollout_cache
+        observation, info = manager.env.reset(seed=seed)
+        cached.history.append(
+            {"observation": observation, "actions_left": manager.env_config.max_steps, **info}
+        )
+        reason = ""
+        while not cached.terminated and reason != _REASONS.MAX_LENGTH:
+            output = manager.make_decision(cached)
+            reason = output.meta_info.pop("stop_reason")
+            if reason == _REASONS.FINISH:
+                manager.step(output)
+        batch = manager.formulate_rollouts(cached).batch
+        is_token = batch["attention_mask"][0].bool()
+        tokens, mask = (batch[name][0][is_token] for name in ("input_ids", "response_mask"))
+        return tokens.tolist(), mask.bool().tolist(), float(batch["scores"].sum())
 
 
 @dataclass
@@ -404,6 +547,6 @@ def _method(file: Path, owner: str, name: str, names: dict[str, Any]) -> Any:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     [class_] = [node for node in tree.body if getattr(node, "name", "") == owner]
     tree.body = [node for node in class_.body if getattr(node, "name", "") == name]
-    tree.body[0].returns = None
-    exec(compile(tree, str(path), "exec"), names)
+    flags = __future__.annotations.compiler_flag
+    exec(compile(tree, str(path), "exec", flags, dont_inherit=True), names)
     return names[name]

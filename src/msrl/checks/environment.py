@@ -31,6 +31,13 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
         return
     yield from _sources(resolved, section)
     yield from _tool_format(resolved, section)
+    rollout = resolved.config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if section.max_tokens is not None and section.max_tokens > longest:
+        yield resolved.mistake(
+            "environment.max_tokens",
+            f"must be at most {longest}, rollout.max_prompt_tokens + rollout.max_response_tokens",
+        )
     if section.lockstep and resolved.config.rollout.asynchronous.is_on:
         yield resolved.mistake(
             "environment.lockstep",

@@ -84,11 +84,23 @@ class EnvironmentConfig(SingleEnvironment):
         description="Maximum length of a message of the environment in characters. Longer ones "
         "are truncated and counted.",
     )
-    history: Literal["append", "template"] = Field(
+    max_tokens: Count | None = Field(
+        default=None,
+        description="Maximum length of an episode in tokens, with its opening, answers and "
+        "messages. Default: the opening plus rollout.max_response_tokens.",
+    )
+    history: Literal["append", "separate", "template"] = Field(
         default="append",
-        description="Prompt of a later turn: all earlier tokens and the new messages (append), or "
-        "the conversation as the chat template renders it (template), which may drop thoughts. A "
-        "new training sequence begins where the template changes earlier tokens.",
+        description="Prompt of a later turn: all earlier tokens and the new messages (append), the "
+        "same as ROLL joins them (separate), or the conversation as the chat template renders it "
+        "(template), which may drop thoughts. A new training sequence begins where the template "
+        "changes earlier tokens. With separate, new messages are rendered on their own, behind the "
+        "token that ends messages, also if the answer already ended with it.",
+    )
+    enable_thinking: Bool | None = Field(
+        default=None,
+        description="Value of enable_thinking in the chat template of the messages. Default: that "
+        "of the template.",
     )
     format_penalty: NonNegative = Field(
         default=0.0,

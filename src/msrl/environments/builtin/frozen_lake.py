@@ -4,7 +4,8 @@ The map depends on the seed of the row, and always has a path to the goal. With 
 goes to one of the three directions that are not opposite, each with the same probability. Rules:
 https://gymnasium.farama.org/environments/toy_text/frozen_lake/
 
-With `random_ends`, maps are those of ROLL (8eb27cc2, env/frozen_lake/utils.py) for the same seed.
+With `random_ends`, maps are those of ROLL (8eb27cc2, env/frozen_lake/utils.py) for the same seed, and
+moves slip as in gymnasium.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ INSTRUCTIONS = (
     "<answer>Down</answer>, <answer>Right</answer> or <answer>Up</answer>."
 )
 _NUM_SYMBOLS = 6
+_DIRECTIONS = tuple(ACTIONS)  # in gymnasium's order
 _SIDES = {"left": ("up", "down"), "right": ("up", "down")}
 
 
@@ -113,6 +115,8 @@ class FrozenLake(Environment):
 
     def _draw_ends(self) -> None:
         """Draw start, goal and holes until there is a path."""
+        self._slips = np.random.Generator(np.random.PCG64(self._seed))
+        self._slips.random()  # gymnasium draws the start, of which there is one
         generator = np.random.Generator(np.random.PCG64(self._seed))
         shape, shares = (self.size, self.size), [1 - self._hole_share, self._hole_share]
         while True:
@@ -134,10 +138,17 @@ class FrozenLake(Environment):
 
     def _move(self, action: str) -> None:
         if self._slippery:
-            action = self._random.choice((action, *_SIDES.get(action, ("left", "right"))))
+            action = self._slipped(action)
         target = self.player.moved(action)
         if self._is_inside(target):
             self.player = target
+
+    def _slipped(self, action: str) -> str:
+        """Return one of the three directions of a slippery move."""
+        if not self._random_ends:
+            return self._random.choice((action, *_SIDES.get(action, ("left", "right"))))
+        turn = int(np.argmax(np.cumsum([1 / 3] * 3) > self._slips.random())) - 1
+        return _DIRECTIONS[(_DIRECTIONS.index(action) + turn) % len(_DIRECTIONS)]
 
     def _result(self, note: str, *, is_invalid: bool = False) -> StepResult:
         is_success = self.player == self.goal

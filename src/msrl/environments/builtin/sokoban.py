@@ -1,7 +1,7 @@
 """Sokoban: push all boxes onto the targets of a room.
 
 Rooms depend on the seed of the row. They are made by pulling boxes away from their targets, so that
-every room can be solved.
+every room can be solved. With `search_depth`, rooms are those of ROLL for the same seed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from msrl.environments.base import Environment, StepResult
 from msrl.environments.builtin._game_text import GameText
 from msrl.environments.builtin._grid import ACTIONS, Cell, choices_note, draw
+from msrl.environments.builtin._sokoban_rooms import BOX, PLAYER, TARGET, WALL, make_room
 from msrl.errors import MsrlError
 from msrl.types import Message
 
@@ -38,6 +39,7 @@ class Sokoban(Environment):
         max_steps: int,
         *,
         wall_share: float,
+        search_depth: int,
         step_reward: float,
         box_reward: float,
         success_reward: float,
@@ -50,9 +52,13 @@ class Sokoban(Environment):
                 "environment.options: size must be at least 4, wall_share from 0 to below 1, and "
                 "num_boxes, num_pulls and max_steps at least 1"
             )
+        if search_depth < 0 or search_depth == 1:
+            raise MsrlError(
+                f"environment.options.search_depth={search_depth}: must be 0, or 2 or more"
+            )
         if symbols and len(symbols) != _NUM_SYMBOLS:
             raise MsrlError(f"environment.options.symbols: must have {_NUM_SYMBOLS} texts")
-        self._symbols, self._texts = symbols, texts
+        self._symbols, self._texts, self._search_depth = symbols, texts, search_depth
         self._size, self._num_boxes, self._num_pulls = size, num_boxes, num_pulls
         self._max_steps, self._wall_share = max_steps, wall_share
         self._step_reward, self._invalid_reward = step_reward, invalid_reward
@@ -65,11 +71,8 @@ class Sokoban(Environment):
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Make a room by the seed of the row."""
-        source = random.Random(int(row.get("seed", 0)))
-        for _ in range(_MAX_ROOMS):
-            if self._make_room(source):
-                break
-        else:
+        seed = int(row.get("seed", 0))
+        if not (self._search_room(seed) if self._search_depth else self._draw_room(seed)):
             raise MsrlError(
                 f"environment.options.num_boxes={self._num_boxes}: no room of size {self._size} "
                 "was found. Use a larger size or fewer boxes."
@@ -101,6 +104,23 @@ class Sokoban(Environment):
         return "\n".join(
             "".join(own[cell] for cell in line.split(" ")) for line in text.split("\n")
         )
+
+    def _draw_room(self, seed: int) -> bool:
+        source = random.Random(seed)
+        return any(self._make_room(source) for _ in range(_MAX_ROOMS))
+
+    def _search_room(self, seed: int) -> bool:
+        """Take the room of a seed that is equal in other systems."""
+        room = make_room(seed, self._size, self._num_boxes, self._search_depth)
+        if room is None:
+            return False
+        cells = [Cell(*divmod(index, self._size)) for index in range(self._size**2)]
+        fixed, state = (dict(zip(cells, text, strict=True)) for text in (room.fixed, room.state))
+        self.walls = frozenset(cell for cell in cells if fixed[cell] == WALL)
+        self.targets = frozenset(cell for cell in cells if fixed[cell] == TARGET)
+        self.boxes = {cell for cell in cells if state[cell] == BOX}
+        self.player = next(cell for cell in cells if state[cell] == PLAYER)
+        return True
 
     def _make_room(self, source: random.Random) -> bool:
         """Make a room with boxes on their targets, then pull the boxes away."""
@@ -181,6 +201,7 @@ def environment(
     num_pulls: int = 4,
     max_steps: int = 30,
     wall_share: float = 0.1,
+    search_depth: int = 0,
     step_reward: float = 0.0,
     box_reward: float = 0.0,
     success_reward: float = 1.0,
@@ -200,6 +221,8 @@ def environment(
         num_pulls: Number of pulls that separate the boxes from their targets.
         max_steps: Number of steps after which the episode ends.
         wall_share: Share of walls among the inner cells.
+        search_depth: Largest number of moves in the search for a room as ROLL makes it, in place of
+            num_pulls and wall_share; ROLL's default is 300. 0: msrl's own rooms.
         step_reward: Reward of every step, such as -0.01.
         box_reward: Reward of a box that reaches a target; its negative for one that leaves it.
         success_reward: Reward when all boxes are on targets.
@@ -219,6 +242,7 @@ def environment(
         num_pulls,
         max_steps,
         wall_share=wall_share,
+        search_depth=search_depth,
         step_reward=step_reward,
         box_reward=box_reward,
         success_reward=success_reward,

@@ -20,16 +20,14 @@ from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
 _TURN_ESTIMATORS = ("gigpo", "step_reinforce")
-_BORDER = (
-    "between turns the original repeats the token that ends an answer and leaves out the line feed "
-    "of the chat template"
-)
-_OTHER_ROOMS = "msrl makes rooms in another way"
+_OWN_TURNS = "the original joins turns in another way"
 _NO_TEXTS = (
     "the instructions are in a checkout of the original, and none is above this file: msrl has "
     "words of its own"
 )
 _OWN_TEXTS = "msrl has words of its own in the messages"
+_OPEN_PATTERN = "the pattern may match the token that ends an answer, which msrl does not show it"
+_CONTROL = "control tokens in the texts, which msrl shows as text"
 _FIELDS = ("observation", "turn_idx", "actions_left", "max_response_length")
 _TEMPLATE_FIELD = re.compile(r"(?<!\{)\{(\w*)\}")
 
@@ -51,6 +49,7 @@ def put_environments(translation: Translation, top: Keys, manager: Keys, infer: 
     if translated and custom is not None:
         _put_choice(translation, custom, dict(zip(tags, translated, strict=False)), weights)
         _put_limits(translation, custom, top, envs, manager, infer)
+        _put_turns(translation, custom, top, envs)
     _put_manager(manager, is_early=is_early(envs))
     for key, text in _MANAGER.items():
         manager.record(key, KeyStatus.APPLIED, text)
@@ -198,21 +197,35 @@ class _CustomEnv:
 
     def _own_texts(self, entry: SourceKey, name: str) -> dict[str, Any]:
         """Return the options that show the texts of the original, if the file is a newer one."""
-        reasons = [_BORDER] if name == "frozen_lake" else [_BORDER, _OTHER_ROOMS]
-        shows = self._shows_messages()
+        shows = self.shows_messages
         options = self._symbols(name) if shows else None
         if options is None:
-            options, reasons = {}, [*reasons, _NO_TEXTS if shows else _OWN_TEXTS]
+            options, reasons = {}, [_NO_TEXTS] if shows else [_OWN_TURNS, _OWN_TEXTS]
         else:
+            reasons = _remaining_differences(options)
             for key in ("agent_system_template", "agent_template"):
                 text = f"environment.options.{_OPTIONS[key]}"
                 self.keys.record(key, KeyStatus.APPLIED, text)
         if name == "frozen_lake":
             options["random_ends"] = True
-        self._translation.report_difference(entry, "; ".join(reasons))
+        else:
+            reasons += self._early_end()
+        if reasons:
+            self._translation.report_difference(entry, "; ".join(reasons))
         return options
 
-    def _shows_messages(self) -> bool:
+    def _early_end(self) -> list[str]:
+        """Return a reason if rooms of the original end before the last turn of an episode."""
+        limit, turns = self._config.real("max_steps", 20), self.keys.number("max_steps")
+        is_early = turns is not None and limit < turns
+        return [f"the original ends rooms after {limit} steps of {turns}"] if is_early else []
+
+    @property
+    def is_game(self) -> bool:
+        return self.keys.value("env_type") in _KINDS
+
+    @property
+    def shows_messages(self) -> bool:
         """Return True if each turn is a message with the fields of msrl's template."""
         manager = str(self.keys.value("env_manager_cls") or "").rpartition(".")[2]
         template, system = (
@@ -289,6 +302,14 @@ class _CustomEnv:
                 self._translation.difference(entry, "msrl's environment has no such option")
 
 
+def _remaining_differences(options: Mapping[str, Any]) -> list[str]:
+    """Return why texts of a game have other tokens or actions in msrl."""
+    texts = [str(options[key]) for key in ("system", "template", "instructions")]
+    reasons = [_CONTROL] if any("<|" in text for text in texts) else []
+    is_closed = str(options["action_pattern"]).endswith("</answer>")
+    return reasons if is_closed else [*reasons, _OPEN_PATTERN]
+
+
 _OPTIONS = {  # options of msrl's environments by the keys of env_config
     "size": "size",
     "dim_room": "size",
@@ -300,12 +321,16 @@ _OPTIONS = {  # options of msrl's environments by the keys of env_config
     "format_penalty": "invalid_reward",
     "env_instruction": "instructions",
     "num_boxes": "num_boxes",
+    "search_depth": "search_depth",
     "action_pattern": "action_pattern",
     "grid_lookup": "symbols",
     "grid_vocab": "symbols",
     "agent_template": "template",
     "agent_system_template": "system",
 }
+
+
+_SEARCH_DEPTH = 300  # of the original's rooms
 
 
 def _frozen_lake(config: Keys) -> dict[str, Any]:
@@ -337,6 +362,7 @@ def _sokoban(
     options = {
         "size": sizes[0],
         "num_boxes": config.real("num_boxes", num_boxes),
+        "search_depth": config.real("search_depth", _SEARCH_DEPTH),
         "max_steps": config.real("max_steps", max_steps),
         "invalid_reward": float(config.real("format_penalty", penalty)),
         "step_reward": -0.1,
@@ -401,6 +427,24 @@ def _put_limits(
     if tokens or limit:
         value = min([max(tokens or [limit or 0]), *([limit] if limit else [])])
         translation.set("environment.max_turn_tokens", wrap(value, custom.origin))
+
+
+def _put_turns(
+    translation: Translation, custom: SourceKey, top: Keys, envs: Sequence[_CustomEnv]
+) -> None:
+    """Join turns as TrajEnvManager does, and limit the sequence of an episode."""
+    if not all(env.is_game and env.shows_messages for env in envs):
+        return
+    translation.set("environment.history", wrap("separate", custom.origin))
+    translation.set("environment.enable_thinking", wrap(False, custom.origin))
+    total = top.number("sequence_length") if top.get("sequence_length") else None
+    if total is not None:
+        origin = top.origin("sequence_length")
+        translation.set("environment.max_tokens", wrap(total, origin))
+    limits = {env.keys.number("max_tokens_per_step") for env in envs}
+    if len(limits) > 1:
+        text = "the original limits the answers of each tag, msrl all by the largest limit"
+        translation.report_difference(custom, text)
 
 
 def _answer_tokens(manager: Keys, infer: Keys) -> int | None:

@@ -235,17 +235,21 @@ class EpisodeRunner:
         problem = self._why_too_long(length)
         if problem:
             return "fault", "long_prompt", problem
-        episode.limit = min(length + episode.sampling.max_tokens, self._max_model_len)
+        longest = self._section.max_tokens or length + episode.sampling.max_tokens
+        episode.limit = min(longest, self._max_model_len)
         return None
 
     def _why_too_long(self, length: int) -> str:
         """Return why a first prompt is too long; empty if it is not."""
         longest, context = self._settings.max_prompt_tokens, self._max_model_len
+        name, largest = "the engine's max_model_len", self._section.max_tokens
+        if largest is not None and largest < context:
+            name, context = "environment.max_tokens", largest
         if length <= min(longest, context - 1):
             return ""
         if longest < context:
             return f"{length} tokens, but rollout.max_prompt_tokens={longest}"
-        return f"{length} tokens, but the engine's max_model_len={context} includes an answer"
+        return f"{length} tokens, but {name}={context} includes an answer"
 
     def _continue(
         self, episode: _Running, result: StepResult, waited_s: float
@@ -298,13 +302,19 @@ class EpisodeRunner:
         elif self._section.history == "template":
             self._edit(episode, episode.history, messages)
         else:
-            new = self._template.suffix(len(episode.turns), messages, episode.last_token)
+            new = self._new_tokens(episode, messages)
             if episode.tokens.num_tokens + len(new) >= episode.limit:
                 return "length"
             episode.tokens.add_messages(new)
             episode.history += messages
         episode.state = _state(info, messages)
         return None if episode.tokens.num_tokens < episode.limit else "length"
+
+    def _new_tokens(self, episode: _Running, messages: Sequence[Message]) -> Ints:
+        """Return the tokens of messages that follow the last answer."""
+        if self._section.history == "separate":
+            return self._template.separate(messages)
+        return self._template.suffix(len(episode.turns), messages, episode.last_token)
 
     def _edit(
         self, episode: _Running, history: Sequence[Message], messages: Sequence[Message]

@@ -8,6 +8,7 @@ from pathlib import Path
 from msrl.config.sections.environment import EnvironmentConfig, MixtureEntry, SingleEnvironment
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.pool import EnvironmentPool
+from msrl.rollout.episodes.template import EpisodeTemplate, open_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class EpisodeSettings:
         A single turn starts so as responses without an environment do.
         """
         return self.environment.lockstep or self.environment.is_single_turn
+
+    def template(self) -> EpisodeTemplate:
+        """Return the chat template of the episodes."""
+        thinking = self.environment.enable_thinking
+        return open_template(self.tokenizer_dir, self.chat_template, enable_thinking=thinking)
 
     def pool(self) -> EnvironmentPool:
         """Return the processes of the environments, which are not started yet."""

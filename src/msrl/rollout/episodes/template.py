@@ -40,10 +40,12 @@ class EpisodeTemplate:
     Args:
         tokenizer: Tokenizer of the model.
         chat_template: Source of the template (Jinja); empty for the tokenizer's own.
+        enable_thinking: Value of this variable of the template; None leaves it undefined.
     """
 
     tokenizer: TextTokenizer
     chat_template: str = ""
+    enable_thinking: bool | None = None
 
     @property
     def _tokenizer(self) -> Any:
@@ -117,6 +119,27 @@ class EpisodeTemplate:
         if last_token is not None and len(tail) and tail[0] == last_token:
             return tail[1:]
         return tail
+
+    def separate(self, new: Sequence[Message]) -> Ints:
+        """Return the tokens [T] of new messages as ROLL (8eb27cc2) joins them to an episode.
+
+        They are the token that ends messages, and the messages after an empty system message,
+        which is cut off. The token is repeated if the answer before ended with it.
+
+        Raises:
+            MsrlError: The template cannot render the messages.
+        """
+        turns = [self._marked(message) for message in new]
+        empty = [{"role": "system", "content": ""}]
+        start = len(self._encode(self._render(empty, [], prompts=False)))
+        return np.concatenate([self._end, self._encode(self._render([*empty, *turns], []))[start:]])
+
+    @cached_property
+    def _end(self) -> Ints:
+        """The last special token of a user message; empty without one."""
+        shown = self._encode(self._render([{"role": "user", "content": ""}], [], prompts=False))
+        special = set(self._tokenizer.all_special_ids)
+        return np.array([token for token in shown.tolist() if token in special][-1:], np.int64)
 
     def check(self, *, needs_tools: bool, lists_tools: bool = True) -> None:
         """Check that the template can render the messages of an environment.
@@ -198,14 +221,24 @@ class EpisodeTemplate:
     def _marked(self, message: Message) -> JsonObject:
         return mark_controls(turn_fields(message, self.source), self._pattern)
 
-    def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[JsonObject]) -> str:
+    def _render(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
+        *,
+        prompts: bool = True,
+    ) -> str:
+        """Return the text of turns, with `prompts` including the generation prompt."""
+        thinking = self.enable_thinking
+        options = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._tokenizer.apply_chat_template(
                 list(turns),
                 tools=list(tools) or None,
                 chat_template=self.source,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=prompts,
+                **options,
             )
         except Exception as error:  # a template is code of the model's author
             raise self._failure(error) from error
@@ -234,9 +267,11 @@ def _hf_tokenizer(folder: str) -> Any:
     return load_tokenizer(folder)
 
 
-def open_template(tokenizer_dir: Path, chat_template: str) -> EpisodeTemplate:
+def open_template(
+    tokenizer_dir: Path, chat_template: str, *, enable_thinking: bool | None = None
+) -> EpisodeTemplate:
     """Return the chat template of preprocessed data with the tokenizer in a folder."""
-    return EpisodeTemplate(open_tokenizer(tokenizer_dir), chat_template)
+    return EpisodeTemplate(open_tokenizer(tokenizer_dir), chat_template, enable_thinking)
 
 
 def _with_calls(turns: Sequence[JsonObject]) -> tuple[list[JsonObject], list[JsonObject]]:

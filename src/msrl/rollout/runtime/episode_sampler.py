@@ -9,7 +9,6 @@ from msrl.environments.pool import EnvironmentPool
 from msrl.rollout.engine import StepEngine, sample_seeds
 from msrl.rollout.episodes.runner import EpisodeRunner
 from msrl.rollout.episodes.settings import EpisodeSettings
-from msrl.rollout.episodes.template import open_template
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 
@@ -37,8 +36,9 @@ class EpisodeSampler:
     def runner(self) -> EpisodeRunner:
         """Return a new runner of episodes."""
         engine, settings = self._engine, self._settings
-        template = open_template(settings.tokenizer_dir, settings.chat_template)
-        return EpisodeRunner(self._pool, settings, template, engine.max_model_len, engine.text)
+        return EpisodeRunner(
+            self._pool, settings, settings.template(), engine.max_model_len, engine.text
+        )
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int

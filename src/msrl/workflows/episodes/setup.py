@@ -17,7 +17,7 @@ from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate, open_template
-from msrl.types import Prompt
+from msrl.types import Message, Prompt
 
 
 def episode_settings(plan: RunPlan, prompts: Iterable[Prompt]) -> EpisodeSettings | None:
@@ -45,7 +45,9 @@ def make_settings(
     section: EnvironmentConfig, tokenizer_dir: Path, chat_template: str, max_prompt_tokens: int
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
-    template = open_template(tokenizer_dir, chat_template)
+    template = open_template(
+        tokenizer_dir, chat_template, enable_thinking=section.enable_thinking
+    )
     tool_format = section.tool_format or detect_format(template.source) or ""
     opens_thought = not section.is_single_turn and template.opens_thought
     return EpisodeSettings(
@@ -61,7 +63,7 @@ def check_openings(
     Raises:
         MsrlError: An environment cannot be opened, or the chat template cannot show its messages.
     """
-    template = open_template(settings.tokenizer_dir, settings.chat_template)
+    template = settings.template()
     rows = first_rows(settings.environment, prompts)
     openings = _open(settings, rows, seed)
     for name, opening in openings.items():
@@ -75,6 +77,8 @@ def check_openings(
         if opening.tools and not settings.tool_format:
             raise unknown_format(template.name)
         _check_opening(opening, rows[name], template)
+        if settings.environment.history == "separate":
+            template.separate([Message("user", "q")])
     return openings
 
 
