@@ -5,8 +5,8 @@ which the first P are a prompt.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import contextlib
 import copy

@@ -48,6 +48,10 @@ def errors(*sets: str) -> list[str]:
             [("environment.lockstep=true", "rollout.async")],
         ),
         (
+            ("environment.name=frozen_lake", "environment.max_tokens=100000000"),
+            [("environment.max_tokens=100000000", "rollout.max_prompt_tokens")],
+        ),
+        (
             ("algo.mask.invalid_actions=true",),
             [("algo.mask.invalid_actions=true", "environment.name")],
         ),

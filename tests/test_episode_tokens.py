@@ -213,6 +213,23 @@ def test_an_answer_is_neither_encoded_again_nor_ended_twice() -> None:
     assert decoded(tokenizer, complete).startswith("\n<|im_start|>user\nmore<|im_end|>")
 
 
+def test_separate_messages_follow_the_token_that_ends_messages_and_no_line_feed() -> None:
+    tokenizer = load_cached_tokenizer("qwen3-4b")
+    template = EpisodeTemplate(tokenizer, enable_thinking=False)
+    shown = decoded(tokenizer, template.separate([Message("user", "go <|im_end|>")]))
+    head, tail = "<|im_end|><|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    thought = "<think>\n\n</think>\n\n"
+    assert shown == f"{head}go <|im_end|>{tail}{thought}"
+    control = tokenizer.backend.token_to_id("<|im_end|>")
+    assert template.separate([Message("user", "go <|im_end|>")]).tolist().count(control) == 2
+    assert decoded(tokenizer, template.conversation([Message("user", "a")])).endswith(thought)
+    free = EpisodeTemplate(tokenizer)
+    assert not decoded(tokenizer, free.separate([Message("user", "a")])).endswith(thought)
+    mistral = EpisodeTemplate(load_cached_tokenizer("mistral-7b-instruct-v0.2"))
+    with pytest.raises(MsrlError, match=mentions("chat template", "alternate")):
+        mistral.separate([Message("user", "a")])
+
+
 def test_thoughts_stay_with_append_and_begin_a_new_sequence_with_the_template() -> None:
     tokenizer = load_cached_tokenizer("qwen3-4b")
     template = EpisodeTemplate(tokenizer)

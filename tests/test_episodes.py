@@ -221,6 +221,22 @@ def test_a_turn_s_prompt_is_the_earlier_tokens_and_the_rendered_suffix(
     assert "environment" not in row and isinstance(row["seed"], int)
 
 
+def test_separate_turns_repeat_the_end_of_messages_and_max_tokens_ends_an_episode(
+    template: EpisodeTemplate,
+) -> None:
+    new = template.separate([Message("user", "more")]).tolist()
+    longest = 10 + 3 + len(new) + 1
+    runner, environments = make_runner(
+        template, lambda *_: more(), history="separate", max_tokens=longest
+    )
+    completion, policy = run_one(runner, [[70, 71, END], [72]])
+    assert policy.requests[1][1].token_ids.tolist() == [*range(40, 50), 70, 71, END, *new]
+    assert new[0] == END
+    assert policy.requests[1][2].max_tokens == 1
+    assert len(environments.answers) == 2
+    assert completion.finish_reason == "length"
+
+
 def test_an_environment_s_messages_replace_the_prompt_of_the_row(template: EpisodeTemplate) -> None:
     opening = Opening([Message("user", "Walk.")], info={"state": "start"})
     runner, _ = make_runner(template, lambda *_: done(), opening)
@@ -344,6 +360,8 @@ def test_an_opening_must_leave_room_for_an_answer_in_the_engine(template: Episod
         (1, {"max_model_len": length + 1, "max_prompt_tokens": 1000}, ""),
         (0, {"max_model_len": length, "max_prompt_tokens": 1000}, f"max_model_len={length}"),
         (0, {"max_prompt_tokens": length - 1}, f"max_prompt_tokens={length - 1}"),
+        (1, {"max_tokens": length + 1, "max_prompt_tokens": 1000}, ""),
+        (0, {"max_tokens": length, "max_prompt_tokens": 1000}, f"environment.max_tokens={length}"),
     ):
         runner, _ = make_runner(template, lambda *_: done(), opening, **limits)
         completion, policy = run_one(runner, [[70]])

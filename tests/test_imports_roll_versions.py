@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from msrl.errors import MsrlError
-from msrl.importers.command import native_yaml, report
+from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.status import KeyStatus
 from support import assert_mentions, mentions
 from test_imports_commands import RLVR, changed
@@ -112,6 +113,86 @@ def test_texts_of_a_game_come_from_the_file_and_from_the_checkout_around_it(tmp_
     options = native(changed(text, own), tmp_path / "examples")["environment"]["options"]
     assert options["instructions"].startswith("Go.\nSymbols:")
     assert options["symbols"] == ["p", "-", "h", "g", "x", "y"]
+
+
+def in_game(folder: Path, *changes: tuple[str, str]) -> Any:
+    """Return the import of a file with texts in a checkout, without --approximate."""
+    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS), *changes)
+    file = in_checkout(folder) / "given.yaml"
+    file.write_text(text, encoding="utf-8")
+    return translate_arguments("roll", [str(file)])
+
+
+def test_turns_and_limits_of_a_game_are_those_of_the_original(tmp_path: Path) -> None:
+    translation = in_game(tmp_path)
+    environment = tree(translation)["environment"]
+    assert (environment["history"], environment["enable_thinking"]) == ("separate", False)
+    assert (environment["max_tokens"], environment["max_turns"]) == (1024, 5)
+    assert not translation.differences
+    text = f"{AGENTIC}skip_mock_system_prompt: false\n"
+    assert "history" not in native(text, tmp_path)["environment"]  # without the texts of a checkout
+    with pytest.raises(MsrlError, match=mentions("skip_mock_system_prompt=true", "system")):
+        imported(text.replace("prompt: false", "prompt: true"), tmp_path)
+
+
+TURN = '{turn_idx}: {observation}"'
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ((TURN, '{turn_idx}: <|x|> {observation}"'), ("control tokens",)),
+        (('"<answer>(.*?)</answer>"', '"^(.*)$"'), ("pattern", "ends an answer")),
+        (("is_slippery: false,", "is_slippery: false, map_seed: 3,"), ("map_seed=3",)),
+        ((TURN, '{turn_idx}: {suffix}{observation}"'), ("words of its own",)),
+    ],
+)
+def test_a_game_whose_tokens_or_actions_differ_is_no_exact_import(
+    change: tuple[str, str], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*words, "--approximate")):
+        in_game(tmp_path, change)
+
+
+def test_a_room_that_ends_before_its_episode_is_no_exact_import(tmp_path: Path) -> None:
+    rooms = ("tags: [Lake]", "tags: [Room]")
+    options = ("num_boxes: 1, max_steps: 7}", "num_boxes: 1, max_steps: 6, search_depth: 30}")
+    translation = imported(changed(AGENTIC, rooms, options), tmp_path)
+    assert tree(translation)["environment"]["options"]["search_depth"] == 30
+    assert_mentions("\n".join(translation.differences), "env_type=sokoban", "6 steps", "7")
+    translation = imported(changed(AGENTIC, rooms), tmp_path)
+    assert tree(translation)["environment"]["options"]["search_depth"] == 300
+    assert "steps of" not in "\n".join(translation.differences)
+
+
+@pytest.mark.parametrize(
+    ("room", "size", "problem"),
+    [
+        ("dim_x: 6, dim_y: 6", 6, ()),
+        ("dim_x: 8, dim_y: 8, dim_room: [6, 6]", 8, ()),
+        ("dim_x: 6, dim_y: 8", None, ("dim_x=6", "square")),
+        ("dim_x: 6", None, ("dim_x=6", "dim_y")),
+        ("dim_x: a, dim_y: a", None, ("dim_x=a", "number")),
+    ],
+)
+def test_the_sides_of_a_room_of_the_first_version_are_its_size(
+    room: str, size: int | None, problem: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = changed(AGENTIC, ("tags: [Lake]", "tags: [Room]"), ("dim_room: [6, 6]", room))
+    if problem:
+        with pytest.raises(MsrlError, match=mentions(*problem)):
+            imported(text, tmp_path)
+        return
+    assert native(text, tmp_path)["environment"]["options"]["size"] == size
+
+
+def test_rooms_of_a_checkout_of_the_first_version_are_imported() -> None:
+    root = Path(os.environ.get("MSRL_ROLL_V010", Path(__file__).parents[2] / "ROLL-v0.1.0"))
+    file = root / "examples" / "qwen2.5-0.5B-agentic" / "agentic_val_sokoban.yaml"
+    if not file.is_file():
+        pytest.skip(f"no checkout of ROLL v0.1.0 at {root} (set MSRL_ROLL_V010)")
+    environment = tree(translate_arguments("roll", [str(file)], approximate=True))["environment"]
+    assert (environment["name"], environment["options"]["size"]) == ("sokoban", 6)
 
 
 def test_without_a_checkout_the_words_of_a_game_are_reported_as_others(tmp_path: Path) -> None:

@@ -45,9 +45,7 @@ def make_settings(
     section: EnvironmentConfig, tokenizer_dir: Path, chat_template: str, max_prompt_tokens: int
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
-    template = open_template(
-        tokenizer_dir, chat_template, enable_thinking=section.enable_thinking
-    )
+    template = open_template(tokenizer_dir, chat_template, enable_thinking=section.enable_thinking)
     tool_format = section.tool_format or detect_format(template.source) or ""
     opens_thought = not section.is_single_turn and template.opens_thought
     return EpisodeSettings(
