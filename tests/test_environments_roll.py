@@ -47,7 +47,8 @@ def test_the_frozen_lake_has_the_maps_prompts_and_rewards_of_roll(
     talk = oracle.Conversation("Be good.", TEMPLATE, max_steps=6, max_tokens=64)
     ours = environment(
         size=size, hole_share=0.2, max_steps=6, invalid_reward=-0.01, random_ends=True,
-        slippery=slips, symbols=SYMBOLS, action_pattern=PATTERN, template=TEMPLATE, system="Be good.",
+        slippery=slips, symbols=SYMBOLS, action_pattern=PATTERN,
+        template=TEMPLATE, system="Be good.",
         instructions=info["env_instruction"], max_response_length=64,
     )  # fmt: skip
     messages = ours.reset({"seed": seed})
