@@ -41,7 +41,8 @@ from msrl.checkpoint.dist.read import GlobalTensors
 from msrl.checkpoint.hf.weight_files import open_safetensors, open_weight_files
 from msrl.checkpoint.integrity import weight_checks
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
+from msrl.checkpoint.torch_files.reader import read_torch_file
+from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.config.sources import parse
 from msrl.data.columns import DroppedRow
 from msrl.data.handlers import make_handler

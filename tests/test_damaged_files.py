@@ -17,7 +17,8 @@ from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import has_manifest, mcore_checks
 from msrl.checkpoint.mcore.files import rank_file
 from msrl.checkpoint.source import open_weights
-from msrl.checkpoint.torch_files.reader import check_records, read_torch_file
+from msrl.checkpoint.torch_files.reader import read_torch_file
+from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.errors import MsrlError
 from msrl.models.hf_config import end_tokens, read_hf_config
 from msrl.models.parallel_layout import Coords, ParallelLayout

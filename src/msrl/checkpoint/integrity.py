@@ -29,7 +29,7 @@ from msrl.checkpoint.hf.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SI
 from msrl.checkpoint.mcore.files import FILE, MANIFEST, TRACKER, iteration_dir, read_manifest
 from msrl.checkpoint.mcore.locate import latest_iteration
 from msrl.checkpoint.threads import in_parallel
-from msrl.checkpoint.torch_files.reader import check_records
+from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.checksums import file_crc32
 from msrl.errors import MALFORMED, ManyErrors, MsrlError
 from msrl.files import is_file_name

@@ -29,6 +29,7 @@ from msrl.cli import (
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
 from msrl.limits import printable
+from msrl.packages import missing_package
 
 STACK = (
     "torch",
@@ -60,30 +61,6 @@ ORDER = (
     "config",
     "doctor",
 )
-
-
-# Modules of optional packages, by the extra that installs them; all others come with the platform.
-_EXTRAS = {name: name for name in ("gymnasium", "mcp", "swanlab", "wandb")}
-_PLATFORM_MODULES = frozenset(
-    {
-        "datasets", "google_crc32c", "huggingface_hub", "isal", "jinja2", "matplotlib", "megatron",
-        "msgspec", "psutil", "pyarrow", "ray", "safetensors", "tensorboard", "tokenizers", "torch",
-        "torch_npu", "transformers", "vllm",
-    }
-)  # fmt: skip
-
-
-def missing_package(error: ModuleNotFoundError) -> str | None:
-    """Return which extra installs the package that a command lacks; None for another module."""
-    name = error.name or ""
-    if name in _EXTRAS:
-        return f"{name}: not installed. Install it with: pip install 'msrl[{_EXTRAS[name]}]'"
-    if name not in _PLATFORM_MODULES:
-        return None
-    return (
-        f"{name}: not installed. This command needs the packages of a platform: "
-        "pip install 'msrl[cpu]', or cuda or npu in place of cpu"
-    )
 
 
 class _Root(Group):

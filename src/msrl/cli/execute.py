@@ -75,7 +75,7 @@ def execute(
         show_plan(resolved, command, run_plan)
         typer.echo(printable(f"inputs: {inputs.summary}"))
         inputs.show()
-        if plan is not None:
+        if plan is not None and inputs.is_checked:
             importlib.import_module(plan).show(resolved.config)
         return
     download_weights(resolved, local.values)
@@ -262,7 +262,7 @@ def show_plan(resolved: Resolved, command: str, plan: RunPlan | None = None) -> 
     from msrl.config.loader import DEFAULT
     from msrl.config.show import flow
 
-    typer.echo(f"{command}: the configuration and its inputs are valid, nothing was started")
+    typer.echo(f"{command}: the configuration is valid, nothing was started")
     for key, origin in resolved.origins.items():
         is_list_item = any(name.isdigit() for name in key.split("."))
         if origin != DEFAULT and not is_list_item:

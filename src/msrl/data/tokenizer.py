@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msrl.data.backends import build as build_backend
 from msrl.errors import MsrlError
 from msrl.limits import printable
+from msrl.packages import missing_package
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -134,6 +135,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     except (KeyboardInterrupt, SystemExit):
         raise
+    except ModuleNotFoundError as error:
+        if missing_package(error) is not None:
+            raise
+        raise MsrlError(
+            f"tokenizer={folder}: needs the package {error.name}, which is not installed. "
+            f"Install it with `pip install {error.name}`."
+        ) from error
     except BaseException as error:  # tokenizers raises bare Exception; a panic is not even one
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise MsrlError(

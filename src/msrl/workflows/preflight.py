@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.hub import is_without_weights
+from msrl.packages import missing_package
 from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import RunPlan
 
@@ -29,11 +30,13 @@ class Inputs:
     Attributes:
         summary: Their amount, in one line.
         examples: Rendered rows of the training data, as text.
+        is_checked: False if a missing package prevented the checks.
     """
 
     summary: str
     examples: tuple[ShownExample, ...] = ()
     tokenizer: TextTokenizer | None = None
+    is_checked: bool = True
 
     def show(self) -> None:
         """Print the examples."""
@@ -65,6 +68,11 @@ def check(plan: RunPlan) -> Inputs:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         raise MsrlError(f"{name}cannot be read or written: {error.strerror or error}") from error
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        return Inputs(f"not checked. {missing}", is_checked=False)
 
 
 def _is_later(plan: RunPlan) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from msrl.config.loader import Flag, load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.plan.run_plan import TRAININGS, checkpoint_folder, resolve
+from msrl.packages import missing_package
+from msrl.plan.run_plan import TRAININGS, RunPlan, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
 from msrl.tracking.run import CONFIG, read_attempts
@@ -36,7 +38,7 @@ def run(folder: Path) -> None:
     saved = _last_checkpoint(config)
     is_completed = saved is not None and _is_completed(folder, saved)
     if saved is not None and is_completed:
-        results = final_results(resolve(config, training), saved, folder)
+        results = _final_results(resolve(config, training), saved, folder)
     else:
         results = checkpoint_results(saved, is_done=True)
     command = next_command(
@@ -49,6 +51,18 @@ def run(folder: Path) -> None:
         command=command,
         differences=config.run.differences,
     )
+
+
+def _final_results(plan: RunPlan, saved: SavedTraining, folder: Path) -> dict[str, str]:
+    """Export the models of a completed run; without torch, say that this is left out."""
+    try:
+        return final_results(plan, saved, folder)
+    except ModuleNotFoundError as error:
+        note = missing_package(error)
+        if note is None:
+            raise
+        print(f"{folder}: its models are not exported. {note}", file=sys.stderr)
+        return checkpoint_results(saved, is_done=True)
 
 
 def _training(config: Config, folder: Path) -> str:

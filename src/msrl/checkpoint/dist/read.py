@@ -20,7 +20,8 @@ from msrl.checkpoint.dist.sections import Range, SectionFile
 from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
 from msrl.checkpoint.torch_files import unpickler
 from msrl.checkpoint.torch_files.pickle_names import Foreign
-from msrl.checkpoint.torch_files.reader import UNREADABLE, read_torch_file
+from msrl.checkpoint.torch_files.reader import read_torch_file
+from msrl.checkpoint.torch_files.whole_files import UNREADABLE
 from msrl.errors import MsrlError
 from msrl.files import is_file_name
 

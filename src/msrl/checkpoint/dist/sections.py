@@ -19,7 +19,8 @@ from torch import Tensor
 
 from msrl.checkpoint.torch_files.archive import check_archive
 from msrl.checkpoint.torch_files.archive_reader import map_file, read_archive
-from msrl.checkpoint.torch_files.reader import UNREADABLE, Pieces, WrittenFile
+from msrl.checkpoint.torch_files.reader import Pieces, WrittenFile
+from msrl.checkpoint.torch_files.whole_files import UNREADABLE
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
 

@@ -33,7 +33,8 @@ from msrl.checkpoint.dist.names import (
     stored_spec,
 )
 from msrl.checkpoint.dist.sections import Range, append_tensor, digest_of_sections
-from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile, check_records
+from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile
+from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.models.shape import Shape
 
 METADATA, COMMON, FORMAT, EXTRA = ".metadata", "common.pt", "metadata.json", "__extra_0.distcp"

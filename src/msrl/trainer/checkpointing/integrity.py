@@ -61,7 +61,7 @@ def _is_same(path: Path, record: Record) -> bool:
     """
     if "crc32" in record:
         return bool(file_crc32(path) == record["crc32"])
-    from msrl.checkpoint.torch_files.reader import check_records
+    from msrl.checkpoint.torch_files.whole_files import check_records
 
     return bool(check_records(path) == record["sha256"])
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
+from msrl.packages import missing_package
 from msrl.workflows.view.recorded import is_folder
 
 if TYPE_CHECKING:
@@ -72,6 +74,12 @@ def open_pieces(folders: Iterable[Path]) -> TokenPieces | None:
                 return TokenPieces(open_tokenizer(folder).backend)
             except MsrlError:
                 continue
+            except ModuleNotFoundError as error:
+                note = missing_package(error)
+                if note is None:
+                    raise
+                print(f"pages show tokens by their numbers. {note}", file=sys.stderr)
+                return None
     return None
 
 
