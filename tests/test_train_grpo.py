@@ -32,6 +32,7 @@ from training_runs import (
     Command,
     children,
     files_in,
+    listening_hosts,
     make_tmp,
     metrics,
     rows,
@@ -222,6 +223,7 @@ class Interrupted:
     output: str
     processes: dict[int, str]
     shared_memory: set[Path]
+    listening: dict[str, set[str]]
     left: list[str]
     reported: list[dict[str, Any]]
 
@@ -267,10 +269,17 @@ def interrupt(
     )
     command.when(lambda: (run / "rollouts" / f"step_{step:06d}.jsonl").exists())
     started = children(command.process.pid)
-    mapped = shared_memory(started)
+    mapped, listening = shared_memory(started), listening_hosts([command.process.pid, *started])
     command.signal_group(number)
     return Interrupted(
-        run, command.wait(), command.output(), started, mapped, files_in(tmp), rows(run)
+        run,
+        command.wait(),
+        command.output(),
+        started,
+        mapped,
+        listening,
+        files_in(tmp),
+        rows(run),
     )
 
 
@@ -589,6 +598,12 @@ def test_an_interrupt_saves_after_the_current_step_and_leaves_no_processes(inter
         "/raylet/raylet ",
     } == set(started.values())
     assert not still_running(started)
+
+
+def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(interrupted):
+    listening = interrupted.listening
+    assert {"gcs_server", "raylet", "ray::TrainActor", "ray::RolloutActor"} <= set(listening)
+    assert set().union(*listening.values()) <= {"127.0.0.1", "::1"}, listening
 
 
 @pytest.mark.full

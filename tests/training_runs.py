@@ -109,6 +109,26 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
     }
 
 
+def listening_hosts(pids: Iterable[int]) -> dict[str, set[str]]:
+    """Return the addresses on which processes listen, with TCP or UDP, by name of the process."""
+    import psutil
+
+    hosts: dict[str, set[str]] = {}
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            name = process.name().partition(".")[0].partition(" ")[0]
+            sockets = process.net_connections("inet")
+        except psutil.NoSuchProcess:
+            continue
+        hosts.setdefault(name, set()).update(
+            each.laddr.ip.removeprefix("::ffff:")
+            for each in sockets
+            if each.laddr and each.status in {psutil.CONN_LISTEN, psutil.CONN_NONE}
+        )
+    return hosts
+
+
 def _read_maps(pid: int) -> str:
     """Return the text of /proc/PID/maps, which is empty if the process has ended."""
     try:

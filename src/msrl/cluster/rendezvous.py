@@ -1,13 +1,16 @@
-"""Rendezvous of a run's ranks: an address of rank 0's node with a reserved port."""
+"""Rendezvous of a run's ranks: a file on one machine, else an address of rank 0's machine."""
 
 from __future__ import annotations
 
 import errno
 import socket
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 
+from msrl import temporary
 from msrl.errors import MsrlError
 
 
@@ -37,8 +40,17 @@ def reserve_port(host: str, ports: Sequence[int] = (0,)) -> socket.socket:
     )
 
 
+def file_rendezvous() -> str:
+    """Return torch's `init_method` for ranks of this machine: a file that only its user can read.
+
+    The file stays while this process runs, since the ranks create groups at any time.
+    """
+    folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-ranks-")))
+    return f"file://{folder / 'rendezvous'}"
+
+
 class Rendezvous:
-    """Rendezvous that rank 0 creates, and closes when all ranks are connected."""
+    """Reserved address that rank 0 creates, and closes when all ranks are connected."""
 
     def __init__(self, ports: Sequence[int]) -> None:
         host = ray.util.get_node_ip_address()

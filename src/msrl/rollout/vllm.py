@@ -26,7 +26,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
-from msrl.platforms import share_gloo_devices
+from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BLOCK_TOKENS,
@@ -376,7 +376,8 @@ def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, 
     own = platform.engine_environment(
         settings.engine.tp, is_eager=is_eager(settings.engine, platform)
     )
-    return {**common, **own}
+    # All processes of an engine are on one machine.
+    return {**common, **own, **platform.network_environment("lo")}
 
 
 def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
@@ -471,6 +472,7 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
 
         _check_supported(settings)
         share_gloo_devices()
+        bind_stores()
         before = temporary.segments()
         try:
             with temporary.redirected(folder):

@@ -7,12 +7,14 @@ imports vllm.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
+from msrl.platforms import bind_stores
 from msrl.rollout.engine import checked_weights, expected_weights
 from msrl.rollout.vllm_recording import ForwardRecorder
 from msrl.rollout.vllm_routes import RouteRecorder
@@ -133,3 +135,7 @@ def _repack_tied_head(model: Any) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
         head.quant_method.process_weights_after_loading(head)
+
+
+if "torch" in sys.modules:  # in a process of vLLM, which creates its groups after this import
+    bind_stores()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from msrl.models.parallel_layout import Coords
-from msrl.platforms import share_gloo_devices
+from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms.base import Platform
 from msrl.trainer.network import select_interface
 from msrl.trainer.settings import Layout, RankSettings
@@ -82,6 +82,7 @@ def initialize(
     platform.device(rank)
     select_interface(platform, init_method)
     share_gloo_devices()
+    bind_stores()
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.collective_backend,

@@ -402,15 +402,19 @@ def _call_engines(
 class TrainActor(TrainWorker):
     """Ray actor of one training rank."""
 
-    def rendezvous(self, ports: Sequence[int]) -> str:
-        """Return the rendezvous address of the ranks, on one of these ports.
+    _rendezvous: Rendezvous | None = None
 
-        Rank 0 reserves it until all ranks have joined.
+    def rendezvous(self, ports: Sequence[int], on_one_machine: bool) -> str:
+        """Return the rendezvous of the ranks: a file on one machine, else one of these ports.
+
+        Rank 0 reserves the port until all ranks have joined.
         """
-        from msrl.cluster.rendezvous import Rendezvous
+        from msrl.cluster.rendezvous import Rendezvous, file_rendezvous
 
         self._ports = ports
-        self._rendezvous: Rendezvous | None = Rendezvous(ports)
+        if on_one_machine:
+            return file_rendezvous()
+        self._rendezvous = Rendezvous(ports)
         return self._rendezvous.init_method
 
     def free_address(self) -> str:
@@ -432,6 +436,6 @@ class TrainActor(TrainWorker):
         get(self._settings.platform).prepare()
         quiet_megatron()
         started = super().start(init_method, resume, saves)
-        if self._rank == 0 and self._rendezvous is not None:
+        if self._rendezvous is not None:
             self._rendezvous.close()
         return started

@@ -108,8 +108,10 @@ class RayWorkers(Workers):
         return f"{NAMES[self._role]} {worker}"
 
     def rendezvous(self) -> str:
-        """Return the address that worker 0 reserves."""
-        (address,) = self.call_each("rendezvous", {0: (self._rendezvous_ports,)})
+        """Return the file that worker 0 creates if it shares a machine with all, or its address."""
+        nodes = self._placed.placement.role(self._role).nodes
+        arguments = self._rendezvous_ports, len(set(nodes)) == 1
+        (address,) = self.call_each("rendezvous", {0: arguments})
         return address
 
     def share(self, value: object) -> Any:
