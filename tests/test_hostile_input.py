@@ -70,19 +70,47 @@ def lists(levels: int) -> str:
     return "\n".join(lines)
 
 
+def references(form: str, levels: int) -> str:
+    """Return YAML in which each of `levels` values refers to the one before it."""
+    lines = ["k0: [ab]" if form.startswith("[") else "k0: ab"]
+    for level in range(1, levels):
+        previous = form.replace("%d", str(level - 1))
+        lines.append(f"k{level}: {previous}")
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("text", "keyword"),
     [
         (lists(9), "aliases"),
         ("run: " + "[" * 5000 + "]" * 5000, "nested"),
         ("run: " + "{a: " * 5000 + "1" + "}" * 5000, "nested"),
+        (references("${k%d}${k%d}", 40), "insert"),
+        (references("[${k%d}, ${k%d}]", 40), "insert"),
+        (references("${k%d}", 2000), "levels"),
+        ("run: {name: " + "${k0}" * 1000 + "}\nk0: " + "x" * 100_000, "insert"),
+        ("# " + "x" * 50_000_000, "MiB"),
         ("train: {steps: " + "9" * 6000 + "}", "train.steps"),
         ("train: {steps: 0x" + "f" * 6000 + "}", "train.steps"),
         ("train: {optimizer: {lr: " + "9" * 6000 + "}}", "train.optimizer.lr"),
         ("train: {steps: 1" + "0" * 250 + "}", ""),
         ('run: {name: "\\e[2Jx", nmae: 1}', "run.nmae"),
     ],
-    ids=["aliases", "lists", "mappings", "digits", "hex", "float", "250 digits", "escape"],
+    ids=[
+        "aliases",
+        "lists",
+        "mappings",
+        "doubled",
+        "doubled lists",
+        "chain",
+        "repeated",
+        "comment",
+        "digits",
+        "hex",
+        "float",
+        "250 digits",
+        "escape",
+    ],
 )
 def test_a_hostile_configuration_is_one_message(
     text: str,

@@ -6,9 +6,11 @@ import argparse
 import collections
 import copyreg
 import io
+import itertools
 import pathlib
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -325,6 +327,24 @@ SHAPES = {
     "pop of nothing": pickle.POP,
     "missing value of a key": pickle.EMPTY_DICT + pickle.MARK + pickle.NONE + pickle.SETITEMS,
     "tuple of too little": pickle.NONE + pickle.TUPLE3,
+    "keys of one hash": pickle.EMPTY_DICT
+    + pickle.MARK
+    + b"".join(number(n * sys.hash_info.modulus) + pickle.NONE for n in range(60_000))
+    + pickle.SETITEMS,
+    "members of one hash": call(
+        "builtins set",
+        pickle.EMPTY_LIST
+        + pickle.MARK
+        + b"".join(  # -1 and -2 have the same hash
+            pickled_tuple(*map(number, values)) for values in itertools.product((-1, -2), repeat=14)
+        )
+        + pickle.APPENDS,
+    ),
+    "text of no characters": call(
+        "numpy.core.multiarray scalar",
+        call("numpy dtype", text("U1"), pickle.NEWFALSE, pickle.NEWTRUE),
+        pickle.SHORT_BINBYTES + bytes([4]) + b"\xff" * 4,
+    ),
     "later protocol": pickle.PROTO + b"\x09" + pickle.NONE,
     "array of too few bytes": ARRAY + pickle.BUILD,
 }

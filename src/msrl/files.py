@@ -11,9 +11,31 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import IO
 
+from msrl.errors import MsrlError
+
 _END_BYTES = 1 << 20
 
 MAX_NAME_BYTES = 255  # of the name of a file on Linux
+MAX_TEXT_BYTES = 2 << 20  # of a file that people write
+
+
+def read_user_text(path: Path) -> str:
+    """Return the text of a file or pipe that a person wrote, such as a configuration or a script.
+
+    Raises:
+        MsrlError: It cannot be read, is not UTF-8, or is larger than `MAX_TEXT_BYTES`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise MsrlError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > MAX_TEXT_BYTES:
+        raise MsrlError(f"{path}: is larger than {MAX_TEXT_BYTES >> 20} MiB. Shorten it.")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise MsrlError(f"{path}: is not UTF-8 text") from None
 
 
 @contextlib.contextmanager

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from msrl.config.sources import Node, Origin, scalar
-from msrl.errors import nearest
+from msrl.errors import MsrlError, nearest
 from msrl.limits import whole_number
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
+_MAX_VALUES = 20_000  # that references insert
+_MAX_CHARS = 10_000_000
+_MAX_LEVELS = 50  # of references to values with references
 MIN_SECRET = 6  # shorter values are not replaced in texts
 _RESOLVED_BY_SENDER = re.compile(
     r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
@@ -60,6 +63,8 @@ class Interpolation:
         self.environment = os.environ if environment is None else environment
         self._origins: dict[str, Origin] = {}  # by error message
         self._open: list[str] = []  # paths whose references are being resolved
+        self._first_origin = tree.origin  # of the first of them
+        self._num_values = self._num_chars = 0  # that references have inserted
 
     @property
     def errors(self) -> list[str]:
@@ -71,11 +76,17 @@ class Interpolation:
         return origin.name, origin.line or 0
 
     def resolve(self) -> Node:
-        """Return the tree with all references resolved."""
+        """Return the tree with all references resolved.
+
+        Raises:
+            MsrlError: References to values with references multiply beyond the limits.
+        """
         return self._inside(self.tree, "") or Node({}, self.tree.origin)
 
     def _inside(self, node: Node, path: str) -> Node | None:
         """Return a node with all references resolved, or None after an error."""
+        if self._open:
+            self._count(node)
         if isinstance(node.value, dict):
             entries = {
                 key: self._inside(child, f"{path}.{key}" if path else key)
@@ -90,10 +101,28 @@ class Interpolation:
             return self._scalar(node, node.value, path)
         return node
 
+    def _count(self, inserted: Node) -> None:
+        """Count a value that a reference inserts."""
+        self._num_values += 1
+        self._num_chars += len(inserted.text or "")
+        where = f"{self._first_origin}: {self._open[0]}"
+        if len(self._open) > _MAX_LEVELS:
+            raise MsrlError(
+                f"{where}: refers to values that refer to others, over more than {_MAX_LEVELS} "
+                "levels. Use fewer levels."
+            )
+        if self._num_values > _MAX_VALUES or self._num_chars > _MAX_CHARS:
+            raise MsrlError(
+                f"{where}: its references and those before it insert more than {_MAX_VALUES:,} "
+                f"values or {_MAX_CHARS:,} characters. Write the values."
+            )
+
     def _scalar(self, node: Node, text: str, path: str) -> Node | None:
         if path in self._open:
             cycle = " -> ".join([*self._open[self._open.index(path) :], path])
             return self._fail(node, path, f"refers to itself: {cycle}", nested=True)
+        if not self._open:
+            self._first_origin = node.origin
         self._open.append(path)
         try:
             resolved = self._resolved(node, text, path)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import yaml
 
 from msrl.errors import ManyErrors, MsrlError, nearest
+from msrl.files import read_user_text
 
 PACKAGED = Path(__file__).parent / "packaged"
 _FOLDERS = (Path("configs"), Path("configs/rlxf"))  # of --config-name, as in MindSpeed
@@ -434,12 +435,7 @@ def read(file: Path, *, is_old: bool = False) -> Node:
     Raises:
         MsrlError: the file cannot be read or has no sections.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise MsrlError(f"{file}: is not UTF-8 text") from None
+    text = read_user_text(file)
     name = f"packaged/{file.name}" if file.parent == PACKAGED else str(file)
     tree = parse(text, name, is_old=is_old)
     if tree.value is None:

@@ -9,6 +9,7 @@ from typing import cast
 from msrl.config.show import flow, written_key
 from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import read_user_text
 from msrl.importers.lightrft import command_line as lightrft
 from msrl.importers.mindspeed import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
@@ -21,7 +22,7 @@ from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system, refuse_other
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
-from msrl.limits import one_line
+from msrl.limits import TimeLimitError, one_line, run_within
 
 SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft", "verl")
 _YAML = {
@@ -38,6 +39,7 @@ SHELL_SYSTEMS = {
     "verl": verl,
 }
 _SHELLS = ("bash", "sh")
+_TIME_LIMIT_S = 30.0
 
 
 def translate_arguments(
@@ -56,7 +58,9 @@ def translate_arguments(
             f"config import --from {system}: no input. Name a file, or add flags after --."
         )
     try:
-        translation = _translated(system, arguments)
+        translation = run_within(_TIME_LIMIT_S, lambda: _translated(system, arguments))
+    except TimeLimitError as error:
+        raise MsrlError(f"{arguments[0]}: {error} to read. Import a shorter file.") from None
     except MsrlError as error:
         raise ManyErrors([masked(line) for line in str(error).split("\n")]) from None
     translation.complete(approximate=approximate)
@@ -91,7 +95,7 @@ def _names_file(system: str, arguments: Sequence[str]) -> bool:
 def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> Translation:
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
-    text = _read(file)
+    text = read_user_text(file)
     if file.suffix not in (".yaml", ".yml"):
         return _translate_script(system, file, text, arguments)
     tree = read(file, is_old=True)
@@ -117,16 +121,6 @@ def _translate_script(system: str, file: Path, text: str, arguments: Sequence[st
         if other is not None:
             raise MsrlError(f"{file}: is a script of {other.name}. {other.advice}") from error
         raise
-
-
-def _read(file: Path) -> str:
-    """Return the text of a file with its line ends."""
-    try:
-        return file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise MsrlError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise MsrlError(f"{file}: is not UTF-8 text") from None
 
 
 def native_yaml(translation: Translation) -> str:

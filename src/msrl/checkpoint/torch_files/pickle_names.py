@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
@@ -39,6 +40,7 @@ _STORAGES = {
 }
 _NUMPY_TYPE = re.compile(r"(b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,6})")
 _MAX_AXES = 64
+MAX_TUPLE_KEYS = 1000  # of a dict or set
 _MAX_REPEATED = 1 << 24  # elements of a tensor that repeats storage elements, as `expand` does
 
 
@@ -139,16 +141,30 @@ def is_foreign(name: Global) -> bool:
     return (name.module, name.name) in _OPAQUE or name.module.startswith(_FOREIGN)
 
 
-def check_key(key: object) -> Any:
-    """Return a dict key or set member that can be hashed without recursion.
+def check_key(key: object, number: int) -> Any:
+    """Return key or member `number` of a dict or set if its hash takes little time.
 
-    Hashing deeply nested tuples overflows the C stack.
+    Hashing deeply nested tuples overflows the C stack. Keys with one hash take time that grows with
+    the square of their number. Integers below the modulus of Python's hash have different ones,
+    and hashes of text are random; tuples of one hash can be computed, so their number is limited.
     """
-    members = key if type(key) is tuple else (key,)
+    members: tuple[object, ...] = (key,)
+    if isinstance(key, tuple):
+        if number >= MAX_TUPLE_KEYS:
+            raise UnpicklingError(f"it has more than {MAX_TUPLE_KEYS} keys beside a tuple as a key")
+        members = key
     for member in members:
         if type(member) not in _KEYS:
             raise UnpicklingError(f"it uses a {type(member).__name__} as a key")
+        if type(member) is int and abs(member) >= sys.hash_info.modulus:
+            raise UnpicklingError("it uses an integer of more than 61 bits as a key")
     return key
+
+
+def check_members(items: Iterable[object], num_before: int = 0) -> Iterator[Any]:
+    """Yield the members of a set that has `num_before` others, and check them as keys."""
+    for number, item in enumerate(items, num_before):
+        yield check_key(item, number)
 
 
 def storage_dtype(storage_class: object) -> torch.dtype | None:
@@ -175,8 +191,17 @@ def fill_array(array: np.ndarray[Any, Any], state: object) -> None:
         raise UnpicklingError(
             f"it contains an array of {len(data)} bytes, which do not match shape {list(sizes)}"
         )
+    _check_text(dtype, data)
     # NumPy writes the Fortran flag as a bool.
     array.__setstate__((1, sizes, dtype, is_fortran, data))  # pyright: ignore[reportArgumentType]
+
+
+def _check_text(dtype: np.dtype[Any], data: bytes) -> None:
+    """Refuse text with numbers that are no characters, for which NumPy raises SystemError."""
+    if dtype.kind == "U" and data:
+        characters = np.frombuffer(data, np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+        if characters.max() > sys.maxunicode:
+            raise UnpicklingError("it contains text with invalid characters")
 
 
 def set_numpy_type(element_type: NumpyType, state: object) -> None:
@@ -233,7 +258,7 @@ def _collection(constructor: Callable[[Iterable[Any]], Any]) -> Callable[..., An
     def make(items: object = ()) -> Any:
         if type(items) is not list and type(items) is not tuple:
             raise UnpicklingError(f"it builds a set from a {type(items).__name__}")
-        return constructor(map(check_key, items))
+        return constructor(check_members(items))
 
     return make
 
@@ -303,6 +328,7 @@ def _numpy_scalar(element_type: object, data: object) -> Any:
         or len(data) != element_type.dtype().itemsize
     ):
         raise UnpicklingError("it contains a number of an unknown type")
+    _check_text(element_type.dtype(), data)
     return np.frombuffer(data, element_type.dtype())[0].item() if data else ""
 
 
@@ -375,7 +401,6 @@ _KEYS = frozenset(
         str,
         bytes,
         torch.dtype,
-        torch.Size,
         PurePosixPath,
         Global,
         Foreign,

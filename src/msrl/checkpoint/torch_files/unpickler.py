@@ -39,6 +39,7 @@ from msrl.checkpoint.torch_files.pickle_names import (
     NumpyType,
     StorageRef,
     check_key,
+    check_members,
     construct,
     fill_array,
     is_foreign,
@@ -188,7 +189,7 @@ def _marked_tuple(machine: _Machine) -> None:
 
 def _frozen_set(machine: _Machine) -> None:
     items = machine.pop_mark()
-    machine.stack.append(frozenset(map(check_key, items)))
+    machine.stack.append(frozenset(check_members(items)))
 
 
 # --- Opcodes that change a container ---
@@ -226,7 +227,7 @@ def _update(target: object, items: list[Any]) -> None:
     if len(items) % 2:
         raise UnpicklingError("it sets a key without a value")
     for index in range(0, len(items), 2):
-        target[check_key(items[index])] = items[index + 1]
+        target[check_key(items[index], len(target))] = items[index + 1]
 
 
 def _add_marked_items(machine: _Machine) -> None:
@@ -234,7 +235,7 @@ def _add_marked_items(machine: _Machine) -> None:
     target = machine.stack[-1]
     if type(target) is not set:
         raise UnpicklingError(f"it adds members to a {_type_name(target)}")
-    target.update(map(check_key, items))
+    target.update(check_members(items, len(target)))
 
 
 # --- Opcodes that name, call and set state ---
@@ -405,13 +406,18 @@ def _check_result(root: object) -> None:
     """
     extents: dict[int, _Extent | None] = {}  # by id; None while a container is being visited
     pending: list[tuple[object, list[object] | None]] = [([root], None)]
+    num_open = 0  # containers around the value
     while pending:
         value, members = pending.pop()
         if members is not None:
             extents[id(value)] = _extent(members, extents)
+            num_open -= 1
         elif id(value) not in extents:
             extents[id(value)] = None
             members = _members(value)
+            num_open += 1
+            if num_open > MAX_DEPTH + 1:  # with the list around the root
+                raise _too_large()
             pending.append((value, members))
             pending.extend((member, None) for member in members if type(member) not in _LEAVES)
 
@@ -426,11 +432,15 @@ def _extent(members: list[object], extents: dict[int, _Extent | None]) -> _Exten
             raise UnpicklingError("it has a value that contains itself")
         depth, num_values = max(depth, inner.depth), num_values + inner.num_values
     if depth > MAX_DEPTH or num_values > MAX_VALUES:
-        raise UnpicklingError(
-            f"its values are nested more than {MAX_DEPTH} deep, "
-            f"or are more than {MAX_VALUES} with shared values expanded"
-        )
+        raise _too_large()
     return _Extent(depth + 1, num_values)
+
+
+def _too_large() -> UnpicklingError:
+    return UnpicklingError(
+        f"its values are nested more than {MAX_DEPTH} deep, "
+        f"or are more than {MAX_VALUES} with shared values expanded"
+    )
 
 
 def _members(value: Any) -> list[object]:

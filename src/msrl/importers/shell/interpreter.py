@@ -18,6 +18,7 @@ from pathlib import Path
 
 from msrl.config.sources import Node, Origin, scalar
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import read_user_text
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.shell import syntax
 from msrl.importers.shell.arithmetic import calculate, unknown
@@ -386,9 +387,11 @@ class _Interpreter:
         self.num_calls += 1
         self.num_sources += 1
         try:
-            return self.run(syntax.parse(file.read_text(encoding="utf-8"), str(file)))
-        except (OSError, UnicodeDecodeError):
+            text = read_user_text(file)
+        except MsrlError:
             return False
+        try:
+            return self.run(syntax.parse(text, str(file)))
         except _StopError as stop:
             if stop.kind != "return":
                 raise
