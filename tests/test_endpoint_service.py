@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import socketserver
+import struct
 import sys
 import textwrap
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +131,47 @@ def test_the_finish_reason_tells_that_an_answer_is_truncated() -> None:
     agent.is_truncated = False
     assert agent.step("x").messages[0].content == "stop"
     assert agent.step("x").done
+
+
+@pytest.mark.parametrize("scheme", ["", "Basic ", "Bearer"])
+def test_a_key_counts_only_with_its_scheme(scheme: str) -> None:
+    server = ChatServer()
+    request = urllib.request.Request(
+        f"{server.url}/models", headers={"Authorization": f"{scheme}{server.key}"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request)
+    request.add_header("Authorization", f"bearer {server.key}")
+    assert urllib.request.urlopen(request).status == 200
+    server.stop()
+
+
+def test_a_request_without_the_key_is_refused_before_its_body_is_read() -> None:
+    server = ChatServer()
+    port = int(server.url.rpartition(":")[2].partition("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n{")
+        assert b" 401 " in client.recv(4096)
+    server.stop()
+
+
+def test_a_client_that_disconnects_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ChatServer()
+    port = int(server.url.rpartition(":")[2].partition("/")[0])
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        reset = struct.pack("ii", 1, 0)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        head = f"Authorization: Bearer {server.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
+        request = server.requests.get(timeout=60)
+    assert request is not None
+    request.answer({"role": "assistant", "content": "y" * 10_000_000})
+    server.stop()
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(60)
+    assert capfd.readouterr().err == ""
 
 
 def test_an_agent_may_change_its_tools() -> None:

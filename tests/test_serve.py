@@ -36,7 +36,7 @@ from msrl.rewards.http import is_loopback
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key
-from msrl.rollout.server_key import RequireKey
+from msrl.rollout.server_key import CheckRequest
 from msrl.workflows.serve import model_cache, server_process
 from msrl.workflows.serve.engine import choose_renderer, other_template
 from msrl.workflows.serve.server import prepare
@@ -229,7 +229,6 @@ def test_every_option_of_the_command_is_one_of_vllms(folder: Path, tmp_path: Pat
         tool_parser="hermes",
         adapters={"a": tmp_path / "x", "b": tmp_path / "y"},
         max_lora_rank=12,
-        has_key=True,
     )
     words = server_command(settings, platforms.get("cpu"))
     flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
@@ -245,14 +244,13 @@ def test_every_option_of_the_command_is_one_of_vllms(folder: Path, tmp_path: Pat
 
 
 def test_only_the_environment_of_the_server_has_the_key(folder: Path):
-    settings, platform = server_settings(folder, has_key=True), platforms.get("cpu")
+    settings, platform = server_settings(folder), platforms.get("cpu")
     user = {"MSRL_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "7"}
     environment = server_environment(settings, platform, user, KEY)
     assert environment["VLLM_API_KEY"] == KEY and "MSRL_API_KEY" not in environment
     assert environment["OMP_NUM_THREADS"] == "7"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
     assert KEY not in " ".join(server_command(settings, platform))
-    assert "--middleware" in server_command(settings, platform)
     without = server_environment(settings, platform, {"VLLM_API_KEY": "old"}, None)
     assert "VLLM_API_KEY" not in without
 
@@ -271,7 +269,7 @@ def test_every_path_but_health_needs_the_key(monkeypatch: pytest.MonkeyPatch):
             sent.append(message)
 
         scope = {"type": kind, "path": path, "headers": headers}
-        await RequireKey(inner)(scope, None, send)  # type: ignore[arg-type]
+        await CheckRequest(inner)(scope, None, send)  # type: ignore[arg-type]
         return sent[0].get("status", sent[0].get("code")) if sent else None
 
     def ask(path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> Any:
@@ -285,6 +283,31 @@ def test_every_path_but_health_needs_the_key(monkeypatch: pytest.MonkeyPatch):
     assert ask("/v1/realtime", kind="websocket") == 1008
     assert ask("/health") is None and ask("", kind="lifespan") is None
     assert reached.count("/health") == 1 and reached.count("/v1/models") == 1
+
+
+def test_a_server_without_a_key_answers_only_requests_that_name_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    def status(host: str, *origins: str) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"host", host.encode()), *((b"origin", each.encode()) for each in origins)]
+        scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+        asyncio.run(CheckRequest(inner)(scope, None, send))  # type: ignore[arg-type]
+        return sent[0]["status"]
+
+    for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000", "localhost"):
+        assert status(host) == 200 == status(host, f"http://{host}")
+        assert status(host, "http://evil.example") == 403 == status(host, "null")
+        assert status(host, f"http://{host}", "http://evil.example") == 403
+    for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost:8000@evil.example", ""):
+        assert status(host) == 403 == status(host, f"http://{host}")
 
 
 def test_a_converted_checkpoint_is_reused_until_it_changes_or_is_damaged(

@@ -76,6 +76,20 @@ def test_a_folder_of_another_machine_is_not_removed(base: Path, segment: Path):
     assert folder.exists() and segment.exists()
 
 
+def test_shared_memory_of_a_killed_process_is_removed_when_it_is_listed_again(
+    base: Path, segment: Path
+):
+    segment.write_bytes(b"1" * 4096)
+    folder = base / "msrl-mine"
+    folder.mkdir()
+    with segment.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        temporary.list_segments(folder, [os.getpid()], set())
+    temporary.list_segments(folder, [], set())
+    assert segment.exists()
+    temporary.remove(folder)
+    assert not segment.exists()
+
+
 def test_shared_memory_of_other_owners_is_not_removed(base: Path, segment: Path):
     segment.write_bytes(b"1" * 4096)
     folder = base / "msrl-mine"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
 import threading
-import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from msrl.workflows.view.chunks import InlineChunks, safe_json
 from msrl.workflows.view.page import MODULES, page
 from msrl.workflows.view.pieces import open_pieces
 from msrl.workflows.view.samples import read_samples, sample_files
-from msrl.workflows.view.serve import open_server
+from msrl.workflows.view.serve import ViewServer, open_server
 from support import assert_mentions, mentions
 
 STATIC = Path(page.__code__.co_filename).parent / "static"
@@ -434,24 +436,55 @@ def test_a_run_before_its_first_step_has_a_view(tmp_path: Path):
     assert overview["metrics"]["steps"] == []
 
 
-def test_the_server_answers_only_requests_that_name_it(run: Path, tmp_path: Path):
+@pytest.fixture
+def served(run: Path, tmp_path: Path) -> Iterator[ViewServer]:
+    """Serve a view; yield its server."""
     view = View([run], tmp_path / "view", is_live=True)
     view.update()
     with open_server(view, 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        with urllib.request.urlopen(f"{address}/") as reply:
-            assert b"msrl view" in reply.read()
-            assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        for path, host in (
-            ("/", "evil.example:80"),
-            ("/data/", "127.0.0.1:1"),
-            ("/../grpo", "x:1"),
-        ):
-            request = urllib.request.Request(f"{address}{path}", headers={"Host": host})
-            with pytest.raises(urllib.error.HTTPError):
-                urllib.request.urlopen(request)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
         server.shutdown()
+
+
+def ask(server: ViewServer, path: str, **headers: str) -> int:
+    """Return the status of a request, without following redirects."""
+    port = server.server_address[1]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={"Host": f"127.0.0.1:{port}", **headers})
+    return connection.getresponse().status
+
+
+def test_the_server_answers_only_requests_that_name_it(served: ViewServer):
+    port = served.server_address[1]
+    cookie = {"Cookie": f"msrl_view_{port}={served.token}"}
+    assert ask(served, "/", **cookie) == 200
+    assert ask(served, "/", Host=f"localhost:{port}", **cookie) == 200
+    for host in ("evil.example:80", f"evil.example:{port}", "127.0.0.1:1", "127.0.0.1", ""):
+        assert ask(served, "/", Host=host, **cookie) == 403
+    for origin in ("http://evil.example", "https://127.0.0.1", "http://127.0.0.1:1", "null"):
+        assert ask(served, "/", Origin=origin, **cookie) == 403
+    assert ask(served, "/", Origin=f"http://127.0.0.1:{port}", **cookie) == 200
+    for path in ("/data/", "/../grpo", "/%00", "/index.html%00"):
+        assert ask(served, path, **cookie) == 404
+
+
+def test_only_the_printed_link_opens_the_view(
+    served: ViewServer, capfd: pytest.CaptureFixture[str]
+):
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with opener.open(served.link) as reply:
+        assert b"msrl view" in reply.read()
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert "token" not in reply.url
+    port = served.server_address[1]
+    for path in ("/", "/index.html", "/data/runs.js", "/?token=", "/?token=x", "/?token=\xe9"):
+        assert ask(served, urllib.parse.quote(path, safe="/?=")) == 403
+    for cookie in ("", "x", f"msrl_view_{port}", f"msrl_view_{port}=x", "a=;;\x01"):
+        assert ask(served, "/", Cookie=cookie) == 403
+    served.token = None
+    assert ask(served, "/") == 200 and "token" not in served.link
+    assert capfd.readouterr().err == ""
 
 
 def test_the_command_writes_a_view_into_the_run_folder(

@@ -141,10 +141,15 @@ def segments() -> set[tuple[str, int]]:
 
 
 def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]]) -> None:
-    """List in `folder` the shared memory mapped by the processes and absent from `before`."""
+    """List in `folder` the shared memory mapped by the processes and absent from `before`.
+
+    Segments that were listed before stay listed, since a killed process leaves what it had mapped.
+    """
     mapped = {name for pid in pids for name in _mapped(pid)}
     new = [[name, inode] for name, inode in segments() - before if name in mapped]
-    (folder / _SEGMENTS).write_text(json.dumps(new))
+    file = folder / _SEGMENTS
+    listed: list[list[Any]] = json.loads(file.read_text()) if file.is_file() else []
+    file.write_text(json.dumps(listed + [entry for entry in new if entry not in listed]))
 
 
 def _mapped(pid: int) -> set[str]:

@@ -794,6 +794,9 @@ ViewPort = Annotated[
     int,
     _option("--port", metavar="N", min=0, max=65535, help="Port of --serve. 0 selects a free one."),
 ]
+NoToken = Annotated[
+    bool, _option("--no-token", help="Let all users of this machine open the pages of --serve.")
+]
 Address = Annotated[
     str,
     typer.Argument(

@@ -38,6 +38,7 @@ def view(
     single_file: o.SingleFile = False,
     serve: o.Serve = False,
     port: o.ViewPort = 0,
+    no_token: o.NoToken = False,
 ) -> None:
     """Write pages about runs for a browser: curves, steps, rollouts, tokens and evaluations.
 
@@ -57,6 +58,6 @@ def view(
     if single_file:
         print(write_single_file(folders, target))
     elif serve:
-        serve_view(View(folders, target, is_live=True), port)
+        serve_view(View(folders, target, is_live=True), port, has_token=not no_token)
     else:
         print(write_folder(folders, target))

@@ -41,7 +41,6 @@ class ServerSettings:
         tool_parser: vLLM's parser of tool calls; None for a template without tools.
         adapters: Folders of LoRA adapters in PEFT's format by the name in requests.
         max_lora_rank: Largest rank of the adapters.
-        has_key: True if requests need an API key.
     """
 
     engine: EngineSettings
@@ -53,7 +52,6 @@ class ServerSettings:
     tool_parser: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])
     max_lora_rank: int = 0
-    has_key: bool = False
 
 
 def server_command(settings: ServerSettings, platform: Platform) -> list[str]:
@@ -78,6 +76,8 @@ def _frontend(settings: ServerSettings) -> dict[str, Any]:
         "generation_config": str(settings.generation_config),
         "uvicorn_log_level": "info" if is_verbose else "warning",
         "disable_fastapi_docs": True,
+        "middleware": f"{server_key.__name__}.{server_key.CheckRequest.__name__}",
+        "allowed_origins": "[]",  # by default, pages of all sites may read the answers
     }
     if not is_verbose:
         options |= {"disable_uvicorn_access_log": True, "disable_log_stats": True}
@@ -92,8 +92,6 @@ def _frontend(settings: ServerSettings) -> dict[str, Any]:
             "max_lora_rank": lora_rank_limit(settings.max_lora_rank),
             "lora_modules": [f"{name}={path}" for name, path in settings.adapters.items()],
         }
-    if settings.has_key:
-        options["middleware"] = f"{server_key.__name__}.{server_key.RequireKey.__name__}"
     return options
 
 

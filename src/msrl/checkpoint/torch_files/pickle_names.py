@@ -151,7 +151,7 @@ def check_key(key: object, number: int) -> Any:
     members: tuple[object, ...] = (key,)
     if isinstance(key, tuple):
         if number >= MAX_TUPLE_KEYS:
-            raise UnpicklingError(f"it has more than {MAX_TUPLE_KEYS} keys beside a tuple as a key")
+            raise UnpicklingError(f"it has more than {MAX_TUPLE_KEYS} keys with a tuple among them")
         members = key
     for member in members:
         if type(member) not in _KEYS:

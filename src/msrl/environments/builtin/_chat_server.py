@@ -7,10 +7,12 @@ policy. Format: https://platform.openai.com/docs/api-reference/chat
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import Any
 
 MODEL = "policy"
 MAX_BODY_BYTES = 64 << 20
+_REFUSED_S, _REFUSED_BYTES = 1.0, 1 << 16
 
 
 class ChatRequest:
@@ -47,7 +50,7 @@ class ChatServer:
         self.requests: queue.SimpleQueue[ChatRequest | None] = queue.SimpleQueue()
         self.reward: float | None = None
         self.success: bool | None = None
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.daemon_threads = True
         self._http.episode = self  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
@@ -88,6 +91,14 @@ class _BadRequestError(Exception):
     """A request that the server does not answer."""
 
 
+class _Server(ThreadingHTTPServer):
+    """Server that prints nothing about clients that have disconnected."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Connection of a client."""
 
@@ -106,10 +117,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send({"object": "list", "data": [entry]})
 
     def do_POST(self) -> None:
+        if not self._has_key():
+            return self._refuse()
         try:
             body = self._body()
-            if not self._has_key():
-                return self._error(401, "invalid API key")
             if self.path == "/v1/chat/completions":
                 return self._complete(body)
             if self.path == "/v1/reward":
@@ -122,8 +133,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Write no line per request."""
 
     def _has_key(self) -> bool:
-        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(key.encode(), self._episode.key.encode())
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        is_equal = hmac.compare_digest(key.encode(), self._episode.key.encode())
+        return is_equal and scheme.lower() == "bearer"
+
+    def _refuse(self) -> None:
+        """Answer before the body is read, and close the connection when the client has read it."""
+        self._error(401, "invalid API key")
+        self.connection.settimeout(_REFUSED_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.recv(_REFUSED_BYTES)  # unread bytes would reset the connection
 
     def _body(self) -> dict[str, Any]:
         try:

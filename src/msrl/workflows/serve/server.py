@@ -143,7 +143,6 @@ def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
         tool_parser=setup.tool_parser,
         adapters=write_adapters(model.adapters, model.folder, folder),
         max_lora_rank=max((adapter.rank for adapter in model.adapters), default=0),
-        has_key=setup.api_key is not None,
     )
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import sys
 import threading
 from functools import partial
 from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from msrl.errors import MsrlError
 from msrl.limits import printable
@@ -16,20 +21,68 @@ HOST = "127.0.0.1"
 UPDATE_S = 5.0  # seconds between two updates
 
 
+class ViewServer(ThreadingHTTPServer):
+    """Server of a view. `token` is that of its link; None allows every user of this machine."""
+
+    def __init__(self, port: int, directory: str, token: str | None) -> None:
+        super().__init__((HOST, port), partial(ViewHandler, directory=directory))
+        self.token = token
+
+    @property
+    def link(self) -> str:
+        """Address that opens the view."""
+        address = f"http://{HOST}:{self.server_address[1]}/"
+        return address if self.token is None else f"{address}?token={self.token}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about clients that have disconnected."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class ViewHandler(SimpleHTTPRequestHandler):
-    """Handler of files of the view, for requests that name this server only.
+    """Handler of files of the view, for requests that name this server and have its token.
 
     Other sites can make a browser send requests to loopback addresses under another host name (DNS
-    rebinding), so that the Host header is checked.
+    rebinding), so that Host and Origin are checked. The link with the token sets a cookie, which
+    the browser sends with the requests of this server only.
     """
 
-    def send_head(self) -> object:
-        """Send the headers of a file; refuse other host names."""
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        if host not in (HOST, "localhost"):
-            self.send_error(HTTPStatus.FORBIDDEN, "unknown host name")
-            return None
+    server: ViewServer
+
+    def send_head(self) -> Any:
+        """Send the headers of a file, or refuse the request."""
+        port = self.server.server_address[1]
+        own = [f"{name}:{port}" for name in (HOST, "localhost")]
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") not in own or (
+            origin is not None and origin.removeprefix("http://") not in own
+        ):
+            return self.send_error(HTTPStatus.FORBIDDEN, "unknown host name or origin")
+        url = urlsplit(self.path)
+        name, token = f"msrl_view_{port}", self.server.token
+        if token is not None and _is_equal(parse_qs(url.query).get("token", [""])[-1], token):
+            return self._set_cookie(name, token)
+        if token is not None and not _is_equal(self._cookie(name), token):
+            return self.send_error(HTTPStatus.FORBIDDEN, "open the link that msrl view has printed")
+        if "\0" in unquote(url.path):
+            return self.send_error(HTTPStatus.NOT_FOUND)
         return super().send_head()
+
+    def _set_cookie(self, name: str, token: str) -> None:
+        """Keep the token in a cookie, and show the page without it in the address."""
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", f"{name}={token}; Path=/; HttpOnly; SameSite=Strict")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _cookie(self, name: str) -> str:
+        try:
+            cookies = SimpleCookie(self.headers.get("Cookie", ""))
+        except CookieError:
+            return ""
+        return cookies[name].value if name in cookies else ""
 
     def list_directory(self, path: object) -> None:
         """Refuse to list folders."""
@@ -48,26 +101,30 @@ class ViewHandler(SimpleHTTPRequestHandler):
         """Log nothing."""
 
 
-def open_server(view: View, port: int) -> ThreadingHTTPServer:
+def _is_equal(value: str, token: str) -> bool:
+    return hmac.compare_digest(value.encode(errors="replace"), token.encode())
+
+
+def open_server(view: View, port: int, *, has_token: bool = True) -> ViewServer:
     """Return a server of the view's folder.
 
     Raises:
         MsrlError: The port is in use.
     """
-    handler = partial(ViewHandler, directory=str(view.output))
+    token = secrets.token_urlsafe(24) if has_token else None
     try:
-        return ThreadingHTTPServer((HOST, port), handler)
+        return ViewServer(port, str(view.output), token)
     except OSError as error:
         raise MsrlError(
             f"--port={port}: cannot listen on {HOST} ({error.strerror}). Choose another port."
         ) from error
 
 
-def serve(view: View, port: int) -> None:
+def serve(view: View, port: int, *, has_token: bool = True) -> None:
     """Serve the view and update it until the process is interrupted."""
-    with open_server(view, port) as server:
+    with open_server(view, port, has_token=has_token) as server:
         view.update()
-        print(f"http://{HOST}:{server.server_address[1]}/", flush=True)
+        print(server.link, flush=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             _update_forever(view)
