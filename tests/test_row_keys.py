@@ -422,6 +422,62 @@ def test_members_of_metadata_that_have_a_meaning_are_reported_by_name():
     assert unread == {"metadata": 1, "metadata.loss_mask": 1, "metadata.is_correct": 1}
 
 
+REVERSED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"score_chosen": 1.0, "score_rejected": 4.5}, {}),
+    ({"chosen-rating": 3, "rejected-rating": 4}, {}),
+    ({"chosenScore": "-2.5", "rejectedScore": "1e0"}, {}),
+    ({"Chosen Avg Rating": 1, "Rejected Avg Rating": 2}, {}),
+    ({"reward_positive": 0.1, "reward_negative": 0.2}, {}),
+    ({"chosen_rank": 2, "rejected_rank": 1}, {}),
+    ({"info_chosen": {"score": 1}, "info_rejected": {"score": 2}}, {}),
+    (
+        {
+            "chosen": [*CHAT[:1], {**CHAT[1], "score": 1}],
+            "rejected": [*CHAT[:1], {"role": "assistant", "content": "c", "score": 2}],
+            "prompt": None,
+        },
+        {},
+    ),
+    (
+        {"response_a": "b", "response_b": "c", "score_a": 1, "score_b": 2},
+        {"chosen": "response_a", "rejected": "response_b"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "names"), REVERSED)
+def test_a_pair_whose_scores_say_that_it_is_reversed_is_refused(
+    keys: dict[str, Any], names: dict[str, str]
+):
+    row = {**ROWS["pairs"], **keys}
+    if names:
+        row = {"prompt": "a", **keys}
+    with pytest.raises(MsrlError, match=mentions("chosen answer", "than the rejected one")):
+        read("pairs", row, **names)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"score_chosen": 4.5, "score_rejected": 1.0},
+        {"score_chosen": 2, "score_rejected": 2},
+        {"score_chosen": 1, "score_rejected": float("nan")},
+        {"score_chosen": "low", "score_rejected": "high"},
+        {"chosen_rank": 1, "rejected_rank": 2},
+        {"chosen_length": 3, "rejected_length": 400},
+        {"score_chosen": 1, "rating_rejected": 2},
+        {"score": 1, "score_rejected": 2},
+    ],
+)
+def test_scores_that_do_not_reverse_a_pair_are_only_counted(keys: dict[str, Any]):
+    assert set(read("pairs", {**ROWS["pairs"], **keys})[1]) <= set(keys)
+
+
+def test_ignored_scores_do_not_refuse_a_pair():
+    row = {**ROWS["pairs"], "score_chosen": 1.0, "score_rejected": 4.5}
+    assert read("pairs", row, ignore=("score_chosen",))[1] == {"score_rejected": 1}
+
+
 @pytest.mark.parametrize("key", ["tie", "preference", "winner", "\uff57inner"])
 def test_a_key_that_says_which_side_is_better_is_refused_in_pairs(key: str):
     with pytest.raises(MsrlError, match=mentions(f"column {key}", "better", f"--ignore {key}")):

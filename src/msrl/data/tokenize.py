@@ -27,6 +27,7 @@ from msrl.data.rows.formats import hint
 from msrl.data.rows.keys import check_row, is_empty, without
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
+from msrl.data.rows.scores import check_order
 from msrl.data.rows.steps import StepTokens
 from msrl.data.rows.turn_lists import with_turn_lists
 from msrl.data.spans import encode_texts
@@ -246,6 +247,9 @@ def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[
         resolved, columns, read = resolve(row)
         names = columns.read | kept if kept else columns.read
         check_row(row, names, kind, unread, is_kept=is_kept)
+        if kind == "pairs":
+            sides = (columns.paths.get(name, "") for name in ("chosen", "rejected"))
+            check_order(row, names, *sides)
         item = read(resolved, columns)
         return _with_extra(item, row, columns, job.kept) if job.kept else item
 

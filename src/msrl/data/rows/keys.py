@@ -266,7 +266,7 @@ MEANINGS = (
 
 
 @lru_cache(maxsize=4096)
-def _words(name: str) -> tuple[str, ...]:
+def name_words(name: str) -> tuple[str, ...]:
     """Return the words of a name in lower case and in the singular.
 
     The pieces between separators come first: `Complex_CoT` has complex, cot, complex, co and t.
@@ -306,7 +306,7 @@ _SPELLINGS = _spellings()
 @lru_cache(maxsize=4096)
 def meaning_of(name: str, kind: str | None = None) -> Meaning | None:
     """Return the meaning of a key for a kind of data, or None. Without a kind: for any kind."""
-    same, words = _same(name), _words(name)
+    same, words = _same(name), name_words(name)
     if same in _HARMLESS:
         return None
     exact = _SPELLINGS.get(same, ())
