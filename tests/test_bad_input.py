@@ -47,6 +47,7 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*SFT, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         ((*RL, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         (("train-sft", "-c", "gone.yaml"), ("gone.yaml", "file")),
+        (("preprocess", "--date", "26 Jul"), ("--date: preprocess.date=26 Jul", "YYYY-MM-DD")),
         (("convert-ckpt", "hf2mcore", "--load", "gone", "--save", "out"),
         ("--load: convert.load=gone", "folder")),
         (("generate", "--model", "gone", "--prompt", "x"),

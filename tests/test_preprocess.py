@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -21,14 +22,16 @@ import pytest
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.files.readers import find_files, read_batches
-from msrl.data.manifest import incomplete_path, manifest_path
+from msrl.data.manifest import incomplete_path, manifest_path, read_manifest
 from msrl.data.render import make_renderer
+from msrl.data.template_date import dated
 from msrl.data.templates.files import load_template
 from msrl.data.tokenize import tokenize_rows
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
+from msrl.workflows.serve.engine import choose_renderer
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command
@@ -575,6 +578,54 @@ def test_a_chat_template_that_writes_the_date_is_reported(tmp_path, capsys):
     config["chat_template"] = "{{ strftime_now('%d %b %Y') }}" + config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     inputs = jsonl(tmp_path / "g.jsonl", gsm8k(2))
-    keys = {"input": inputs, "handler": "gsm8k", "tokenizer": str(folder), "template": "native"}
+    keys = {"input": inputs, "handler": "gsm8k", "kind": "sft", "template": "native"}
+    keys |= {"tokenizer": str(folder)}
     preprocess(tmp_path / "g", **keys)
     assert "the current date" in capsys.readouterr().out
+    days = [date.today().isoformat(), "2024-07-26"]
+    preprocess(tmp_path / "fixed", date=days[1], **keys)
+    assert_mentions(capsys.readouterr().out, "writes the date 2024-07-26")
+    manifests = [read_manifest(str(tmp_path / name)) for name in ("g", "fixed")]
+    assert [manifest.date for manifest in manifests] == days
+    # The manifest has the template of the data, which rollouts, exports and servers use.
+    assert [manifest.chat_template[:17] for manifest in manifests] == ["", '{{ "26 Jul 2024" ']
+    tokenizer = load_tokenizer(folder)
+    [question] = [row["question"] for row in gsm8k(1)]
+    rows = SftDataset(str(tmp_path / "fixed"))
+    start = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        chat_template=manifests[1].chat_template,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert rows[0][0].token_ids[: len(start)].tolist() == start
+    assert tokenizer.decode(start).startswith("26 Jul 2024")
+    prompt = choose_renderer(folder, None, day=days[1]).prompt(
+        Conversation((Message("user", question),))
+    )
+    assert prompt[: len(start)].tolist() == start
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"template": "qwen", "date": "2024-07-26"}, ("no effect", "qwen")),
+        ({"template": "native", "date": "2024-07-26"}, ("no effect", "native")),
+    ],
+)
+def test_a_date_that_no_template_writes_is_refused(tmp_path, settings, words):
+    keys = {
+        "input": jsonl(tmp_path / "g.jsonl", gsm8k(2)),
+        "handler": "gsm8k",
+        "tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")),
+    }
+    with pytest.raises(MsrlError, match=mentions(*words)):
+        preprocess(tmp_path / "g", **keys, **settings)
+
+
+def test_a_template_that_computes_the_format_of_its_date_cannot_be_fixed():
+    assert dated("{{ strftime_now('%Y') }} {{ strftime_now is defined }}", "2024-07-26") == (
+        '{{ "2024" }} {{ strftime_now is defined }}'
+    )
+    with pytest.raises(MsrlError, match=mentions("2024-07-26", "format")):
+        dated("{% set f = '%Y' %}{{ strftime_now(f) }}", "2024-07-26")

@@ -136,6 +136,7 @@ class DatasetManifest:
     num_without_answer: int = 0  # prompts without a ground truth
     # Template as Jinja. It is empty for plain text and for the tokenizer's own template.
     chat_template: str = ""
+    date: str = ""  # day that the chat template may write into the rows (YYYY-MM-DD)
     # Files by the part of their name that follows the prefix.
     files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])
 

@@ -427,6 +427,13 @@ OnBadRow = Annotated[
         "reason and writes them to PREFIX_bad_rows.jsonl.",
     ),
 ]  # fmt: skip
+Date = Annotated[
+    str | None,
+    _option(
+        "--date", metavar="YYYY-MM-DD", panel=ROWS,
+        help="Day that the tokenizer's chat template writes. Default: today.",
+    ),
+]  # fmt: skip
 Thinking = Annotated[
     bool | None,
     _option(

@@ -34,6 +34,7 @@ def preprocess(
     too_long: o.TooLongRows = None,
     on_bad_row: o.OnBadRow = None,
     enable_thinking: o.Thinking = None,
+    date: o.Date = None,
     map_keys: o.MapKeys = None,
     keep: o.Keep = None,
     ignore: o.Ignore = None,

@@ -22,6 +22,7 @@ def serve(
     tp: o.EngineTp = None,
     name: o.ServedName = None,
     template: o.ChatTemplate = None,
+    date: o.Date = None,
     tools: o.ToolParser = None,
     lora: o.Adapters = None,
     dtype: o.ComputeDtype = None,

@@ -145,6 +145,7 @@ _WORDS = {
     "string_type": "text",
     "string_too_short": "not empty",
     "tuple_type": "a list",
+    "day_form": "a day in the form YYYY-MM-DD, such as 2024-07-26",
 }
 _BOUNDS = {
     "greater_than": "above",

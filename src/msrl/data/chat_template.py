@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msrl.data.native import dated_template
 from msrl.data.render import Renderer, opens_thought
 from msrl.thoughts import THOUGHT
 
@@ -21,10 +22,11 @@ _RAISE = "{{- raise_exception(%s) -}}"
 def chat_template(renderer: Renderer) -> str:
     """Return the Jinja source of the renderer's template, with the tokenizer's tokens filled in.
 
-    The source is empty for `native`, because the tokenizer already has that template.
+    The source is empty for `native`, because the tokenizer already has that template, unless the
+    date in it is fixed.
     """
     if renderer.template.native:
-        return ""
+        return dated_template(renderer.tokenizer)
     lines = [
         *_system(renderer),
         *_question_indices(),

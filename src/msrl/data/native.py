@@ -20,6 +20,8 @@ from typing import Any, cast
 import numpy as np
 
 from msrl.data.spans import encode_with_offsets
+from msrl.data.template_date import dated, writes_date
+from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import printable, run_within
@@ -45,8 +47,46 @@ class _Turns:
 
 def shows_date(tokenizer: TextTokenizer) -> bool:
     """Return True if the chat template may write the current date into a text."""
-    templates = (_template(tokenizer, has_tools=has_tools) for has_tools in (False, True))
-    return any(re.search(r"\bstrftime_now\b", template) for template in templates)
+    undated = replace(tokenizer, date=None)
+    templates = (_template(undated, has_tools=has_tools) for has_tools in (False, True))
+    return any(writes_date(template) for template in templates)
+
+
+def with_date(
+    tokenizer: TextTokenizer, template: Template | None, day: str | None
+) -> TextTokenizer:
+    """Return the tokenizer with the day that its chat template writes.
+
+    Raises:
+        MsrlError: the template writes no current date.
+    """
+    if day is None:
+        return tokenizer
+    if template is None or not template.native or not shows_date(tokenizer):
+        name = "none" if template is None else template.name
+        raise MsrlError(
+            f"date={day}: has no effect with template {name} of this tokenizer, which writes no "
+            "current date. Remove it."
+        )
+    return replace(tokenizer, date=day)
+
+
+def dated_template(tokenizer: TextTokenizer) -> str:
+    """Return the chat template that writes the fixed date; empty if there is none.
+
+    Raises:
+        MsrlError: the tokenizer has different templates with and without tools.
+    """
+    if tokenizer.date is None or not shows_date(tokenizer):
+        return ""
+    template, *others = {_template(tokenizer, has_tools=value) for value in (False, True)}
+    if others:
+        raise MsrlError(
+            f"date={tokenizer.date}: the tokenizer of {tokenizer.folder} has different chat "
+            "templates with and without tools, of which data and checkpoints keep one. Use a "
+            "packaged template."
+        )
+    return template
 
 
 def native_prompts(
@@ -144,7 +184,7 @@ def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    hf = _hf(tokenizer.folder)
+    hf = _hf(tokenizer.folder, tokenizer.date)
     texts, bounds = _guarded(
         tokenizer.folder,
         lambda: render_jinja_template(
@@ -279,7 +319,7 @@ def _prepare(
 ) -> _Turns:
     """Return a conversation in the form of the chat template, with marked control tokens."""
     template = _template(tokenizer, has_tools=bool(conversation.extra.get("tools")))
-    is_open = _opens_thought(tokenizer.folder, enable_thinking)
+    is_open = _opens_thought(tokenizer.folder, tokenizer.date, enable_thinking)
     messages = [
         turn_fields(message, template, opens_thought=is_open) for message in conversation.messages
     ]
@@ -299,12 +339,12 @@ def _prepare(
 
 
 @lru_cache(maxsize=8)
-def _opens_thought(folder: str, enable_thinking: bool | None) -> bool:
+def _opens_thought(folder: str, day: str | None, enable_thinking: bool | None) -> bool:
     """Return True if the generation prompt of a chat template begins a thought."""
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     question = [{"role": "user", "content": "q"}]
     apply = partial(
-        _hf(folder).apply_chat_template,
+        _hf(folder, day).apply_chat_template,
         question,
         **options,
         tokenize=False,
@@ -382,7 +422,7 @@ def _render(tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generati
     """
     text: str = _guarded(
         tokenizer.folder,
-        lambda: _hf(tokenizer.folder).apply_chat_template(
+        lambda: _hf(tokenizer.folder, tokenizer.date).apply_chat_template(
             turns.messages[:num_turns],
             **turns.options,
             tokenize=False,
@@ -421,7 +461,7 @@ def _template(tokenizer: TextTokenizer, *, has_tools: bool) -> str:
     Raises:
         MsrlError: The tokenizer has none, or named ones without a default.
     """
-    templates: Any = getattr(_hf(tokenizer.folder), "chat_template", None)
+    templates: Any = getattr(_hf(tokenizer.folder, tokenizer.date), "chat_template", None)
     template = named_template(templates, has_tools=has_tools)
     if template is None:
         raise MsrlError(
@@ -445,11 +485,21 @@ def named_template(templates: Any, *, has_tools: bool) -> str | None:
 
 
 @lru_cache(maxsize=2)
-def _hf(folder: str) -> Any:
-    """Return the Hugging Face tokenizer, cached. Raises MsrlError without a chat template."""
-    tokenizer = load_tokenizer(folder)
-    if not getattr(tokenizer, "chat_template", None):
+def _hf(folder: str, day: str | None) -> Any:
+    """Return the Hugging Face tokenizer, cached, whose chat template writes a day.
+
+    Raises:
+        MsrlError: it has no chat template, or one whose date cannot be fixed.
+    """
+    tokenizer: Any = load_tokenizer(folder)
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         raise _no_chat_template(folder)
+    if day is not None and isinstance(template, dict):
+        named = cast("dict[str, str]", template)
+        tokenizer.chat_template = {name: dated(source, day) for name, source in named.items()}
+    elif day is not None:
+        tokenizer.chat_template = dated(template, day)
     return tokenizer
 
 

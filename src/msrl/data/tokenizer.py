@@ -70,13 +70,17 @@ class HasVocab(Protocol):
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A back end of the `tokenizers` library with its control tokens, read from `folder`."""
+    """A back end of the `tokenizers` library with its control tokens, read from `folder`.
+
+    `date` is the day that its chat template writes (YYYY-MM-DD); None for the current date.
+    """
 
     backend: Tokenizer
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
     folder: str
+    date: str | None = None
 
     def get_vocab(self) -> dict[str, int]:
         """Return all tokens, including added ones, and their ids."""

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from datetime import date
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from msrl.data.chat_template import chat_template
 from msrl.data.files.readers import RowBatch, find_files, read_batches
 from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path, reason_text
-from msrl.data.native import shows_date
+from msrl.data.native import shows_date, with_date
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.steps import step_tokens
@@ -155,6 +156,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         )
     template = None if handler.kind in TEXTS else _load_template(settings.template)
     tokenizer = open_tokenizer(_required("tokenizer", settings.tokenizer))
+    tokenizer = with_date(tokenizer, template, settings.date)
     renderer: Renderer | None = None
     if template is not None:
         renderer = make_renderer(template, tokenizer, enable_thinking=settings.enable_thinking)
@@ -270,6 +272,7 @@ def make_manifest(
         truncated=counts["truncated"],
         num_without_answer=counts["without_answer"],
         chat_template="" if renderer is None else chat_template(renderer),
+        date=_written_day(job),
     )
 
 
@@ -283,13 +286,21 @@ def unread_columns(unread: Mapping[str, int]) -> str:
 
 def shown_date(job: TokenizeSettings) -> str:
     """Return the line on a chat template that writes the date into the rows, or ""."""
+    day = _written_day(job)
+    if not day or job.tokenizer.date is not None:
+        return day and f"the chat template writes the date {day} into rows (preprocess.date)"
+    return (
+        f"the chat template may write the current date ({day}) into rows, so that another day "
+        f"gives other tokens. Set preprocess.date={day} (--date {day}) to fix it."
+    )
+
+
+def _written_day(job: TokenizeSettings) -> str:
+    """Return the day that the chat template may write, as YYYY-MM-DD, or ""."""
     renderer = job.renderer
     if renderer is None or not renderer.template.native or not shows_date(renderer.tokenizer):
         return ""
-    return (
-        f"the chat template may write the current date ({time.strftime('%d %b %Y')}) into rows, so "
-        "that another day gives other tokens. A packaged template writes no current date."
-    )
+    return renderer.tokenizer.date or date.today().isoformat()
 
 
 def bad_rows(prefix: str, writer: DatasetWriter) -> Iterator[str]:
@@ -415,6 +426,7 @@ def _check_kind(settings: PreprocessConfig, kind: str) -> None:
         "seq_length": settings.seq_length is not None and kind == "pretrain",
         "template": settings.template is not None and kind in TEXTS,
         "enable_thinking": settings.enable_thinking is not None and kind in TEXTS,
+        "date": settings.date is not None and kind in TEXTS,
         "append_eod": settings.append_eod and kind != "pretrain",
         "keep": bool(settings.keep) and kind != "prompts",
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from msrl import registry
 from msrl.limits import whole_number
@@ -22,6 +23,14 @@ class OneOf:
         return core_schema.literal_schema(list(self.names))
 
 
+def _day(value: str) -> str:
+    """Return a day in the form YYYY-MM-DD. Raises an error of pydantic for other texts."""
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise PydanticCustomError("day_form", "must be a day") from None
+
+
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
@@ -29,6 +38,7 @@ Count = Annotated[int, Strict(), Field(ge=1)]
 Size = Annotated[int, Strict(), Field(ge=0)]
 Seed = Annotated[int, Strict(), Field(ge=0, le=2**32 - 1)]  # numpy seeds have 32 bits
 Text = Annotated[str, Strict(), Field(min_length=1)]
+Day = Annotated[str, Strict(), AfterValidator(_day)]
 Seconds = Annotated[float, Strict(), Field(gt=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
 NonNegative = Annotated[float, Strict(), Field(ge=0)]

@@ -11,6 +11,7 @@ from msrl.config.sections.base import (
     Bool,
     ConvertCommand,
     Count,
+    Day,
     Dtype,
     NonNegative,
     Section,
@@ -172,6 +173,11 @@ class PreprocessConfig(Section):
         description="Action on rows that cannot be read: end the command with the first one, or "
         "drop them. Dropped rows are counted by reason and written to PREFIX_bad_rows.jsonl.",
     )
+    date: Day | None = Field(
+        default=None,
+        description="Day that the tokenizer's chat template writes, as YYYY-MM-DD, if it writes "
+        "the current date. Default: today.",
+    )
     enable_thinking: Bool | None = Field(
         default=None,
         description="Thinking mode of templates that support it. false gives the model an empty "
@@ -201,6 +207,11 @@ class ResponseConfig(SamplingConfig):
         default=None,
         description="LoRA adapter in PEFT or mcore format, which is merged into the weights in "
         "memory.",
+    )
+    date: Day | None = Field(
+        default=None,
+        description="Day that the tokenizer's chat template writes, as YYYY-MM-DD, if it writes "
+        "the current date. Default: today.",
     )
     enable_thinking: Bool | None = Field(
         default=None,
@@ -293,6 +304,11 @@ class ServeConfig(Section):
         description="Prompt template: a name, a YAML file, or FILE.json:NAME. "
         "Default: the tokenizer's chat template, if it has one.",
         examples=[*template_names()],
+    )
+    date: Day | None = Field(
+        default=None,
+        description="Day that the tokenizer's chat template writes, as YYYY-MM-DD, if it writes "
+        "the current date. Default: today.",
     )
     tools: Text | None = Field(
         default=None,

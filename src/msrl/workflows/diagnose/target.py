@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,9 +166,14 @@ def _data_renderer(plan: RunPlan) -> Renderer:
     """Return the renderer with the template that the prompts of a run were preprocessed with."""
     name = next(iter(plan.data.blend), plan.data.train)
     if name is not None and names_rows(name):
-        return choose_renderer(plan.tokenizer_dir, row_settings(plan, name).template)
+        settings = row_settings(plan, name)
+        return choose_renderer(plan.tokenizer_dir, settings.template, day=settings.date)
     manifest = None if name is None else plan.datasets[name].manifest
-    return choose_renderer(plan.tokenizer_dir, None if manifest is None else manifest.template)
+    if manifest is None:
+        return choose_renderer(plan.tokenizer_dir, None)
+    with contextlib.suppress(MsrlError):  # an exported template has the day of the rows already
+        return choose_renderer(plan.tokenizer_dir, manifest.template, day=manifest.date or None)
+    return choose_renderer(plan.tokenizer_dir, manifest.template)
 
 
 def _forward_only(

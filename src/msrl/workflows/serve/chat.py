@@ -136,7 +136,7 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
     section = config.chat
     source = open_model(section.model, "chat.model", section.lora)
     renderer = choose_renderer(
-        source.hf_dir, section.template, enable_thinking=section.enable_thinking
+        source.hf_dir, section.template, enable_thinking=section.enable_thinking, day=section.date
     )
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         _print_note(warning)

@@ -13,6 +13,7 @@ import numpy as np
 
 from msrl import platforms
 from msrl.config.schema import ChatConfig, Config, GenerateConfig
+from msrl.data.native import with_date
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
@@ -159,18 +160,23 @@ def needs_weight_transfer(source: WeightSource, model: str | None, lora: str | N
 
 
 def choose_renderer(
-    folder: Path, template: str | None, *, enable_thinking: bool | None = None
+    folder: Path,
+    template: str | None,
+    *,
+    enable_thinking: bool | None = None,
+    day: str | None = None,
 ) -> Renderer:
     """Return the renderer for the tokenizer in `folder` with the template of that name.
 
-    The default is the tokenizer's template, or `empty` if it has none. With the tokenizer's
+    The default is the tokenizer's template, or `empty` if it has none. It writes `day` in place of
+    the current date. With the tokenizer's
     template, the tokens of the folder's generation_config.json end a response too.
     """
     tokenizer = load_tokenizer(folder)
     name = template or ("native" if getattr(tokenizer, "chat_template", None) else "empty")
-    renderer = make_renderer(
-        load_template(name), text_tokenizer(tokenizer), enable_thinking=enable_thinking
-    )
+    form = load_template(name)
+    dated_tokenizer = with_date(text_tokenizer(tokenizer), form, day)
+    renderer = make_renderer(form, dated_tokenizer, enable_thinking=enable_thinking)
     if name != "native":
         return renderer
     return replace(

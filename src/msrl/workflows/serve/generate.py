@@ -124,7 +124,7 @@ def prepare(config: Config) -> GenerateSetup:
     output = check_output(section.output)
     source = open_model(section.model, "generate.model", section.lora)
     renderer = choose_renderer(
-        source.hf_dir, section.template, enable_thinking=section.enable_thinking
+        source.hf_dir, section.template, enable_thinking=section.enable_thinking, day=section.date
     )
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         print(printable(warning), file=sys.stderr)

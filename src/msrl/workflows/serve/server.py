@@ -58,7 +58,7 @@ def prepare(config: Config) -> ServeSetup:
     free_port(section.host, section.port)
     model = open_served_model(section)
     check_engine(config, _engine_settings(config, model))
-    renderer = choose_renderer(model.tokenizer_dir, section.template)
+    renderer = choose_renderer(model.tokenizer_dir, section.template, day=section.date)
     if warning := other_template(model.tokenizer_dir, renderer):
         _print_note(warning)
     parser = tool_parser(renderer) if section.tools is None else section.tools

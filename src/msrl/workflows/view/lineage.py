@@ -133,6 +133,7 @@ def _data_nodes(prefix: Path, depth: int, kind: str) -> Iterator[Node]:
     manifest = _json(Path(f"{prefix}_manifest.json"))
     rows = manifest.get("num_rows")
     note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
+    note += f", chat template of {manifest['date']}" if manifest.get("date") else ""
     yield _node(depth, kind, prefix, _digest(manifest.get("files")), note)
     if manifest.get("tokenizer_hash"):
         digest = str(manifest["tokenizer_hash"])[:16]
