@@ -130,6 +130,33 @@ def test_a_hostile_configuration_is_one_message(
     assert "Traceback" not in error
 
 
+_PROGRAM = "python pretrain_gpt.py --num-layers 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "keyword"),
+    [
+        (f"x={'a' * 60}\nif [[ $x =~ ^(a+)+b$ ]]; then y=1; fi\n{_PROGRAM}", "longer"),
+        ("x=1\n" * 300_000 + _PROGRAM, "longer"),
+        ("x=" + "a" * 5_000_000 + "\n" + _PROGRAM, "MiB"),
+    ],
+    ids=["expression", "lines", "line"],
+)
+def test_a_hostile_script_is_one_message(
+    text: str,
+    keyword: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("msrl.importers.command._TIME_LIMIT_S", 0.5)
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    assert msrl("config", "import", "--from", "mindspeed-llm", str(script)) == 2
+    error = capfd.readouterr().err
+    assert "run.sh" in error and keyword in error and "Traceback" not in error
+
+
 @pytest.mark.parametrize(
     "text", [lists(40).replace("a39", "user"), "user: " + "[" * 5000, "stop: 0x" + "f" * 6000]
 )

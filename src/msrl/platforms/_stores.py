@@ -21,11 +21,12 @@ def bind_stores() -> None:
         return
     # The attribute `rendezvous` of torch.distributed is a function.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    store_class = rendezvous.TCPStore
 
     def bound_store(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
         if is_master:
             options |= {"master_listen_fd": _listen(host_name, port)}
-        return distributed.TCPStore(host_name=host_name, port=port, is_master=is_master, **options)
+        return store_class(host_name=host_name, port=port, is_master=is_master, **options)
 
     # `_create_c10d_store` of this module creates the stores of `tcp://` and `env://`.
     rendezvous.TCPStore = bound_store
