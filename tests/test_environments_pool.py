@@ -218,8 +218,18 @@ def test_a_killed_fork_server_ends_its_episodes_and_is_replaced():
         environments.open("a", {}).result(HANG_S)
         running = environments.step("a", "hang")
         os.kill(environments._loop._server.process.process.pid, signal.SIGKILL)
-        assert fault(running).reason == "crash"
+        assert fault(running).reason == "lost"
         assert environments.open("b", {}).result(HANG_S).messages
+
+
+def test_a_process_that_is_killed_from_outside_is_lost():
+    with pool(moody()) as environments:
+        environments.open("a", {}).result(HANG_S)
+        pid = environments.step("a", "x").result(HANG_S).info["pid"]
+        running = environments.step("a", "hang")
+        os.kill(pid, signal.SIGKILL)
+        assert fault(running).reason == "lost"
+        assert environments.fault_counts == {"lost": 1}
 
 
 def test_slow_calls_run_at_the_same_time_up_to_the_limit():

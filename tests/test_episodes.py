@@ -334,6 +334,32 @@ def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> 
     assert completion.policy_version == 3 and environments.closed == ["a/0"]
 
 
+def test_an_episode_begins_again_when_its_environment_is_lost(template: EpisodeTemplate) -> None:
+    lost = [EpisodeFault("lost", "killed")] * 3
+    runner, environments = make_runner(
+        template, lambda _, turn: more() if not turn else lost.pop() if lost else done()
+    )
+    completion, policy = run_one(runner, [[70, END], [71, END]] * 4)
+    episode = completion.episode
+    assert episode is not None and episode.fault == ("", "") and episode.repeats == 3
+    assert completion.token_ids.tolist() == [70, END, 71, END] and len(episode.turns) == 2
+    assert len(environments.rows) == 4 and environments.rows == environments.rows[:1] * 4
+    assert environments.closed == ["a/0"] * 4
+    seeds = [seed for *_, seed in policy.requests]
+    assert seeds == seeds[:2] * 4
+    assert episode_metrics([RolloutGroup(Prompt(4, np.arange(3)), (completion,))])["repeats"] == 3.0
+
+
+def test_an_episode_that_is_always_lost_is_a_fault(template: EpisodeTemplate) -> None:
+    runner, environments = make_runner(
+        template, lambda *_: done(), EpisodeFault("lost", "the fork server ended")
+    )
+    completion, _ = run_one(runner, [])
+    assert completion.episode is not None and completion.episode.repeats == 3
+    assert completion.episode.fault == ("lost", "the fork server ended")
+    assert len(environments.rows) == 4
+
+
 def test_a_generation_prompt_may_begin_a_thought(template: EpisodeTemplate) -> None:
     prompt = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
     assert not template.opens_thought

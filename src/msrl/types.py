@@ -250,6 +250,7 @@ class Episode:
         fault: Kind and detail of the environment's failure; empty without one.
         truncated_messages: Number of messages that were too long and truncated.
         environment: Name of the environment in `environment.mixture`; empty without a mixture.
+        repeats: Number of times that the episode began again, since its environment was killed.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -259,6 +260,7 @@ class Episode:
     fault: tuple[str, str] = ("", "")
     truncated_messages: int = 0
     environment: str = ""
+    repeats: int = 0
 
     @property
     def reward(self) -> float | None:

@@ -13,11 +13,13 @@ from typing import Any, Literal
 from msrl.environments.tools import run_calls
 from msrl.types import JsonObject, Message
 
-FaultReason = Literal["timeout", "crash", "error", "oversized", "invalid"]
+FaultReason = Literal["timeout", "crash", "lost", "error", "oversized", "invalid"]
 """Kind of failure of an environment.
 
 - "timeout": a call exceeded the time limit, and its process was killed.
-- "crash": the process died.
+- "crash": the process died by itself.
+- "lost": the process, or the fork server of all processes, was killed from outside, for example by
+  the out-of-memory killer. The episode is repeated.
 - "error": `reset` or `step` raised an exception. A tool that raises is no fault: the model reads
   the error.
 - "oversized": the messages of a call exceed the size limit.

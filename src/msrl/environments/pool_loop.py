@@ -355,7 +355,7 @@ class PoolLoop:
         episode = self._known.pop(number, None)
         if episode is not None and episode.fault is None and not episode.is_closed:
             self._hang_up(episode)
-            self._set_fault(episode, EpisodeFault("crash", _exit_text(status)))
+            self._set_fault(episode, EpisodeFault(_exit_reason(status), _exit_text(status)))
 
     def _lose_server(self, problem: str, error: Exception | None = None) -> None:
         """End all episodes of a fork server that died; the next call starts another one.
@@ -371,17 +371,18 @@ class PoolLoop:
         self._known.clear()
         for episode in lost.values():
             self._hang_up(episode)
-            self._set_fault(episode, EpisodeFault("crash", f"the fork server {problem}"))
+            self._set_fault(episode, EpisodeFault("lost", f"the fork server {problem}"))
         if not server.is_ready:
-            self._refuse(error or RuntimeError(f"the process of the environments {problem}"))
+            self._refuse(error, f"the process of the environments {problem}")
 
-    def _refuse(self, error: Exception) -> None:
-        self._started(error)
+    def _refuse(self, error: Exception | None, problem: str) -> None:
+        """End the waiting calls: with the error of a user's file, else as lost."""
+        self._started(error or RuntimeError(problem))
         while self._waiting:
             command = self._waiting.popleft()
             assert command.episode is not None and command.future is not None
             command.episode.future = None
-            _resolve(command.future, error)
+            _resolve(command.future, error or EpisodeFault("lost", problem))
 
     def _drain(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -413,6 +414,12 @@ def _decode(kind: int, value: dict[str, Any], *, is_opening: bool) -> Reply:
     if is_opening:
         return Opening(messages, value["tools"], value["info"])
     return StepResult(messages, value["reward"], value["done"], value["info"])
+
+
+def _exit_reason(status: int) -> FaultReason:
+    """Return "lost" for a process that was killed by others, else "crash"."""
+    was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM)
+    return "lost" if status >= 0 and was_killed else "crash"
 
 
 def _exit_text(status: int) -> str:

@@ -19,6 +19,7 @@ MAX_ERROR_CHARACTERS = 300
 _ENVIRONMENT_REMEDY = "Fix the environment"
 _FAULT_REMEDIES = {
     "timeout": "Fix the environment, or raise environment.timeout_s",
+    "lost": "Find what kills the processes, such as the out-of-memory killer (see dmesg)",
     "long_prompt": "Shorten the first messages, or raise rollout.max_prompt_tokens",
 }
 _REMEDIES = {

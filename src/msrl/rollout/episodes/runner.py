@@ -40,6 +40,7 @@ from msrl.types import (
 
 _SEED_BITS = 62
 Reply = Opening | StepResult | EpisodeFault
+_MAX_REPEATS = 3  # of an episode whose environment was lost
 
 
 class Environments(Protocol):
@@ -101,6 +102,7 @@ class _Running:
     success: bool | None = None
     last_token: int | None = None
     environment: str = ""  # name in the mixture
+    num_repeats: int = 0  # after a loss of its environment
 
     def waited_s(self) -> float:
         """Return the seconds of the wait that ends now."""
@@ -157,6 +159,12 @@ class EpisodeRunner:
             self._running[name].environment = selected
         self._await(name, self._environments.open(name, row))
 
+    def _repeat(self, episode: _Running) -> None:
+        """Start an episode again from its beginning, with the same seeds."""
+        self._environments.close(episode.name)
+        self.start(episode.name, episode.row, episode.sampling, episode.seed)
+        self._running[episode.name].num_repeats = episode.num_repeats + 1
+
     def abort(self, name: str) -> None:
         """End an episode without a completion."""
         if self._running.pop(name, None) is not None:
@@ -171,6 +179,10 @@ class EpisodeRunner:
             episode = self._running.get(name)
             if episode is None:
                 continue  # aborted
+            is_lost = isinstance(reply, EpisodeFault) and reply.reason == "lost"
+            if is_lost and episode.num_repeats < _MAX_REPEATS:
+                self._repeat(episode)
+                continue
             end = self._receive(episode, reply)
             if end is None:
                 requests.append(self._request(episode))
@@ -370,6 +382,7 @@ class EpisodeRunner:
             (fault, detail),
             episode.num_shortened,
             episode.environment,
+            episode.num_repeats,
         )
         oldest = min((run.version for run in versions), default=0)
         text = "\n".join(episode.texts)

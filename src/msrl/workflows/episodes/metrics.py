@@ -33,6 +33,9 @@ def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     }
     for reason in ("turns", "time"):
         metrics[f"ended_by_{reason}"] = _mean([item.finish_reason == reason for item, _ in pairs])
+    repeats = sum(episode.repeats for episode in episodes)
+    if repeats:
+        metrics["repeats"] = float(repeats)
     return {**metrics, **_success(episodes), **_tools(episodes)}
 
 

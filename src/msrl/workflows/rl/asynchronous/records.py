@@ -137,6 +137,7 @@ def _encode_episode(episode: Episode) -> dict[str, Any]:
         "fault": list(episode.fault),
         "truncated_messages": episode.truncated_messages,
         "environment": episode.environment,
+        "repeats": episode.repeats,
     }
 
 
@@ -154,6 +155,7 @@ def _decode_episode(values: Mapping[str, Any]) -> Episode:
         (reason, detail),
         values["truncated_messages"],
         values.get("environment", ""),
+        values.get("repeats", 0),
     )
 
 
