@@ -468,4 +468,24 @@ def test_an_interrupted_verification_is_reported(
     monkeypatch.setattr(convert_report, "checks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
-    assert_mentions(capsys.readouterr().out, tmp_path / "out", "verification")
+    assert_mentions(capsys.readouterr().out, tmp_path / "out.unverified", "verification")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out.unverified"]
+    with pytest.raises(MsrlError, match=mentions("out.unverified")):
+        run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
+
+
+def test_a_conversion_has_its_name_only_after_its_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(*arguments: Any) -> Any:
+        assert not any((tmp_path / "empty").iterdir())
+        assert arguments[-1].is_dir()
+        return []
+
+    tiny.save(tmp_path / "hf")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").symlink_to("empty")
+    monkeypatch.setattr(convert_report, "checks", watched)
+    run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "out"]
+    assert any((tmp_path / "empty").iterdir()) and (tmp_path / "out").is_symlink()

@@ -101,8 +101,9 @@ def _checked(config: Config, load: Path, save: Path) -> _Conversion:
         report.require_memory(source.shape)
     # Read before anything is written, because the training state may be damaged too.
     dropped = [] if convert.command in FROM_HF else training_state(load)
-    num_bytes, write = _prepare(convert, source, save)
     require_free_path(save)
+    require_free_path(_written(convert, save))
+    num_bytes, write = _prepare(convert, source, _written(convert, save))
     require_space(save, num_bytes)
     return _Conversion(source, num_bytes, write, tuple(dropped))
 
@@ -119,7 +120,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
     print_line(
-        f"Wrote {save}: {layout}{num_parameters(source.shape):,} parameters, "
+        f"Wrote {_written(convert, save)}: {layout}{num_parameters(source.shape):,} parameters, "
         f"{amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
     )
     _print_pass_through(source)
@@ -132,8 +133,32 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         print_line(f"Not converted (only weights are): {', '.join(conversion.dropped)}")
     if convert.verify:
         _verify(config, source, load, save)
+        print_line(f"Moved the verified result to {save}")
     else:
         print_line("Not verified: neither the files nor the logits were compared with the source")
+
+
+def _written(convert: ConvertConfig, save: Path) -> Path:
+    """Return the folder to write: the result has its name only after a requested verification."""
+    return _unverified(save) if convert.verify else save
+
+
+def _unverified(save: Path) -> Path:
+    target = save.resolve()  # a link to an empty folder stays
+    return target.with_name(f"{target.name}.unverified")
+
+
+def _publish(written: Path, save: Path) -> None:
+    """Give a verified result its name."""
+    require_free_path(save)
+    written.rename(save.resolve())
+
+
+def _reject(written: Path) -> Path:
+    """Rename a result that is not exact, and return its path."""
+    rejected = written.with_suffix(".failed-verification")
+    shutil.rmtree(rejected, ignore_errors=True)
+    return written.rename(rejected)
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:
@@ -183,8 +208,10 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     adapter, shape, hf_dir = _read_adapter(load, hf_config)
     recorded = None if hf_config else adapted_base(load)
     base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
-    write_peft(adapter, save, str(base))
-    written = read_peft(save)
+    folder = _unverified(save)
+    require_free_path(save)
+    write_peft(adapter, folder, str(base))
+    written = read_peft(folder)
     different = sorted(
         name for name, delta in adapter.deltas.items() if not delta.equals(written.deltas[name])
     )
@@ -195,8 +222,10 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     ]
     if different:
         raise VerificationError(
-            f"{save}: {len(different)} adapters differ from those in {load}, first {different[0]}"
+            f"{save}: {len(different)} adapters differ from those in {load}, first {different[0]}. "
+            f"The result was moved to {_reject(folder)}."
         )
+    _publish(folder, save)
     content = f"{adapter.summary()}, for base model {base}"
     print_line(f"Wrote {save}: {content}; read back equal bit for bit")
     dropped = dropped_by_peft(adapter, shape)
@@ -250,24 +279,22 @@ def _print_pass_through(source: WeightSource) -> None:
 
 
 def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> None:
-    """Print the verification report of a conversion.
+    """Print the verification report of a conversion, and give the result its name.
 
-    A result that is not exact is renamed, and VerificationError is raised.
+    A result that is not exact has another name, and VerificationError is raised.
     """
-    start = time.perf_counter()
+    start, written = time.perf_counter(), _written(config.convert, save)
     try:
-        checks = report.checks(config.convert, config.cluster.platform, source, load, save)
+        checks = report.checks(config.convert, config.cluster.platform, source, load, written)
     except BaseException:
-        print_line(f"Wrote {save}, but did not verify it: the verification was interrupted")
+        print_line(f"{written} is complete but not verified: the verification was interrupted")
         raise
     print_line(f"Verified in {duration_text(time.perf_counter() - start)}:")
     rows = [(check.name, check.result, check.compared) for check in checks]
     print_table([("check", "result", "compared"), *rows])
     if all(check.passed for check in checks):
-        return
-    rejected = save.with_name(f"{save.name}.failed-verification")
-    shutil.rmtree(rejected, ignore_errors=True)
-    save.rename(rejected)
+        return _publish(written, save)
+    rejected = _reject(written)
     failed = "; ".join(f"{check.name}: {check.result}" for check in checks if not check.passed)
     raise VerificationError(
         f"{save}: the conversion is not exact ({failed}). The result was moved to {rejected}."
