@@ -666,6 +666,16 @@ def test_a_run_without_steps_has_no_report() -> None:
         summarize([])
 
 
+def test_names_of_a_report_are_no_markup() -> None:
+    name = "a|b\n<img src=x>[y](z)`"
+    summary = summarize([StepReport(1, {name: 1.0}, {name: 1.0}, ())])
+    text = lines(summary, title=name, results={name: name})
+    plain = r"a\|b\\n\<img src=x\>\[y\](z)\`"
+    assert text[0] == f"# {plain}"
+    assert f"- {plain}: {plain}" in text
+    assert sum(line.startswith(f"| {plain} |") for line in text) == 2
+
+
 def test_the_report_of_an_asynchronous_run_has_a_timeline_of_its_steps() -> None:
     reports = [
         StepReport(step, {"perf/engine_idle": 0.25 * step}, {"wait": 0.5, "update": 1.0 * step})

@@ -20,6 +20,7 @@ import view_runs
 from msrl.cli.app import main
 from msrl.errors import MsrlError
 from msrl.tracking.rollouts import write_records
+from msrl.workflows.report import run as write_report
 from msrl.workflows.view.build import View, write_folder, write_single_file
 from msrl.workflows.view.chunks import InlineChunks, safe_json
 from msrl.workflows.view.page import MODULES, page
@@ -282,6 +283,28 @@ def test_rollouts_of_earlier_versions_show_which_responses_were_trained(tmp_path
         row["is_learnt"] = row.pop("is_trained")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [sample.is_trained for sample in read_samples(path)] == [True, False]
+
+
+def test_deep_values_in_a_rollout_file_are_one_message(tmp_path: Path):
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(MsrlError, match=mentions(path)):
+        read_samples(path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "rollouts/step_000001.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_of_a_run_folder_are_refused(name: str, kind: str, tmp_path: Path):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("run: {name: x}\n")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    for write in (lambda run: write_folder([run], tmp_path / "view"), write_report):
+        with pytest.raises(MsrlError, match=mentions(path, "pipe")):
+            write(tmp_path / "run")
 
 
 def test_a_damaged_rollout_file_is_one_message(tmp_path: Path):

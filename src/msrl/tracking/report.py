@@ -119,10 +119,10 @@ def lines(
         duration = duration_text(summary.seconds.get(STEP, 0.0))
         first, last = summary.first_step, summary.last_step
         steps = f"{summary.num_steps} steps ({first} to {last}) in {duration}."
-    text = [f"# {title}", "", steps]
-    text += [f"- {name}: {value}" for name, value in results.items()]
+    text = [f"# {_plain(title)}", "", steps]
+    text += [f"- {_plain(name)}: {_plain(value)}" for name, value in results.items()]
     if command is not None:
-        text += ["", "Next command:", "", "```bash", command, "```"]
+        text += ["", "Next command:", "", "```bash", one_line(command), "```"]
     if picture is not None:
         text += ["", f"![curves]({picture})"]
     text += ["", "| metric | first | last | lowest | highest |", "|---|---|---|---|---|"]
@@ -138,6 +138,15 @@ def lines(
     if summary.notes:
         text += ["", *(f"- {_code(n)} ({count} times)" for n, count in summary.notes.items())]
     return text
+
+
+def _plain(text: str) -> str:
+    r"""Return a text on one line in which no markup, link or end of a cell takes effect.
+
+    >>> _plain("a|b [x](y)")
+    'a\|b \[x\](y)'
+    """
+    return re.sub(r"[\\`|<>\[\]]", r"\\\g<0>", one_line(text))
 
 
 def _code(text: str) -> str:
@@ -158,13 +167,13 @@ def _metric_row(name: str, metric: MetricSummary) -> str:
     values = (metric.first, metric.last, metric.lowest, metric.highest)
     numbers = " | ".join(f"{value:.5g}" for value in values)
     warning = f" ({metric.num_not_finite} not finite)" if metric.num_not_finite else ""
-    return f"| {name}{warning} | {numbers} |"
+    return f"| {_plain(name)}{warning} | {numbers} |"
 
 
 def _time_rows(seconds: Mapping[str, float]) -> list[str]:
     total = seconds.get(STEP) or sum(seconds.values()) or 1.0
     return [
-        f"| {stage} | {duration_text(spent)} | {100 * spent / total:.0f}% |"
+        f"| {_plain(stage)} | {duration_text(spent)} | {100 * spent / total:.0f}% |"
         for stage, spent in seconds.items()
     ]
 
@@ -173,7 +182,7 @@ def _timeline_rows(reports: Sequence[StepReport]) -> list[str]:
     """Return a table of the seconds of each stage by step, with the engines' idle fraction."""
     stages = list(dict.fromkeys(stage for report in reports for stage in report.seconds))
     rows = [
-        f"| step | {' | '.join(f'{stage} (s)' for stage in stages)} | engines idle |",
+        f"| step | {' | '.join(f'{_plain(stage)} (s)' for stage in stages)} | engines idle |",
         "|---" * (len(stages) + 2) + "|",
     ]
     for report in reports:

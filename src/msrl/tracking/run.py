@@ -235,6 +235,18 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     return read_objects(path / ATTEMPTS)
 
 
+def require_regular_files(path: Path) -> None:
+    """Refuse a run folder of others with devices and pipes, whose reading may never end.
+
+    Raises:
+        MsrlError: An entry that the pages and reports of a run read is one.
+    """
+    for pattern in ("*", "rollouts/*", "eval/*"):
+        for entry in sorted(path.glob(pattern)):
+            if entry.exists() and not entry.is_file() and not entry.is_dir():
+                raise MsrlError(f"{entry}: is a device, pipe or socket. Remove it.")
+
+
 def read_objects(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a file of JSON objects; none if the file is missing.
 

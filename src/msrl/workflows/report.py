@@ -12,7 +12,7 @@ from msrl.packages import missing_package
 from msrl.plan.run_plan import TRAININGS, RunPlan, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
-from msrl.tracking.run import CONFIG, read_attempts
+from msrl.tracking.run import CONFIG, read_attempts, require_regular_files
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.completed import final_results
@@ -30,6 +30,7 @@ def run(folder: Path) -> None:
         raise MsrlError(
             f"{folder}: contains no {CONFIG}. Name the folder of a run, as in runs/sft."
         )
+    require_regular_files(folder)
     reports = read_metrics(folder)
     if not reports:
         raise MsrlError(f"{folder}: the run has no step to report yet.")

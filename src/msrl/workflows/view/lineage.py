@@ -178,7 +178,8 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        # A configuration of others may name a device or a pipe.
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -20,7 +20,14 @@ from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import SAVED
 from msrl.tracking.metrics import FILE_NAME as METRICS
 from msrl.tracking.metrics import read_metrics
-from msrl.tracking.run import ATTEMPTS, CONFIG, DATA, read_attempts, read_objects
+from msrl.tracking.run import (
+    ATTEMPTS,
+    CONFIG,
+    DATA,
+    read_attempts,
+    read_objects,
+    require_regular_files,
+)
 from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
 from msrl.workflows.view.lineage import lineage
@@ -58,6 +65,7 @@ class RunData:
 
     def write(self, chunks: Chunks) -> dict[str, Any]:
         """Write all data of the run except its overview, which is returned."""
+        require_regular_files(self.folder)
         verdicts = self._verdicts()
         config = self._config()
         has_rows = (self.folder / DATA).is_file()  # which the run preprocessed

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from msrl.errors import MsrlError
+from msrl.errors import MALFORMED, MsrlError
 from msrl.tracking.rollouts import RolloutRecord, read_records
 from msrl.types import Bools, Floats, Ints
 
@@ -106,15 +106,7 @@ def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
         if path.suffix == ".parquet":
             return [_from_record(record) for record in read_records(path)]
         return list(_from_lines(path, group_size))
-    except (
-        ValueError,
-        OverflowError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OSError,
-    ) as error:
+    except (*MALFORMED, IndexError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise MsrlError(f"{path}: cannot be read ({reason}). Delete or restore it.") from error
 
