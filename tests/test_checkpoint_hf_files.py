@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tiny_checkpoints as tiny
 from msrl.checkpoint.dtypes import same_bits
-from msrl.checkpoint.hf.folder import HfCheckpoint
+from msrl.checkpoint.hf.folder import HfCheckpoint, sidecar_files
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.errors import ManyErrors, MsrlError
@@ -206,3 +206,22 @@ def test_damaged_torch_files_are_named(tmp_path: Path) -> None:
     as_torch_files(tmp_path / "old", _use_new_zipfile_serialization=False)
     with pytest.raises(MsrlError, match=mentions("pytorch_model.bin", "torch.save")):
         open_weights(tmp_path / "old")
+
+
+def test_links_of_a_model_folder_lead_to_files_of_the_model_or_are_refused(tmp_path: Path) -> None:
+    secret, blobs, model = tmp_path / "id_rsa", tmp_path / "hub/blobs", tmp_path / "hub/snapshots/1"
+    secret.write_text("secret")
+    for folder in (blobs, model):
+        folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (blobs / name[:3]).write_text("{}")
+        (model / name).symlink_to(f"../../blobs/{name[:3]}")
+    (model / "vocab.json").symlink_to("tokenizer.json")
+    assert {file.name for file in sidecar_files(model)} == {
+        "config.json",
+        "tokenizer.json",
+        "vocab.json",
+    }
+    (model / "generation_config.json").symlink_to(secret)
+    with pytest.raises(MsrlError, match=mentions(model / "generation_config.json", secret)):
+        sidecar_files(model)

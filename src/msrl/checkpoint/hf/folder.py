@@ -129,9 +129,21 @@ def sidecar_files(folder: Path) -> list[Path]:
     """Return the files other than weights that a model needs: config, tokenizer and code.
 
     Named chat templates are in a folder of their own.
+
+    Raises:
+        MsrlError: A link leads to another folder than that of the model. The files are copied to
+            results, which may be published.
     """
+    own, shared = folder.resolve(), (folder / "config.json").resolve().parent  # in hub caches
     patterns = (*_SIDECARS, f"{_NAMED_TEMPLATES}/*.jinja")
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        target = file.resolve()
+        if own not in target.parents and target.parent != shared:
+            raise MsrlError(
+                f"{file}: is a link to {target}, outside of the folder of the model. Copy the file "
+                "if it belongs to the model, or remove the link."
+            )
     return sorted(
         file
         for file in files

@@ -16,6 +16,7 @@ from msrl.checkpoint.adapters.peft import dropped_by_peft, read_peft, write_peft
 from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES, same_bits
+from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.pass_through import pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
 from msrl.checkpoint.integrity import adapter_checks, hf_checks, mcore_checks
@@ -97,6 +98,7 @@ def _checked(config: Config, load: Path, save: Path) -> _Conversion:
     convert = config.convert
     _verify_source(convert, load)
     source = _open(convert, load)
+    sidecar_files(source.hf_dir)  # refuses links to other files, which would be copied
     if convert.verify:
         report.require_memory(source.shape)
     # Read before anything is written, because the training state may be damaged too.
