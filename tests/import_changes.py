@@ -1,16 +1,17 @@
-"""A small file or command line of every system, and another value for each key of its table, for
-`test_imports_changes.py`.
+"""A small file or command line of every system, and another value for each key of its table (verl's
+are in its own tests), for `test_imports_changes.py`.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from msrl.config.sources import parse
+from msrl.config.sources import Origin, plain, read, wrap
 from msrl.importers.lightrft import command_line as lightrft
 from msrl.importers.mindspeed import scripts as mindspeed_llm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
@@ -18,6 +19,7 @@ from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.roll import files as roll
 from msrl.importers.shell import Word
 from msrl.importers.translation import Translation
+from msrl.importers.verl import files as verl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "mindspeed"
 GONE: Any = ...  # a removed key
@@ -40,6 +42,21 @@ ROLL: dict[str, Any] = {
         "strategy_args": {"strategy_name": "vllm", "strategy_config": {}},
     },
     "rewards": {"math": {"worker_cls": "roll.MathRuleRewardWorker", "tag_included": ["math"]}},
+}  # fmt: skip
+_WORKER = {
+    "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "device_mapping": "list(range(0,4))",
+}  # fmt: skip
+ROLL_KINDS: dict[str, Changes] = {  # files by the section of the keys that only they have
+    "sft": {"sequence_length": 512, "pretrain": "base", "sft_train": _WORKER},
+    "dpo": {
+        "sequence_length": 512, "pretrain": "base", "max_steps": 20, "actor_train": _WORKER,
+        "chosen_key": "chosen", "rejected_key": "rejected",
+    },
+    "distill": {
+        "sequence_length": 512, "student_pretrain": "small", "teacher_pretrain": "large",
+        "student": _WORKER, "teacher": {"device_mapping": "list(range(0,4))"},
+    },
 }  # fmt: skip
 AGENTIC: Changes = {
     "train_env_manager": {
@@ -189,7 +206,7 @@ ROLL_CASES: dict[str, Case] = {
 
 def roll_key_path(section: str, key: str) -> str:
     """Return the path of a key in a ROLL file."""
-    if section == "top":
+    if section in ("top", *ROLL_KINDS):
         return key
     if section in ("env_manager", "reward_normalization"):
         return f"{'train_env_manager' if section == 'env_manager' else section}.{key}"
@@ -399,6 +416,12 @@ RL_SECTIONS = {
 }  # fmt: skip
 
 
+VERL: Changes = {
+    "data": {"train_files": "train.parquet"},
+    "actor_rollout_ref": {"model": {"path": "model"}, "rollout": {"name": "vllm"}},
+}
+
+
 def changed(tree: Changes, changes: Changes) -> Changes:
     """Return a copy of a tree with keys (`a.b.c`) set or removed."""
     tree = copy.deepcopy(tree)
@@ -414,7 +437,12 @@ def changed(tree: Changes, changes: Changes) -> Changes:
 
 
 def translate_yaml(module: Any, tree: Changes, file: Path) -> Translation:
-    return module.translate(parse(yaml.safe_dump(tree), str(file)), file)
+    return module.translate(wrap(tree, Origin(str(file))), file)
+
+
+@cache
+def _example(name: str) -> Changes:
+    return plain(read(EXAMPLES / f"{name}.yaml"))
 
 
 def _words(flags: Changes) -> list[str]:
@@ -455,8 +483,9 @@ def translate_flags(
 def translation(system: str, section: str, changes: Changes, folder: Path) -> Translation:
     """Return the translation of the base file of a system with changes."""
     file = folder / "given.yaml"
-    if system == "roll":
-        return translate_yaml(roll, changed(ROLL, changes), file)
+    if system in ("roll", "verl"):
+        module, tree = (verl, VERL) if system == "verl" else (roll, ROLL_KINDS.get(section, ROLL))
+        return translate_yaml(module, changed(tree, changes), file)
     if system == "lightrft":
         launcher = changes if section == "torchrun" else None
         flags = changed(LIGHTRFT, {} if launcher else changes)
@@ -468,18 +497,15 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
         )
         changes = {}
     if system == "mindspeed_rl":
-        tree = yaml.safe_load(
-            (EXAMPLES / "grpo_r1_zero_qwen25_7b.yaml").read_text(encoding="utf-8")
-        )
-        return translate_yaml(mindspeed_rl, changed(tree, changes), file)
+        tree = changed(_example("grpo_r1_zero_qwen25_7b"), changes)
+        return translate_yaml(mindspeed_rl, tree, file)
     if section in COMMANDS:
         program, flags = COMMANDS[section]
         return translate_flags(mindspeed_llm, program, changed(flags, changes))
     if section in LAUNCHERS:
         program, flags = COMMANDS["train"]
         return translate_flags(mindspeed_llm, program, flags, launcher=changes, launched_by=section)
-    tree = yaml.safe_load((EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8"))
-    return translate_yaml(mindspeed_ray, changed(tree, changes), file)
+    return translate_yaml(mindspeed_ray, changed(_example("grpo_llama32_1b"), changes), file)
 
 
 CASES = {
@@ -496,6 +522,8 @@ def key_path(system: str, section: str, key: str) -> str:
         return roll_key_path(section, key)
     if system == "mindspeed_rl":
         return RL_SECTIONS.get(section, f"{section}.") + key
+    if system == "verl":
+        return key if section == "top" else f"{section}.{key}"
     if system == "mindspeed_llm" and section not in (*COMMANDS, *LAUNCHERS, "top"):
         return f"{RAY_SECTIONS.get(section, section)}.{key}"
     return key

@@ -19,7 +19,7 @@ from msrl.importers.report import full
 from msrl.importers.roll import files as roll
 from msrl.importers.secrets import masked
 from msrl.importers.shell import Word, parse_script
-from msrl.importers.systems import detect_system, refuse_other
+from msrl.importers.systems import detect_system, refuse_other, similar_marks
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
 from msrl.limits import TimeLimitError, one_line, run_within
@@ -103,7 +103,7 @@ def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> T
     if detected is None:
         refuse_other(tree, file)
     if detected != system:
-        advice = f". Use --from {detected}." if detected else ""
+        advice = f". Use --from {detected}." if detected else similar_marks(tree, system)
         raise MsrlError(f"{file}: contains no keys of {system}{advice}")
     return _YAML[system].translate(tree, file)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import Node, find, plain, read
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, did_you_mean
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_system
@@ -22,6 +23,7 @@ _MARKS = {
     "roll": (
         "sft_train",
         "student",
+        "student_train",
         "actor_train",
         "actor_infer",
         "rollout_batch_size",
@@ -90,6 +92,14 @@ def foreign(path: str, *, approximate: bool = False) -> Translation | None:
     translation = importer.translate(tree, file)
     translation.complete(approximate=approximate)
     return translation
+
+
+def similar_marks(tree: Node, system: str) -> str:
+    """Return a hint for top-level keys that resemble one by which files of a system are known."""
+    entries, marks = tree.value if isinstance(tree.value, dict) else {}, _MARKS.get(system, ())
+    close = {key: get_close_matches(canonical(key), marks, n=1) for key in entries}
+    hints = [f"{key}: {did_you_mean(names)}" for key, names in close.items() if names]
+    return "".join(f". {hint}" for hint in hints)
 
 
 def refuse_other(tree: Node, file: Path) -> None:

@@ -217,12 +217,16 @@ def _workers(translation: Translation, keys: Mapping[str, SourceKey]) -> None:
     total, local = keys.get("worker_num"), keys.get("local_worker_num")
     if total is None:
         return
-    per_node = total.value if local is None else local.value
-    if isinstance(total.value, int) and isinstance(per_node, int) and total.value % per_node == 0:
-        why = f"{total.value} workers, {per_node} of each machine"
-        translation.assign(total, ["cluster.nodes"], total.value // per_node, why=why)
-        if local is None:
-            translation.set("cluster.devices_per_node", wrap(per_node, total.origin))
+    workers, per_node = total.value, total.value if local is None else local.value
+    if not (isinstance(workers, int) and isinstance(per_node, int) and min(workers, per_node) > 0):
+        return  # the caller and the checks of the values report what they are instead
+    if workers % per_node:
+        translation.add_error(total, f"must be a multiple of local_worker_num={per_node}")
+        return
+    why = f"{workers} workers, {per_node} of each machine"
+    translation.assign(total, ["cluster.nodes"], workers // per_node, why=why)
+    if local is None:
+        translation.set("cluster.devices_per_node", wrap(per_node, total.origin))
 
 
 def _model_types(keys: Keys) -> tuple[str, str]:

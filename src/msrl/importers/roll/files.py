@@ -33,7 +33,11 @@ from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.run import put_run, put_variables
-from msrl.importers.roll.supervised import is_supervised, translate_supervised
+from msrl.importers.roll.supervised import (
+    add_misspelt_kinds,
+    is_supervised,
+    translate_supervised,
+)
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.tree import resolved
 from msrl.importers.roll.validation import put_validation
@@ -76,6 +80,7 @@ def translate(tree: Node, file: Path) -> Translation:
     tree, translation.variables = resolved(tree, file, translation.errors)
     if is_supervised(tree):
         return translate_supervised(translation, tree)
+    add_misspelt_kinds(translation, tree)
     if error := unsupported_environment(tree, ENVIRONMENTS):
         return refused(translation, error)
     return _RollFile(translation, tree).translate()

@@ -6,9 +6,11 @@ distillation on the policy's own samples, roll/configs/base_config.py (`is_pure_
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, cast
 
 from msrl.config.sources import Node, plain, wrap
+from msrl.errors import did_you_mean
 from msrl.importers.megatron import converted
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.run import put_run, put_variables
@@ -51,6 +53,14 @@ def is_supervised(tree: Node) -> bool:
     entries = tree.value if isinstance(tree.value, dict) else {}
     is_dpo = "chosen_key" in entries or "rejected_key" in entries
     return is_dpo or any(name in entries for name in _TRAINERS)
+
+
+def add_misspelt_kinds(translation: Translation, tree: Node) -> None:
+    """Add errors for keys near those by which files of SFT and distillation are known."""
+    for key, node in (tree.value if isinstance(tree.value, dict) else {}).items():
+        if close := get_close_matches(key, _TRAINERS, n=1, cutoff=0.9):
+            text = f"unknown key of ROLL; {did_you_mean(close)}"
+            translation.errors.append(f"{node.origin}: {key}: {text}")
 
 
 def translate_supervised(translation: Translation, tree: Node) -> Translation:
@@ -194,10 +204,11 @@ class _SupervisedFile:
         """Translate distillation to train-distill, which samples the answers."""
         own, origin = self.own, self.own.origin(self.trainer)
         self._put_teachers()
+        entry = own.get(self.trainer)
+        if entry is None:
+            return  # its value is not a section, which has been reported
         if self.samples:
             self._put_samples()
-            entry = own.get(self.trainer)
-            assert entry is not None
             text = (
                 "the original takes log p(teacher) - log p(policy) of each sampled token as its "
                 "advantage, msrl the exact divergence as the loss"
@@ -205,8 +216,6 @@ class _SupervisedFile:
             self.translation.report_difference(entry, text)
             return
         self._put_epochs()
-        entry = own.get("student")
-        assert entry is not None
         text = (
             "the original compares the likeliest logits on the answers of the data and adds their "
             "loss, msrl compares all logits on answers that the policy samples"

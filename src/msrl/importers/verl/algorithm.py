@@ -398,7 +398,7 @@ def _put_earlier_correction(sections: Sections) -> None:
             keys.assign("rollout_is_threshold", ["algo.mismatch.upper"], threshold)
         _put_veto(sections.translation, keys.get("rollout_is_veto_threshold"))
     for key in (*names, "rollout_is_threshold", "rollout_is_veto_threshold"):
-        keys.record(key, KeyStatus.OFF, "")
+        keys.record(key, KeyStatus.OFF, "" if key == "rollout_is" else "read with rollout_is only")
 
 
 def _put_veto(translation: Translation, entry: SourceKey | None) -> None:

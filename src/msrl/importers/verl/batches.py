@@ -217,11 +217,11 @@ def _put_dynamic(sections: Sections) -> None:
 
 def _put_fixed(sections: Sections) -> None:
     actor, rollout = sections[ACTOR], sections[ROLLOUT]
-    own, whole = actor.get("ppo_micro_batch_size_per_gpu"), actor.get("ppo_micro_batch_size")
+    own, whole = actor.get("ppo_micro_batch_size_per_gpu"), actor.number("ppo_micro_batch_size")
     if own is not None and own.value is not None:
         actor.assign("ppo_micro_batch_size_per_gpu", ["train.micro_batch"], own.value)
-    elif whole is not None and isinstance(whole.value, int):
-        size = max(1, whole.value // (data_parallel(sections) or 1))
+    elif whole is not None:
+        size = max(1, whole // (data_parallel(sections) or 1))
         why = "of all data-parallel ranks in the original"
         actor.assign("ppo_micro_batch_size", ["train.micro_batch"], size, why=why)
     for key in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu"):

@@ -249,6 +249,8 @@ def _put_quantization(sections: Sections) -> None:
 
 def _put_switched(translation: Translation, entry: SourceKey, switch: str, feature: str) -> None:
     keys = settings_of(entry)
+    if entry.value is not None and not isinstance(entry.node.value, dict):
+        return translation.add_error(entry, f"must be a section with the key {switch}")
     if keys.get(switch) in (None, False):
-        return translation.record(entry, KeyStatus.OFF, "")
+        return translation.record(entry, KeyStatus.OFF, f"without {switch}")
     return translation.add_error(entry, f"{switch}={keys[switch]}: not supported: {feature}")
