@@ -372,6 +372,8 @@ def test_topr_tapers_negative_sequences_by_the_product_of_their_ratios_only():
     assert aggregated_loss("topr", batch, np.ones(2))[1].tolist() == [-1.0, -1.0]
     with pytest.raises(ValueError, match=mentions("level=word", "sequence")):
         aggregated_loss("topr", batch, np.ones(2), level="word")
+    with pytest.raises(ValueError, match="split"):
+        aggregated_loss("topr", batch, np.ones(2), split="reward")
 
 
 def test_the_drift_of_cpgd_has_the_gradient_of_the_kl_until_its_cap():

@@ -149,7 +149,7 @@ def roll(*lines: str, worker: str = "") -> str:
     [
         ("", {}),
         ("  infer_batch_size: 4\n  pg_variant: topr\n", {}),
-        (f"{PG}  pg_variant: topr\n", {"policy_loss": "topr", "options": {"level": "token"}}),
+        (f"{PG}  pg_variant: topr\n", {"policy_loss": "topr", "options": {"level": "token", "split": "reward"}}),
         (PG, {"policy_loss": "vanilla"}),
         (f"{PG}  pg_variant: cispo\n", {"policy_loss": "cispo", "clip": {"low": 0.1, "high": 0.1}}),
         (f"{PG}  pg_variant: ppo\n", {"policy_loss": "ppo", "clip": {"low": 0.2, "high": 0.2}}),
@@ -169,24 +169,19 @@ TOPR = f"{PG}  pg_variant: topr\n"
 JUDGED = (("MathRuleRewardWorker", "CrossThinkQARuleRewardWorker"),)
 
 
-@pytest.mark.parametrize(
-    ("lines", "changes"),
-    [
-        ((), JUDGED),
-        (("add_token_level_kl: true",), ()),
-        (("whiten_advantages: true",), ()),
-        (("whiten_rewards: true",), (("estimator: grpo", "estimator: reinforce"),)),
-    ],
-)
-def test_topr_is_reported_where_advantages_may_not_have_the_signs_of_scores(
-    lines: tuple[str, ...], changes: tuple[tuple[str, str], ...], tmp_path: Path
-) -> None:
-    text = changed(roll(*lines, worker=TOPR), *changes)
+def test_topr_is_reported_where_rewards_may_not_be_scores(tmp_path: Path) -> None:
+    text = changed(roll(worker=TOPR), *JUDGED)
     with pytest.raises(MsrlError, match=mentions("pg_variant=topr", "score", "--approximate")):
         imported("roll", text, tmp_path)
     translation = imported("roll", text, tmp_path, approximate=True)
     assert native(translation)["algo"]["policy_loss"] == "topr"
     assert_mentions(report(translation), "pg_variant=topr", "may differ")
+
+
+@pytest.mark.parametrize("line", ["add_token_level_kl: true", "whiten_advantages: true"])
+def test_topr_splits_responses_by_their_rewards(line: str, tmp_path: Path) -> None:
+    options = native(imported("roll", roll(line, worker=TOPR), tmp_path))["algo"]["options"]
+    assert options["split"] == "reward"
 
 
 def test_unknown_policy_losses_of_roll_are_refused_by_name(tmp_path: Path) -> None:

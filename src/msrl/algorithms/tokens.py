@@ -34,6 +34,7 @@ class PolicyTokens:
     advantages: Tensor  # [N]
     mask: Tensor  # [N] bool
     sequences: Tensor  # [N], number of the sequence that a token belongs to, ascending
+    scores: Tensor | None = None  # [N], reward of the token's sample before normalization
 
     @classmethod
     def of(
@@ -45,6 +46,7 @@ class PolicyTokens:
         sequences: Tensor,  # [N], ascending from 0
         *,
         ratio: Ratio = "token",
+        scores: Tensor | None = None,  # [N]
     ) -> PolicyTokens:
         """Compute ratios. Log-ratios are clamped to +-20 to prevent overflow.
 
@@ -65,6 +67,7 @@ class PolicyTokens:
             advantages=precise(advantages).detach().masked_fill(~mask, 0.0),
             mask=mask,
             sequences=sequences,
+            scores=scores,
         )
 
 

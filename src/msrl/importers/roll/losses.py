@@ -20,7 +20,7 @@ _PG_MODULE = "agentic_actor_pg_worker"  # its class has the name of the usual wo
 _CISPO_CLIP = 0.1  # its own keys are no fields of the original's worker configuration
 _BINARY_WORKERS = ("MathRuleRewardWorker", "CodeSandboxRewardWorker")  # with scores 0 and 1
 _TOPR_DIFFERENCE = (
-    "the original tapers responses with a score of 0 or less, msrl tokens with a negative advantage"
+    "the original tapers responses with a score of 0 or less, which may have a positive reward"
 )
 _TURN_ESTIMATORS = ("gigpo", "step_reinforce")  # the result is the reward of all tokens of a turn
 _REWARD_ESTIMATORS = ("grpo", "reinforce", "agentic_reinforce", *_TURN_ESTIMATORS)
@@ -78,33 +78,26 @@ class Losses:
         if reason:
             self.translation.add_error(entry, f"not supported: the policy loss {variant}")
             return
-        difference = _TOPR_DIFFERENCE if variant == "topr" and not self._keeps_signs() else ""
+        difference = _TOPR_DIFFERENCE if variant == "topr" and not self._has_scores() else ""
         why = f"results may differ: {difference}" if difference else ""
         self.translation.assign(entry, ["algo.policy_loss"], variant, why=why)
         self.own.record("worker_cls", KeyStatus.APPLIED, f"algo.policy_loss: {variant}")
         if difference:
             self.translation.report_difference(entry, difference)
         if variant == "topr":
-            self.translation.set("algo.options.level", wrap("token", entry.origin))
+            for key, value in (("level", "token"), ("split", "reward")):
+                self.translation.set(f"algo.options.{key}", wrap(value, entry.origin))
         if variant == "cispo":
             for key in ("algo.clip.low", "algo.clip.high"):
                 self.translation.set(key, wrap(_CISPO_CLIP, entry.origin))
 
-    def _keeps_signs(self) -> bool:
-        """Return True if advantages have the signs of the scores, or are zero for a score of 0.
-
-        The scores are 0 or 1, and the advantages are the normalized scores.
-        """
-        top, rewards = self.top, self.top.get("rewards")
+    def _has_scores(self) -> bool:
+        """Return True if the rewards of responses are their scores: those of games, or 0 and 1."""
+        rewards = self.top.get("rewards")
         domains = rewards.value if rewards is not None else None
-        if not isinstance(domains, dict) or not domains:
-            return False
-        is_binary = all(map(_has_binary_scores, cast("dict[str, Any]", domains).values()))
-        is_moved = any(
-            top.value(key) is True
-            for key in ("add_token_level_kl", "whiten_advantages", "whiten_rewards")
-        )
-        return is_binary and not is_moved and self.translation.algorithm in ("grpo", "reinforce")
+        if self.is_normalized is not None or not isinstance(domains, dict) or not domains:
+            return self.is_normalized is not None
+        return all(map(_has_binary_scores, cast("dict[str, Any]", domains).values()))
 
     def _aggregation(self) -> None:
         """Set the divisor of seq-mean-token-sum-norm: the padded width of a sequence.

@@ -145,7 +145,7 @@ class PolicyLoss:
     them, with "log-linear" an approximation that reads the field `proximal_shares`. The KL
     estimator `full` is the exact divergence over the vocabulary, which the outputs must then
     contain. `kl_bias_correction` multiplies each token's KL by its likelihood ratio. The off-policy
-    mask and the field `selected` also set policy losses to 0.
+    mask and the field `selected` also set policy losses to 0. Some losses read the field `scores`.
     """
 
     temperature: float
@@ -196,6 +196,7 @@ class PolicyLoss:
             mask,
             outputs.sequences,
             ratio=self.ratio,
+            scores=fields.get("scores"),
         )
         factors = factors * self._selected(tokens, fields, before, sums)
         policy = self._policy(tokens, fields)

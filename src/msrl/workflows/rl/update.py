@@ -240,6 +240,8 @@ class Updater:
         sequences = with_teacher_weights(sequences, groups, algo.distill.on_ranks)
         if algo.old_logprobs == "log-linear":
             sequences = with_versions(sequences, groups)
+        if algo.options.get("split") == "reward":
+            sequences = with_scores(sequences, groups)
         if not keep.all():
             metrics["masked"] = 1.0 - float(keep.mean())
         critic_sequences = None
@@ -685,6 +687,17 @@ def with_top_entropy(sequences: Sequences, share: float) -> Sequences:
     for row, mask, piece in zip(selected, sequences.loss_masks, pieces, strict=True):
         row[mask] = piece
     return sequences._replace(fields={**fields, "selected": selected})
+
+
+def with_scores(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequences:
+    """Return the sequences with the field `scores`, the reward of their sample at every token."""
+    totals = [reward.total for group in groups for reward in group.rewards]
+    scores = np.repeat(np.array(totals, np.float32), sequence_counts(groups))
+    rows = tuple(
+        np.full(len(ids), score, np.float32)
+        for ids, score in zip(sequences.token_ids, scores, strict=True)
+    )
+    return sequences._replace(fields={**sequences.fields, "scores": rows})
 
 
 def with_versions(sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequences:
