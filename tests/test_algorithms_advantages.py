@@ -481,6 +481,18 @@ def test_whitening_has_mean_zero_and_deviation_one_and_maps_equal_numbers_to_zer
     assert rewards([[1.0, 0.0]], [[2, 2]]).whitened(0.0).per_token().mean() == pytest.approx(0)
 
 
+def test_a_correction_of_one_half_is_that_of_values_which_are_all_counted_twice():
+    scores = np.array([[1.0, 3.0, 7.0], [0.0, 1.0, 1.0]])
+    twice = estimate("group_norm", rewards(np.tile(scores, 2)))
+    half = TokenRewards(scores, np.ones((2, 3), np.int64), correction=0.5)
+    expected = twice.reshape(2, -1)[:, :3].ravel()
+    np.testing.assert_allclose(estimate("group_norm", half), expected, rtol=1e-12)
+    values = np.array([1.0, 2.0, 6.0])
+    np.testing.assert_allclose(half.whiten(scores.ravel(), 0.0)[:3], whiten(
+        np.tile(scores.ravel(), 2), 0.0)[:3], rtol=1e-12)  # fmt: skip
+    assert whiten(values, 0.0, correction=0.0).std() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_baseline"])
 def test_z_scores_over_the_step_are_those_of_trained_samples(name):
     """Samples that are not trained on do not change mean and deviation, and get 0."""

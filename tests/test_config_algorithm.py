@@ -265,6 +265,14 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
             ("rollout.samples_per_prompt=1", "opo", "2"),
         ),
         (
+            ("algo.advantage.correction=0.5", "algo.advantage.estimator=rloo"),
+            ("algo.advantage.correction=0.5", "estimator=rloo", "whiten"),
+        ),
+        (
+            ("algo.policy_loss=topr", "algo.options={split: score}"),
+            ("algo.options.split=score", "'advantage'", "'reward'"),
+        ),
+        (
             ("algo.policy_loss=topr", "algo.options={level: turn}"),
             ("algo.options.level=turn", "'sequence'", "'token'"),
         ),

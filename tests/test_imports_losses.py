@@ -149,7 +149,10 @@ def roll(*lines: str, worker: str = "") -> str:
     [
         ("", {}),
         ("  infer_batch_size: 4\n  pg_variant: topr\n", {}),
-        (f"{PG}  pg_variant: topr\n", {"policy_loss": "topr", "options": {"level": "token", "split": "reward"}}),
+        (
+            f"{PG}  pg_variant: topr\n",
+            {"policy_loss": "topr", "options": {"level": "token", "split": "reward"}},
+        ),
         (PG, {"policy_loss": "vanilla"}),
         (f"{PG}  pg_variant: cispo\n", {"policy_loss": "cispo", "clip": {"low": 0.1, "high": 0.1}}),
         (f"{PG}  pg_variant: ppo\n", {"policy_loss": "ppo", "clip": {"low": 0.2, "high": 0.2}}),

@@ -112,7 +112,8 @@ def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
         divergence = flat(batch, batch["old_log_probs"]) - flat(batch, batch["ref_log_probs"])
         extra = -algo.kl.reward.coef * divergence.numpy()
     turns = episode_turns(scored)
-    rewards = TokenRewards(scores, length_matrix(scored), extra)
+    correction = algo.advantage.correction
+    rewards = TokenRewards(scores, length_matrix(scored), extra, correction=correction)
     rewards = placed_rewards(config, rewards, scored, turns)
     advantages = estimate_advantages(algo, rewards, turns=turns)
     if algo.advantage.whiten:
@@ -139,6 +140,50 @@ def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(
     theirs = oracle.episode_advantages(pipeline(lines), batch, scores.double(), labels, values)
     actual, expected = our_advantages(config, batch), flat(batch, theirs).numpy()
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+STEPS = "gradient_accumulation_steps: 4"
+TWICE = (
+    (STEPS, "gradient_accumulation_steps: 8"),
+    (NORM, "{grouping: traj_group_id, method: mean_std}"),
+)
+
+
+@pytest.mark.parametrize("keys", ["grpo", "grpo, whitened", "grpo, clipped"])
+def test_trajectories_that_all_count_twice_have_the_advantages_of_the_pipeline(
+    keys: str, tmp_path: Path
+) -> None:
+    lines, values = KEYS[keys], NORMS["groups"]
+    translation = imported(changed("\n".join([AGENTIC, *lines, ""]), *TWICE), tmp_path)
+    assert not [line for line in translation.differences if "env_type" not in line]
+    config = Config.model_validate(tree(translation))
+    assert (config.algo.advantage.correction, config.train.updates.samples_per_update) == (0.5, 64)
+    batch, rows = agentic_batch(), np.arange(len(LENGTHS)) // GROUP
+    order = torch.from_numpy(np.random.default_rng(1).permutation(len(LENGTHS)))
+    both = oracle.Batch({name: torch.cat([rows, rows[order]]) for name, rows in batch.items()})
+    groups_of = np.concatenate([rows, rows[order.numpy()]]).astype(str)
+    labels = {"traj_group_id": groups_of, "tags": np.full(len(groups_of), "a")}
+    scores = torch.tensor([reward.total for group in groups() for reward in group.rewards])
+    scores = torch.cat([scores, scores[order]]).double()
+    theirs = oracle.episode_advantages(pipeline(lines), both, scores, labels, values)
+    expected = flat(batch, theirs[: len(LENGTHS)]).numpy()
+    np.testing.assert_allclose(our_advantages(config, batch), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("adv_estimator: grpo", "adv_estimator: reinforce"),
+        ("infer_batch_size: 4", "infer_batch_size: 256"),
+        (NORM, "{grouping: batch, method: mean_std}"),
+    ],
+)
+def test_trajectories_that_do_not_all_count_twice_alike_are_reported(
+    change: tuple[str, str], tmp_path: Path
+) -> None:
+    changes = [TWICE[0], *([TWICE[1]] if change[0] != NORM else []), change]
+    differences = "\n".join(imported(changed(AGENTIC, *changes), tmp_path).differences)
+    assert_mentions(differences, "gradient_accumulation_steps=8", "repeats", "--approximate")
 
 
 WORKER = "actor_train:\n"

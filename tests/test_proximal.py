@@ -14,7 +14,7 @@ from msrl.algorithms.proximal import log_linear, proximal_shares
 from msrl.algorithms.samples import training_samples
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, VersionRun
-from msrl.workflows.rl.update import with_proximal_shares, with_versions
+from msrl.workflows.rl.update import with_proximal_shares, with_scores, with_versions
 
 
 def test_before_the_first_update_the_proximal_policy_is_the_current_one() -> None:
@@ -53,6 +53,13 @@ def test_every_response_token_gets_the_version_that_sampled_it() -> None:
     shares = with_proximal_shares(sequences, 4, 0.5).fields["proximal_shares"]
     assert shares[0][2:] == pytest.approx([2 / 2.5, 0.0, 0.0])
     assert "behavior_versions" not in with_proximal_shares(sequences, 4, 0.5).fields
+
+
+def test_every_token_gets_the_reward_of_its_sample() -> None:
+    groups = [make_group()]
+    samples = training_samples(groups, np.zeros(4), np.ones((1, 2), bool))
+    first, second = with_scores(rl_sequences(samples), groups).fields["scores"]
+    assert (first.tolist(), second.tolist()) == ([1.0] * 5, [0.0] * 3)
 
 
 def loss_and_gradient(loss: PolicyLoss, logprobs: list[float], **fields: list[float]) -> tuple:

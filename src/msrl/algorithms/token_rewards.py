@@ -24,7 +24,7 @@ class TokenRewards:
     for example a KL penalty. `trained` selects the responses whose tokens count when advantages are
     whitened, and `decided` those with a real score; None selects all. Scores of the others count in
     no statistic. Whitening normalizes the prompts of each number in `domains` by themselves; None
-    stands for one domain.
+    stands for one domain. `correction` is subtracted from the number of values in variances.
     """
 
     scores: Reals  # [P, G]
@@ -33,6 +33,7 @@ class TokenRewards:
     trained: NDArray[np.bool_] | None = None  # [P, G]
     domains: NDArray[np.int64] | None = None  # [P]
     decided: NDArray[np.bool_] | None = None  # [P, G]
+    correction: float = 1.0
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 2 or self.scores.shape != self.lengths.shape:
@@ -92,11 +93,11 @@ class TokenRewards:
     def _whiten(self, values: Reals, eps: float, among: NDArray[np.bool_]) -> Reals:
         """Whiten the values of every domain, of the responses in `among`."""
         if self.domains is None:
-            return whiten(values, eps, self.everywhere(among))
+            return whiten(values, eps, self.everywhere(among), self.correction)
         result = np.zeros_like(values)
         for domain in np.unique(self.domains):
             selected = (self.domains == domain)[:, None] & among
-            result += whiten(values, eps, self.everywhere(selected))
+            result += whiten(values, eps, self.everywhere(selected), self.correction)
         return result
 
     def _responses(self) -> NDArray[np.int64]:  # [N]
@@ -120,8 +121,10 @@ def discounted(
     return result
 
 
-def whiten(values: Reals, eps: float, among: NDArray[np.bool_] | None = None) -> Reals:
-    """Return (x - mean) / (std + eps) with the unbiased standard deviation.
+def whiten(
+    values: Reals, eps: float, among: NDArray[np.bool_] | None = None, correction: float = 1.0
+) -> Reals:
+    """Return (x - mean) / (std + eps), by default with the unbiased standard deviation.
 
     Equal values, or fewer than two, become exactly 0.
 
@@ -130,5 +133,5 @@ def whiten(values: Reals, eps: float, among: NDArray[np.bool_] | None = None) ->
     counted = values if among is None else values[among]
     if len(counted) < 2 or counted.max() == counted.min():
         return np.zeros_like(values)
-    whitened = (values - counted.mean()) / (counted.std(ddof=1) + eps)
+    whitened = (values - counted.mean()) / (counted.std(ddof=correction) + eps)
     return whitened if among is None else np.where(among, whitened, 0.0)

@@ -15,6 +15,9 @@ SEQUENCE_CLIP_LIMIT = 0.05
 MAX_KL_TARGET = 0.1
 
 
+_WITH_DEVIATIONS = ("group_norm", "pass_at_k", "reinforce_baseline", "reinforce_pp")
+
+
 def check_algorithm(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of `algo` that is invalid or has no effect."""
     algo = resolved.config.algo
@@ -31,6 +34,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     yield from _kl(resolved)
     yield from _terms(resolved)
     yield from _mismatch(resolved)
+    yield from _correction(resolved)
     yield from check_aggregate(resolved)
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
@@ -281,6 +285,17 @@ def _terms(resolved: Resolved) -> Iterator[str]:
             "algo.rl_coef",
             "the loss has no term. Set algo.rl_coef, algo.sft.coef, algo.entropy_coef or, with "
             "algo.distill.teachers, algo.distill.coef above 0.",
+        )
+
+
+def _correction(resolved: Resolved) -> Iterator[str]:
+    """Refuse a correction of variances that nothing computes."""
+    settings = resolved.config.algo.advantage
+    reads = settings.whiten or settings.whiten_rewards or settings.estimator in _WITH_DEVIATIONS
+    if settings.correction != 1 and not reads:
+        yield resolved.mistake(
+            "algo.advantage.correction",
+            f"has no effect with estimator={settings.estimator} and without whiten. Remove it.",
         )
 
 

@@ -34,10 +34,16 @@ def centered(totals: Reals, decided: Flags) -> Reals:  # [P, G] each -> [P, G]
     return np.where(decided & ~is_equal(totals, decided)[:, None], totals - means, 0.0)
 
 
-def deviations(totals: Reals, decided: Flags) -> Reals:  # [P, G] each -> [P, 1]
-    """Return the unbiased standard deviation of the decided rewards of a group; 0 below two."""
+def deviations(
+    totals: Reals, decided: Flags, correction: float = 1.0
+) -> Reals:  # [P, G] each -> [P, 1]
+    """Return the standard deviation of the decided rewards of a group; 0 below two.
+
+    It is unbiased with the `correction` 1, which is subtracted from their number.
+    """
     squares = (centered(totals, decided) ** 2).sum(axis=1, keepdims=True)
-    return (squares / (num_decided(decided) - 1).clip(min=1)) ** 0.5
+    count = num_decided(decided)
+    return (squares / np.where(count > 1, count - correction, 1.0)) ** 0.5
 
 
 def num_decided(decided: Flags) -> Reals:  # [P, G] -> [P, 1]

@@ -2,8 +2,8 @@
 
 A = (R - mean) / (std + eps) over the completions of one prompt.
 
-P prompts, G completions per prompt, N tokens. The standard deviation is the unbiased one (divided
-by G - 1). Only real scores count.
+P prompts, G completions per prompt, N tokens. By default, the standard deviation is the unbiased
+one (divided by G - 1). Only real scores count.
 """
 
 from __future__ import annotations
@@ -17,4 +17,5 @@ COMPARES_GROUPS = True
 def advantages(rewards: TokenRewards, *, eps: float) -> Reals:  # [N]
     """Return one value for all tokens of a response; exactly 0 for a group of equal rewards."""
     totals, decided = group_totals(rewards, "group_norm"), rewards.is_decided
-    return rewards.everywhere(centered(totals, decided) / (deviations(totals, decided) + eps))
+    spread = deviations(totals, decided, rewards.correction)
+    return rewards.everywhere(centered(totals, decided) / (spread + eps))

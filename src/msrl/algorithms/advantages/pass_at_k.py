@@ -24,6 +24,8 @@ def advantages(rewards: TokenRewards, *, eps: float, normalize: bool = True) -> 
     ranked = np.where(decided, totals, -np.inf)[has_rival]
     second, highest = np.partition(ranked, -2, axis=1)[:, -2:].T
     values = np.zeros_like(totals)
-    deviation = deviations(totals, decided)[has_rival, 0] + eps if normalize else 1.0
+    deviation = (
+        deviations(totals, decided, rewards.correction)[has_rival, 0] + eps if normalize else 1.0
+    )
     values[np.flatnonzero(has_rival), ranked.argmax(axis=1)] = (highest - second) / deviation
     return rewards.everywhere(values)

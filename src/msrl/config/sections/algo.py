@@ -83,6 +83,12 @@ class AdvantageConfig(_WithLambda):
     eps: Positive = Field(
         default=1e-6, description="Constant added to standard deviations before division."
     )
+    correction: Fraction = Field(
+        default=1.0,
+        description="Number subtracted from the count in the variances of whiten, whiten_rewards "
+        "and of estimators that divide by a standard deviation of a group: 1 for unbiased ones, 0 "
+        "for those of the values themselves, 0.5 for those of values that are all counted twice.",
+    )
 
     @property
     def lam(self) -> float:

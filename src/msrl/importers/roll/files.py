@@ -17,7 +17,7 @@ from msrl.config.sources import Node, wrap
 from msrl.importers.critic import assign_critic_optimizer, report_other_batches
 from msrl.importers.megatron import converted
 from msrl.importers.roll.corrections import put_correction
-from msrl.importers.roll.devices import Devices
+from msrl.importers.roll.devices import Devices, device_count
 from msrl.importers.roll.environments import (
     ENVIRONMENTS,
     GROUPINGS,
@@ -63,6 +63,7 @@ _RLVR_KEYS = (  # that agentic runs never read
     "is_use_additional_prompts",
     "max_additional_running_prompts",
 )
+_INFER_BATCH = 16  # infer_batch_size of the original
 _ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
@@ -169,7 +170,7 @@ class _RollFile:
         if micro is not None and steps is not None and devices.data_parallel is not None:
             why = f"{micro} * {steps} * data parallel {devices.data_parallel}"
             samples = micro * steps * devices.data_parallel
-            self._put_update(args, samples, why)
+            self._put_update(args, samples, why, devices.data_parallel)
         batch = self.top.number("rollout_batch_size")
         if not self.is_agentic:
             return self.top.assign("rollout_batch_size", ["rollout.prompts_per_step"], batch)
@@ -183,17 +184,48 @@ class _RollFile:
             "rollout_batch_size", f"must be a multiple of train_env_manager.group_size={group}"
         )
 
-    def _put_update(self, args: Keys, samples: int, why: str) -> None:
+    def _put_update(self, args: Keys, samples: int, why: str, data_parallel: int) -> None:
         """Set the number of samples of an update: at most those of a step.
 
-        Agentic runs of the original repeat trajectories of the step until an update is complete.
+        Agentic runs of the original repeat trajectories of the step until updates, and passes
+        without an update, are complete. If all count twice, only variances differ.
         """
         key, batch = "gradient_accumulation_steps", self.top.number("rollout_batch_size")
         native, entry = "train.updates.samples_per_update", args.get(key)
-        if self.is_agentic and entry is not None and batch is not None and samples > batch:
-            text = f"the original repeats {samples - batch} random trajectories to have {samples}"
-            return self.translation.approximate(entry, native, batch, text)
-        return args.assign(key, [native], samples, why=why)
+        if not self.is_agentic or entry is None or not batch:
+            return args.assign(key, [native], samples, why=why)
+        complete = math.lcm(samples, *self._pass_sizes(data_parallel))
+        total = -(-batch // complete) * complete
+        if total == batch:
+            return args.assign(key, [native], samples, why=why)
+        size = min(samples, batch)
+        if total == 2 * batch == samples and self._reads_correction():
+            self.translation.set("algo.advantage.correction", wrap(0.5, entry.origin))
+            why = f"the original counts each of {batch} trajectories twice"
+            return args.assign(key, [native], size, why=why)
+        text = f"the original repeats {total - batch} random trajectories to have {total}"
+        return self.translation.approximate(entry, native, size, text)
+
+    def _pass_sizes(self, data_parallel: int) -> list[int]:
+        """Return the trajectories of a pass of the policy and of the reference without an update.
+
+        The number of ranks of the reference divides its devices.
+        """
+        own = self.train.own.number("infer_batch_size") or _INFER_BATCH
+        other = self.reference.own.number("infer_batch_size") or _INFER_BATCH
+        mapping = self.reference.own.get("device_mapping")
+        devices = device_count(mapping.value) if mapping is not None else None
+        return [own * data_parallel, other * devices if devices else 1]
+
+    def _reads_correction(self) -> bool:
+        """Return True if all statistics of a step read algo.advantage.correction."""
+        is_mean = self.top.value("loss_agg_mode") != "seq-mean-token-sum-norm"
+        is_grpo = self.top.value("adv_estimator") == "grpo"
+        return (
+            is_mean
+            and is_grpo
+            and grpo_estimator(self.top, reward_scopes(self.top)) == ("group_norm")
+        )
 
     def _lengths(self) -> None:
         """Set the response length: sequence_length minus prompt_length, else response_length."""

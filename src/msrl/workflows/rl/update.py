@@ -223,6 +223,7 @@ class Updater:
             keep,
             self._domains(groups),
             decided,
+            algo.advantage.correction,
         )
         turns = episode_turns(groups) if self._config.environment.is_on else None
         if turns is not None:
