@@ -144,7 +144,7 @@ TURN = '{turn_idx}: {observation}"'
         ((TURN, '{turn_idx}: <|x|> {observation}"'), ("control tokens",)),
         (('"<answer>(.*?)</answer>"', '"^(.*)$"'), ("pattern", "ends an answer")),
         (("is_slippery: false,", "is_slippery: false, map_seed: 3,"), ("map_seed=3",)),
-        ((TURN, '{turn_idx}: {suffix}{observation}"'), ("words of its own",)),
+        ((TURN, '{turn_idx}: {suffix}{observation}"'), ("words", "messages")),
     ],
 )
 def test_a_game_whose_tokens_or_actions_differ_is_no_exact_import(

@@ -94,7 +94,7 @@ class EnvironmentConfig(SingleEnvironment):
         description="Prompt of a later turn: all earlier tokens and the new messages (append), the "
         "same as ROLL joins them (separate), or the conversation as the chat template renders it "
         "(template), which may drop thoughts. A new training sequence begins where the template "
-        "changes earlier tokens. With separate, new messages are rendered on their own, behind the "
+        "changes earlier tokens. With separate, new messages are rendered on their own, after the "
         "token that ends messages, also if the answer already ended with it.",
     )
     enable_thinking: Bool | None = Field(

@@ -238,11 +238,7 @@ class Updater:
             advantages = np.zeros_like(advantages)
         samples = samples_with_advantages(self._config, groups, rewards, keep, advantages, taught)
         sequences = self._with_logprobs(rl_sequences(samples), logprobs)
-        sequences = with_teacher_weights(sequences, groups, algo.distill.on_ranks)
-        if algo.old_logprobs == "log-linear":
-            sequences = with_versions(sequences, groups)
-        if algo.options.get("split") == "reward":
-            sequences = with_scores(sequences, groups)
+        sequences = self._with_groups(sequences, groups)
         if not keep.all():
             metrics["masked"] = 1.0 - float(keep.mean())
         critic_sequences = None
@@ -315,6 +311,16 @@ class Updater:
         assert logprobs.reference is not None
         estimator = self._config.algo.kl.reward.estimator
         return token_divergence(sequences, logprobs.policy, logprobs.reference, estimator)
+
+    def _with_groups(self, sequences: Sequences, groups: Sequence[ScoredGroup]) -> Sequences:
+        """Return the sequences with what the loss reads of rows, samples and versions."""
+        algo = self._config.algo
+        sequences = with_teacher_weights(sequences, groups, algo.distill.on_ranks)
+        if algo.old_logprobs == "log-linear":
+            sequences = with_versions(sequences, groups)
+        if algo.options.get("split") == "reward":
+            sequences = with_scores(sequences, groups)
+        return sequences
 
     def _with_logprobs(self, sequences: Sequences, logprobs: _StepLogprobs) -> Sequences:
         """Return the sequences with the log-probabilities that the policy's loss reads."""
