@@ -346,6 +346,11 @@ def frozen_lake(**options: Any) -> Any:
 
 def sokoban(**options: Any) -> Any:
     """Return ROLL's environment of Sokoban, which draws no pictures here."""
+    return _sokoban_class()(**options)
+
+
+@cache
+def _sokoban_class() -> Any:
     spec = importlib.util.find_spec("gym_sokoban")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("gym-sokoban is not installed (pip install --no-deps gym-sokoban==0.0.6)")
@@ -358,7 +363,7 @@ def sokoban(**options: Any) -> Any:
     class_.get_image = lambda self, *arguments, **named: None
     module = importlib.import_module("gym_sokoban.envs.sokoban_env")
     vars(module).update(Discrete=lambda count: None, Box=lambda **options: None)
-    return class_(**options)
+    return class_
 
 
 def rooms() -> Any:
