@@ -260,6 +260,19 @@ def test_an_episode_of_an_imported_file_has_the_prompts_tokens_masks_and_score_o
         assert total == pytest.approx(score, abs=1e-6)
 
 
+EXACT = (
+    "agent_val_frozen_lake", "agent_val_frozen_lake_amd", "agent_val_frozen_lake-pg_var",
+    "agentic_val_sokoban", "agentic_val_sokoban_dynamic_batching", "agentic_val_sokoban_lora",
+    "agentic_sokoban_rollout_mock_dump", "../qwen3-30BA3B-agentic_fsdp2/agentic_val_sokoban_30a3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_file_of_a_game_without_differences_needs_no_approximation(name: str) -> None:
+    file = oracle.checkout() / FOLDER / f"{name}.yaml"
+    assert not translate_arguments("roll", [str(file)]).differences
+
+
 def their_game(name: str) -> Any:
     """Return ROLL's environment with the options of its files."""
     if name == "frozen_lake":
