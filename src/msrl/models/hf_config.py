@@ -21,6 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Limits on sizes, far above those of existing models. Tables of all layers and experts are built
 # before weights are read, so a larger size could take all memory.
 MAX_FILE_BYTES = 32 << 20
+_MAX_SHOWN = 200  # characters of a value in a message
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 65_536  # of a layer
 MAX_TOTAL_EXPERTS = 1 << 18  # of all layers
@@ -44,8 +45,10 @@ class HfConfig:
     where: str
 
     def fail(self, key: str, reason: str) -> NoReturn:
-        """Raise MsrlError with the file, the key, its value and the reason."""
-        setting = f"{key}={json.dumps(self.values[key])}" if key in self.values else key
+        """Raise MsrlError with the file, the key, the start of its value and the reason."""
+        text = json.dumps(self.values[key]) if key in self.values else ""
+        text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+        setting = f"{key}={text}" if text else key
         raise MsrlError(f"{self.where}: {setting}: {reason}.")
 
     def count(self, key: str, default: int | None = None) -> int:
