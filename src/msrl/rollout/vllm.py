@@ -23,6 +23,7 @@ import numpy as np
 
 from msrl import temporary
 from msrl.errors import MsrlError
+from msrl.limits import printable
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
@@ -474,6 +475,9 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         share_gloo_devices()
         bind_stores()
         before = temporary.segments()
+        inspection = _Inspection()
+        registry = logging.getLogger("vllm.model_executor.models.registry")
+        registry.addFilter(inspection)
         try:
             with temporary.redirected(folder):
                 return vllm.LLM(**arguments)
@@ -481,11 +485,35 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         except (ValueError, TypeError) as error:
             if isinstance(error, TypeError) and not settings.engine.options:
                 raise
+            if inspection.reason:
+                raise MsrlError(
+                    f"{settings.model_dir}: vLLM cannot load the class of this model: "
+                    f"{inspection.reason}. Install what is missing, or use another model."
+                ) from error
             raise MsrlError(
                 f"{settings.model_dir}: vLLM refuses these settings: {error}"
             ) from error
         finally:
+            registry.removeFilter(inspection)
             temporary.list_segments(folder, _own_processes(), before)
+
+
+class _Inspection(logging.Filter):
+    """Reason why vLLM cannot import the class of a model, which it logs with two tracebacks.
+
+    vLLM imports it in a process and logs its output (`_try_inspect_model_cls` in
+    vllm/model_executor/models/registry.py of vLLM 0.23 to 0.32). The last line has the reason.
+    """
+
+    reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the reason of an exception, and show no record of it."""
+        error = record.exc_info[1] if record.exc_info else None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] if error else []
+        if lines:
+            self.reason = printable(lines[-1])
+        return not lines
 
 
 def _own_processes() -> list[int]:
