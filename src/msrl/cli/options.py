@@ -431,7 +431,7 @@ Date = Annotated[
     str | None,
     _option(
         "--date", metavar="YYYY-MM-DD", panel=ROWS,
-        help="Day that the tokenizer's chat template writes. Default: today.",
+        help="Day to write in the tokenizer's chat template. Default: today.",
     ),
 ]  # fmt: skip
 Thinking = Annotated[

@@ -7,6 +7,7 @@ devices, vLLM starts a process for each. New weights reach them through shared m
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -27,7 +28,7 @@ from msrl.limits import printable
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
-from msrl.platforms import bind_stores, share_gloo_devices
+from msrl.platforms import bind_stores, quiet_processes, share_gloo_devices
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BLOCK_TOKENS,
@@ -479,7 +480,8 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         registry = logging.getLogger("vllm.model_executor.models.registry")
         registry.addFilter(inspection)
         try:
-            with temporary.redirected(folder):
+            quiet = contextlib.nullcontext() if settings.verbose else quiet_processes()
+            with temporary.redirected(folder), quiet:
                 return vllm.LLM(**arguments)
         # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
         except (ValueError, TypeError) as error:

@@ -1,0 +1,39 @@
+"""Main module of vLLM's processes for several devices: silences what they print at their start.
+
+multiprocessing imports it in each new process before vLLM, which then has not configured its logs
+yet. Python's own warnings are those of vLLM and torch about their own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Generator
+from multiprocessing import spawn
+from typing import Any
+
+if __name__ == "__mp_main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def quiet_processes() -> Generator[None]:
+    """Let processes that start within this context import this module as their main module.
+
+    Otherwise they import the module of the command (`get_preparation_data` in
+    multiprocessing/spawn.py), which no function of vLLM needs.
+    """
+    prepare = spawn.get_preparation_data
+
+    def prepare_quietly(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = dict(prepare(name))
+        data.pop("init_main_from_path", None)
+        return {**data, "init_main_from_name": __name__}
+
+    spawn.get_preparation_data = prepare_quietly
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
