@@ -155,13 +155,13 @@ def test_a_folder_with_several_splits_asks_for_one(tmp_path: Path, names: tuple[
 
 
 def test_a_split_without_a_folder_and_folders_without_splits(tmp_path: Path):
-    for name in ("part-00000-of-00002.jsonl", "rest-00001-of-00002.jsonl"):
+    for name in ("part-00000-of-00001.jsonl", "rest-00001-of-00001.jsonl"):
         (tmp_path / name).write_text("{}\n")
     assert len(read(tmp_path)) == 2
     with pytest.raises(MsrlError, match=mentions("split=train", "none")):
         read(tmp_path, split="train")
     with pytest.raises(MsrlError, match=mentions("split=train", "no effect")):
-        read(tmp_path / "part-00000-of-00002.jsonl", split="train")
+        read(tmp_path / "part-00000-of-00001.jsonl", split="train")
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -213,3 +213,21 @@ def test_rows_that_repeat_a_large_text_are_decoded_a_few_at_a_time(tmp_path: Pat
     assert path.stat().st_size < 8 << 20
     batches = [len(batch.rows) for batch in read_batches((path,)) if batch.first < 100]
     assert max(batches) <= 33
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00002.jsonl",),
+        ("data-00000-of-00002.jsonl", "data-00001-of-00002.jsonl", "data-00000-of-00009.jsonl"),
+        ("train.jsonl", "train.csv"),
+        ("train.jsonl", "train.jsonl.gz"),
+    ],
+)
+def test_a_folder_with_missing_or_repeated_parts_of_a_dataset_is_refused(
+    tmp_path: Path, names: tuple[str, ...]
+):
+    for name in names:
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(MsrlError, match=mentions(str(tmp_path), "name")):
+        find_files([str(tmp_path)])

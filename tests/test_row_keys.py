@@ -120,6 +120,17 @@ def test_all_keys_with_a_meaning_are_named_in_one_message():
         read("alpaca", row)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("finish_reason", "length"), ("stop_reason", "max_tokens"),
+                       ("is_truncated", True)]
+)  # fmt: skip
+def test_a_truncated_answer_is_refused_in_rows_and_turns(key: str, value: Any):
+    for row in ({"messages": CHAT, key: value}, answer(**{key: value})):
+        with pytest.raises(MsrlError, match=mentions(key, "truncated")):
+            read("auto", row)
+    read("auto", answer(finish_reason="stop", is_truncated=False))
+
+
 def test_every_spelling_has_the_meaning_of_its_class():
     for meaning in MEANINGS:
         for key in meaning.keys:

@@ -464,3 +464,152 @@ def test_different_calls_in_tool_calls_and_function_call_are_refused():
     same = {**calls, "function_call": {"name": "f", "arguments": "{}"}}
     row = {"messages": [QUESTION, {"role": "assistant", "content": "", **same}]}
     assert read("auto", [row])[0].messages[-1].content.count("<tool_call>") == 1
+
+
+# --- one turn, one meaning ---
+
+CALL = {"id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
+OTHER_CALL = {"id": "c2", "function": {"name": "g", "arguments": {}}}
+TWO_VALUES: dict[str, dict[str, Any]] = {
+    "role": {"from": "gpt", "role": "user", "content": "a"},
+    "content": {"role": "assistant", "content": "a", "value": "b"},
+    "arguments and parameters": {
+        "role": "assistant",
+        "tool_calls": [{"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}],
+    },
+    "reasoning_content and content": {
+        "role": "assistant", "content": "<think>x</think>a", "reasoning_content": "y"},
+    "thinking and content": {
+        "role": "assistant", "thinking": "y",
+        "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "a"}]},
+    "reasoning and content": {
+        "from": "function_call", "reasoning": "y",
+        "value": '<think>x</think>{"name": "f", "arguments": {}}'},
+    "<tool_call>": {
+        "role": "assistant", "tool_calls": [CALL],
+        "content": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", TWO_VALUES)
+def test_two_spellings_of_one_part_of_a_turn_must_agree(keyword: str):
+    with pytest.raises(MsrlError, match=mentions("turn 2", keyword)):
+        read("auto", [{"messages": [QUESTION, TWO_VALUES[keyword]]}])
+
+
+def test_equal_spellings_of_a_thought_are_one_thought():
+    turn = {"role": "assistant", "content": "<think>\ny\n</think>\n\na", "reasoning_content": "y"}
+    message = read("auto", [{"messages": [QUESTION, turn]}])[0].messages[-1]
+    assert message.content == "<think>\ny\n</think>\n\na"
+
+
+def test_a_separate_thought_cannot_contain_its_end():
+    turn = {"role": "assistant", "content": "a", "reasoning_content": "use </think> here"}
+    with pytest.raises(MsrlError, match=mentions("turn 2", "reasoning_content", "</think>")):
+        read("auto", [{"messages": [QUESTION, turn]}])
+
+
+ORDERS = (
+    ("assistant", [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "t"}]),
+    ("assistant", [{"type": "tool_use", "name": "f", "input": {}}, {"type": "text", "text": "a"}]),
+    ("user", [{"type": "text", "text": "a"}, {"type": "tool_result", "content": "r"}]),
+)
+
+
+@pytest.mark.parametrize(("role", "blocks"), ORDERS)
+def test_blocks_whose_order_would_be_lost_are_refused(role: str, blocks: list[Any]):
+    with pytest.raises(MsrlError, match=mentions("turn 2", blocks[0]["type"], blocks[1]["type"])):
+        read("auto", [{"messages": [QUESTION, {"role": role, "content": blocks}]}])
+
+
+def results(*ids: Any) -> dict[str, Any]:
+    """Return a row of two calls with results that have these ids."""
+    calls = {"role": "assistant", "tool_calls": [CALL, OTHER_CALL]}
+    tools = [{"role": "tool", "content": "r", "tool_call_id": id_} for id_ in ids]
+    return {"messages": [QUESTION, calls, *tools, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.mark.parametrize("ids", [("c2", "c1"), ("c9",), ("c1", "c1"), ("c1", "c2", "c2")])
+def test_results_that_do_not_follow_the_order_of_their_calls_are_refused(ids: tuple[str, ...]):
+    with pytest.raises(MsrlError, match=mentions("tool_call_id=", "order")):
+        read("auto", [results(*ids)])
+
+
+@pytest.mark.parametrize("ids", [("c1", "c2"), ("c2",), (None, None)])
+def test_results_in_the_order_of_their_calls_are_read(ids: tuple[Any, ...]):
+    assert len(read("auto", [results(*ids)])[0].messages) == 3 + len(ids)
+
+
+def test_numbers_as_ids_of_calls_are_read_as_text():
+    calls = {"role": "assistant", "tool_calls": [{**CALL, "id": 7}]}
+    tool = {"role": "tool", "content": "r", "tool_call_id": 7}
+    row = {"messages": [QUESTION, calls, tool, {"role": "assistant", "content": "a"}]}
+    messages = read("auto", [row])[0].messages
+    assert messages[1].fields["tool_calls"][0]["id"] == messages[2].fields["tool_call_id"] == "7"
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_parameters_of_a_tool_that_are_text_are_refused(wrapped: bool):
+    function = {"name": "f", "parameters": '{"type": "object"}'}
+    tool = {"type": "function", "function": function} if wrapped else function
+    with pytest.raises(MsrlError, match=mentions("parameters of tool f", "object")):
+        read("auto", [{"messages": CHAT, "tools": [tool]}])
+
+
+# --- fields that would be lost ---
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "row", "keyword"),
+    [
+        ("r1", "prompts", {"instruction": CHAT[:1], "output": "4", "history": [["a", "b"]]},
+         "history"),
+        ("r1", "prompts", {"instruction": CHAT[:1], "output": "4", "input": "x"}, "input"),
+        ("labeled", None, {"messages": CHAT, "prompt": "x", "label": True}, "prompt"),
+        ("labeled", None, {"messages": CHAT, "output": "x", "label": True}, "output"),
+        ("steps", None, {"prompt": "a", "completions": ["b"], "labels": [True], "input": "x"},
+         "input"),
+        ("alpaca_pairs", None, {"instruction": "q", "output": ["a", "b", "c"]}, "output"),
+        ("labeled", None, {"messages": CHAT, "label": True, "kto_tag": False}, "kto_tag"),
+        ("sharegpt_pretrain", None, {"messages": [{**CHAT[1], "tool_calls": [CALL]}]},
+         "tool_calls"),
+        ("sharegpt_pretrain", None, {"messages": [{**CHAT[1], "thinking": "t"}]}, "thinking"),
+    ],
+)  # fmt: skip
+def test_a_field_that_another_field_replaces_is_refused(
+    handler: str, kind: str | None, row: dict[str, Any], keyword: str
+):
+    with pytest.raises(MsrlError, match=mentions(keyword)):
+        read(handler, [row], kind)
+
+
+def test_an_empty_column_does_not_hide_another_spelling():
+    row = {"instruction": "a", "output": "b", "system": "", "system_prompt": "s"}
+    assert read("alpaca", [row])[0].messages[0].content == "s"
+
+
+def test_a_number_as_answer_keeps_its_thought():
+    row = {"instruction": "a", "output": 3, "reasoning_content": "t"}
+    assert read("alpaca", [row])[0].messages[-1].content == "<think>\nt\n</think>\n\n3"
+
+
+TRUTHS = {"answer": "1", "ground_truth": "2", "final_answer": "3", "label": "4"}
+
+
+@pytest.mark.parametrize("question", ["q", CHAT[:1]])
+@pytest.mark.parametrize("name", TRUTHS)
+def test_different_ground_truths_of_a_prompt_are_refused(name: str, question: Any):
+    row = {"prompt": question, "reward_model": {"ground_truth": "0"}, name: TRUTHS[name]}
+    with pytest.raises(MsrlError, match=mentions("reward_model.ground_truth", name, "--ignore")):
+        read("auto", [row], "prompts")
+    assert read("auto", [{**row, name: "0"}], "prompts")[0].answer == "0"
+
+
+def test_a_reward_model_may_be_json_text():
+    row = {"prompt": CHAT[:1], "reward_model": '{"ground_truth": "4"}'}
+    assert read("auto", [row], "prompts")[0].answer == "4"
+
+
+def test_training_refuses_turns_whose_answer_is_in_another_column():
+    with pytest.raises(MsrlError, match=mentions("messages", "output", "--handler r1")):
+        read("auto", [{"messages": CHAT[:1], "output": "b"}])

@@ -400,3 +400,16 @@ def test_calls_in_a_thought_do_not_run():
     thinking.opens_thought = True
     assert run_calls(thinking, f"Let me think. {call}") is None
     assert run_calls(thinking, f"Let me think.</think>{call}") is not None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "parameters": {"a": 1}}',
+        '{"name": "f", "arguments": {}, "a": 1}',
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+    ],
+)
+def test_a_call_with_a_part_that_would_be_lost_is_malformed(call: str):
+    (parsed,) = tool_format("hermes").parse(f"<tool_call>{call}</tool_call>", ()).calls
+    assert isinstance(parsed, MalformedCall)

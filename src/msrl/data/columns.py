@@ -8,6 +8,7 @@ means that the dataset does not have the field.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class ColumnMapping:
     def _missing_columns(self, row: Any) -> str:
         """Return the message for all absent columns: the existing ones and the option to use."""
         if not isinstance(row, dict | list):
-            return f"the row is {_kind(row)}, not an object"
+            return f"the row is {kind_name(row)}, not an object"
         paths = ((name, path) for name, path in self.paths.items() if name in self.required)
         missing = {name: path for name, path in paths if path and pick(row, path) is MISSING}
         shown = " and ".join(f"{path!r} (for {name!r})" for name, path in missing.items())
@@ -86,10 +87,20 @@ class ColumnMapping:
             return ""
         if not isinstance(value, str):
             raise MsrlError(
-                f"column {self.paths[name]!r} (for {name!r}) contains {_kind(value)}, not text. "
-                f"Convert it to text, or use another column with {_option(name)}."
+                f"column {self.paths[name]!r} (for {name!r}) contains {kind_name(value)}, not text."
+                f" Convert it to text, or use another column with {_option(name)}."
             )
         return value
+
+    def refuse_beside(self, row: Any, name: str, others: Iterable[str]) -> None:
+        """Raise MsrlError if a row has fields that are not read beside one of its fields."""
+        for other in others:
+            for column in self.paths[other].split("|"):
+                if not is_empty(pick(row, column)) and pick(row, column) is not MISSING:
+                    raise MsrlError(
+                        f"column {column!r} (for {other!r}) is not read beside {name!r}. Write "
+                        f"its text there, or use --ignore {column}."
+                    )
 
     def extra(self, row: Any) -> dict[str, str]:
         """Return the columns that are mapped as `extra.NAME`, as text by NAME."""
@@ -140,6 +151,16 @@ def _columns(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(alternatives) | {name.partition(".")[0] for name in alternatives}
 
 
+def is_null(value: Any) -> bool:
+    """Return True for null, and for NaN, which pandas writes for a missing value."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_empty(value: Any) -> bool:
+    """Return True for null and for an empty text, list or object."""
+    return is_null(value) or (isinstance(value, str | list | dict) and not value)
+
+
 def as_text(value: Any) -> str:
     """Return a value of a column as text: texts as they are, null as "", others as JSON."""
     if value is None:
@@ -148,7 +169,7 @@ def as_text(value: Any) -> str:
 
 
 def pick(row: Any, path: str) -> Any:
-    """Return the value at a path, or MISSING. Alternatives that are null are skipped.
+    """Return the value at a path, or MISSING. Alternatives that are null or empty are skipped.
 
     >>> pick({"a": [{"b": 1}]}, "x|a.0.b")
     1
@@ -156,16 +177,18 @@ def pick(row: Any, path: str) -> Any:
     found = MISSING
     for alternative in path.split("|"):
         value = _walk(row, alternative) if alternative else MISSING
-        if value is not MISSING and value is not None:
+        if value is MISSING:
+            continue
+        if not is_empty(value):
             return value
-        found = value if found is MISSING else found
+        found = value if found is MISSING or found is None else found
     return found
 
 
 def _refuse_several(row: Any, name: str, path: str) -> None:
     """Raise MsrlError if a row has different values in several columns of one field."""
     values = ((alternative, _walk(row, alternative)) for alternative in path.split("|"))
-    present = {key: value for key, value in values if value is not MISSING and value}
+    present = {key: value for key, value in values if value is not MISSING and not is_empty(value)}
     if len(present) < 2:
         return
     first = next(iter(present.values()))
@@ -202,7 +225,7 @@ def _option(*names: str) -> str:
     return f"--map-keys '{json.dumps(dict.fromkeys(names, 'COLUMN'))}'"
 
 
-def _kind(value: Any) -> str:
+def kind_name(value: Any) -> str:
     """Return the JSON type of a value for messages."""
     names = {
         dict: "an object",

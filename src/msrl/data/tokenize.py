@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.data.columns import ColumnMapping, DroppedRow, as_text
+from msrl.data.columns import ColumnMapping, DroppedRow, as_text, is_empty
 from msrl.data.dataset import IGNORE
 from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import Handler
@@ -24,7 +24,7 @@ from msrl.data.manifest import PREFERENCES, TEXTS
 from msrl.data.preferences import fit
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
-from msrl.data.rows.keys import check_row, is_empty, without
+from msrl.data.rows.keys import check_row, without
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.scores import check_order
@@ -202,7 +202,7 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
             rows.dropped[error.reason] += 1
         except MsrlError as error:
             where = "" if row is None else f"{batch.where(offset)}: "
-            message = f"{where}{error}{hint(row, job.handler.name)}"
+            message = f"{where}{error}{hint(row, job.handler.name, kind)}"
             if not job.drop_bad_rows:
                 raise MsrlError(message) from None
             rows.bad.append(_bad_row(batch, offset, message))

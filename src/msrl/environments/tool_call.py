@@ -10,9 +10,11 @@ from itertools import chain
 from typing import Any
 
 from msrl.data.rows.turns import ToolCall
+from msrl.data.strict_json import unique_keys
 
 _MAX_DEPTH = 100  # of the values of a call; replies of environments may be nested deeper
 _MAX_NESTING_ERROR = "too deeply nested"
+_CALL_KEYS = ("id", "type", "index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,11 @@ def read_json(text: str) -> Any:
     """Return a JSON value.
 
     Raises:
-        ValueError: The text is no JSON, is nested too deeply, or has a number that is not finite.
+        ValueError: The text is no JSON, is nested too deeply, has a number that is not finite, or
+            an object with a key twice.
     """
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(_MAX_NESTING_ERROR) from None
     _check_depth(value)
@@ -84,7 +87,9 @@ def scan_json(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
-_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+_DECODER = json.JSONDecoder(
+    parse_constant=_finite, parse_float=_finite, object_pairs_hook=unique_keys
+)
 
 
 def call_from_object(
@@ -96,6 +101,9 @@ def call_from_object(
     name, arguments = value.get("name"), value.get(arguments_key)
     if not isinstance(name, str) or not name:
         return MalformedCall(text, "the object needs a name")
+    unknown = [key for key in value if key not in ("name", arguments_key, *_CALL_KEYS)]
+    if unknown:
+        return MalformedCall(text, f"the call has an unknown key {unknown[0]!r}")
     id_ = value["id"] if isinstance(value.get("id"), str) else None
     if isinstance(arguments, str):
         return _call_from_text(name, arguments, text, id_)

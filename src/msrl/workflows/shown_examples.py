@@ -89,7 +89,10 @@ def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Itera
             yield ShownExample(f"{where}: dropped: {reason}", ())
         else:
             kind = job.handler.kind
-            yield from _shown(where, kind, (_only_item(kind, result),), job.tokenizer)
+            unread = Part("not read", ", ".join(sorted(result.unread)))
+            for example in _shown(where, kind, (_only_item(kind, result),), job.tokenizer):
+                parts = (*example.parts, *([unread] if result.unread else []))
+                yield replace(example, parts=parts)
 
 
 def show_data(

@@ -21,7 +21,7 @@ _KEYWORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
 def folder_files(
@@ -48,14 +48,49 @@ def folder_files(
         if wanted not in known:
             hint = nearest(split, known) if known else "it has none"
             raise MsrlError(f"preprocess.split={split}: no split of {folder}; {hint}")
-        return _one_subset(folder, [file for file in files if splits[file] == wanted])
+        files = [file for file in files if splits[file] == wanted]
+        return _checked(folder, _one_subset(folder, files))
     if len(known) > 1:
         counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
         raise MsrlError(
             f"preprocess.input={folder}: has the splits {', '.join(counts)}. Choose one with "
             f"preprocess.split, as in --split {known[-1]}, or name files."
         )
-    return _one_subset(folder, files) if known and not names else tuple(files)
+    return _checked(folder, _one_subset(folder, files) if known and not names else files)
+
+
+def _checked(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files to read of a folder.
+
+    Raises:
+        MsrlError: shards are missing or left over, or two files are one dataset in two formats.
+    """
+    shards: dict[Path, dict[str, set[str]]] = {}
+    stems: dict[Path, Path] = {}
+    for file in files:
+        if shard := _SHARD.match(file.name):
+            shards.setdefault(file.parent / shard[1], {}).setdefault(shard[3], set()).add(shard[2])
+        other = stems.setdefault(_without_suffix(file), file)
+        if other != file:
+            raise MsrlError(
+                f"preprocess.input={folder}: has {other.name} and {file.name}, one dataset in two "
+                "formats? Name the files to read."
+            )
+    for stem, totals in shards.items():
+        counts = [f"{len(found)} of {int(total)}" for total, found in totals.items()]
+        is_complete = all(len(found) == int(total) for total, found in totals.items())
+        if len(totals) > 1 or not is_complete:
+            raise MsrlError(
+                f"preprocess.input={folder}: has {' and '.join(counts)} shards of {stem.name}. "
+                "Complete them, remove those of another version, or name the files to read."
+            )
+    return tuple(files)
+
+
+def _without_suffix(file: Path) -> Path:
+    """Return a path without the suffixes of its format and compression."""
+    is_compressed = file.suffix in (".gz", ".bz2", ".zst")
+    return (file.with_suffix("") if is_compressed else file).with_suffix("")
 
 
 def _one_subset(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:

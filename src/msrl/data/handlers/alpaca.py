@@ -47,9 +47,9 @@ def with_tools(row: Any, columns: ColumnMapping) -> dict[str, str]:
 def _answer(row: Any, columns: ColumnMapping) -> Message:
     """Return the answer with its thought. Integers are converted to text."""
     answer = columns.value(row, "response")
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return Message("assistant", str(answer))
-    text, thought = columns.text(row, "response"), columns.text(row, "thought")
+    is_number = isinstance(answer, int) and not isinstance(answer, bool)
+    text = str(answer) if is_number else columns.text(row, "response")
+    thought = columns.text(row, "thought")
     if not thought:
         return Message("assistant", text)
     turn = {"role": "assistant", "content": text, "reasoning_content": thought}

@@ -34,6 +34,7 @@ def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
     """
     value = columns.value(row, "messages")
     if value is not None:
+        columns.refuse_beside(row, "messages", ("prompt", "completion"))
         turns = read_messages(value)
     else:
         completion = columns.value(row, "completion")

@@ -36,6 +36,7 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """
     prompt = columns.value(row, "prompt")
     if isinstance(prompt, list):
+        columns.refuse_beside(row, "prompt", ("query", "history"))
         messages = with_system(read_messages(prompt), columns.value(row, "system"))
     else:
         messages = prompt_messages(row, columns)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.data.columns import ColumnMapping
+from msrl.data.columns import ColumnMapping, is_empty
+from msrl.data.rows.keys import DETAILS, THOUGHTS
 from msrl.errors import MsrlError
 
 KINDS = ("pretrain",)
 COLUMNS = {"text": "conversations|messages"}
 REQUIRED = frozenset({"text"})
+_CALLS = ("tool_calls", "function_call")
 
 
 def text(row: Any, columns: ColumnMapping) -> str:
@@ -27,5 +29,11 @@ def _turn_text(turn: Any, number: int) -> str:
     values = [turn.get("value"), turn.get("content")] if isinstance(turn, dict) else []
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
-        raise MsrlError(f"turn {number}: needs a text as value or content")
+        raise MsrlError(f"turn {number}: needs a text as value or content.")
+    others = [key for key in (*THOUGHTS, DETAILS, *_CALLS) if not is_empty(turn.get(key))]
+    if others:
+        raise MsrlError(
+            f"turn {number}: {others[0]}: only texts are joined. Write it into the text of the "
+            f"turn, or use --ignore {others[0]}."
+        )
     return texts[0]

@@ -61,6 +61,7 @@ def _text(row: Any, columns: ColumnMapping, placeholder: str) -> str:
                 """--map-keys '{"input": "COLUMN"}'."""
             )
         return columns.text(row, "input")
+    columns.refuse_beside(row, "completions", ("input",))
     entries: list[object] = steps_value if isinstance(steps_value, list) else [None]
     if not all(isinstance(entry, str) for entry in entries):
         path = columns.paths["completions"]

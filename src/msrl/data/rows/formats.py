@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msrl.data.columns import pick
-from msrl.data.rows.keys import is_empty, is_null, truth
+from msrl.data.columns import as_text, is_empty, is_null
+from msrl.data.rows.keys import truth
 from msrl.data.rows.preference import has_preference_columns
 from msrl.errors import MsrlError
 
@@ -74,9 +74,9 @@ def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
     )
 
 
-def hint(row: Any, handler: str) -> str:
+def hint(row: Any, handler: str, kind: str) -> str:
     """Return a hint to the handler that reads a row which `handler` cannot read, or ""."""
-    if handler == "auto":
+    if handler == "auto" or kind not in ("sft", "prompts", "pretrain"):
         return ""
     try:
         row_format = recognize(row)
@@ -93,7 +93,7 @@ def _recognize_turns(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
         {name: columns[name] for name in TURN_COLUMNS if is_turns(columns.get(name))}, "turns"
     )
     if name is not None:
-        truth = _truth_of_turns(columns, name) if kind == "prompts" else None
+        truth = _truth_of_turns(columns, name, kind)
         if truth is not None:
             return RowFormat("r1", {"prompt": name, "query": "", "response": truth})
         return RowFormat("sharegpt", {"messages": name})
@@ -105,25 +105,44 @@ def _recognize_turns(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
     return None
 
 
-def _truth_of_turns(columns: Mapping[str, Any], name: str) -> str | None:
+def _truth_of_turns(columns: Mapping[str, Any], name: str, kind: str) -> str | None:
     """Return the column of the ground truth of turns, or None if these contain it or there is none.
 
     Raises:
-        MsrlError: the turns end with an answer, and a column holds another ground truth.
+        MsrlError: the turns end with an answer, and a column holds another ground truth; or, for
+            training, the turns end with a question, and a column holds an answer.
     """
     others = {key: value for key, value in columns.items() if not is_turns(value)}
     last = columns[name][-1]
-    if last.get("role", last.get("from")) in ("user", "human"):
-        return _REWARD if _has_reward(others) else _answer(others, "prompts")
-    names = [key for key in _GROUND_TRUTHS if not is_empty(others.get(key))]
-    names += [_REWARD] if _has_reward(others) else []
+    is_question = last.get("role", last.get("from")) in ("user", "human")
+    if kind != "prompts":
+        answer = _answer(others, kind) if is_question else None
+        if answer is not None and not is_empty(others[answer]):
+            raise MsrlError(
+                f"column {name} ends with a question, and {answer} could be its answer. To train "
+                f"it, use --handler r1 --kind sft --map-keys "
+                f"""'{{"prompt": "{name}", "query": "", "response": "{answer}"}}', else """
+                f"--ignore {answer}."
+            )
+        return None
+    if is_question:
+        return _answer(others, kind)
     text = last.get("content", last.get("value"))
-    if any(pick(others, key) != text for key in names):
+    truths = [key for key, value in _ground_truths(others).items() if as_text(value) != text]
+    if truths:
         raise MsrlError(
-            f"column {name} ends with an answer, and {names[0]} has another ground truth. Remove "
-            f"the last turn, or use --ignore {names[0].partition('.')[0]}."
+            f"column {name} ends with an answer, and {truths[0]} has another ground truth. Remove "
+            f"the last turn, or use --ignore {truths[0].partition('.')[0]}."
         )
     return None
+
+
+def _ground_truths(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row that are ground truths for certain, by their columns."""
+    values = {key: columns[key] for key in _GROUND_TRUTHS if not is_empty(columns.get(key))}
+    if _has_reward(columns):
+        values = {_REWARD: columns["reward_model"]["ground_truth"], **values}
+    return values
 
 
 def _has_reward(columns: Mapping[str, Any]) -> bool:
@@ -136,10 +155,9 @@ def _recognize_answers(columns: Mapping[str, Any], kind: str) -> RowFormat | Non
     question = _question(columns)
     if question is None:
         return RowFormat("pretrain") if isinstance(columns.get("text"), str) else None
-    if _has_reward(columns) and (kind == "prompts" or _answer(columns, kind) is None):
-        keys = {"prompt": question, "query": "", "response": _REWARD}
-        return RowFormat("r1", keys)
     answer = _answer(columns, kind)
+    if answer == _REWARD or (answer is None and _has_reward(columns)):
+        return RowFormat("r1", {"prompt": question, "query": "", "response": _REWARD})
     keys = {"prompt": question, "query": _query(question, columns)}
     if answer:
         is_plain = isinstance(columns[answer], str) and not is_turns(columns[question])
@@ -161,11 +179,10 @@ def _question(columns: Mapping[str, Any]) -> str | None:
 def _answer(columns: Mapping[str, Any], kind: str) -> str | None:
     """Return the column of the answer. Prompts read a ground truth rather than a solution."""
     names = [name for name in _ANSWERS if name in columns]
-    truths = [name for name in _GROUND_TRUTHS if name in columns] if kind == "prompts" else []
-    if not (names or truths) and kind == "prompts" and _is_ground_truth(columns.get("label")):
-        return "label"
-    names = truths or names
-    candidates = {name: columns[name] for name in names if name != "assistant"}
+    truths = _ground_truths(columns) if kind == "prompts" else {}
+    if kind == "prompts" and _is_ground_truth(columns.get("label")):
+        truths["label"] = columns["label"]
+    candidates = truths or {name: columns[name] for name in names if name != "assistant"}
     return _only(candidates, "the answer") or next(iter(names), None)
 
 
@@ -182,12 +199,12 @@ def _only(candidates: Mapping[str, Any], field: str) -> str | None:
     """
     filled = {name: value for name, value in candidates.items() if not is_empty(value)}
     first = next(iter(filled), None)
-    if first is not None and any(value != filled[first] for value in filled.values()):
+    if len({as_text(value) for value in filled.values()}) > 1:
         names = list(filled)
         raise MsrlError(
             f"columns {' and '.join(names)}: each could be {field}. Name the columns with "
             "--handler and --map-keys, or leave columns out, as with --ignore "
-            f"{names[-1]}."
+            f"{names[-1].partition('.')[0]}."
         )
     return first or next(iter(candidates), None)
 

@@ -13,7 +13,6 @@ harmony (gpt-oss), and data sets of the hubs. docs/data.md has the same table.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from functools import lru_cache
 from typing import Any, cast
 from unicodedata import normalize
 
+from msrl.data.columns import is_empty
 from msrl.errors import MsrlError
 
 MARKS = (
@@ -55,8 +55,11 @@ _DESCRIPTIONS = frozenset({
 _ANSWERS = frozenset(
     ["answer", "option", "choice", "response", "letter", "index", "idx", "solution"]
 )
-_TRUTHS = {"true": True, "yes": True, "correct": True, "1": True}
-_TRUTHS |= {"false": False, "no": False, "incorrect": False, "wrong": False, "0": False}
+_TRUTHS = {
+    **dict.fromkeys(("true", "yes", "correct", "desirable", "1"), True),
+    **dict.fromkeys(("false", "no", "incorrect", "wrong", "undesirable", "0"), False),
+}
+_TRUNCATIONS = frozenset(("length", "max_tokens", "content_filter", "incomplete"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\d_A-Za-z]+|\d+")
 
 
@@ -67,16 +70,6 @@ def truth(value: Any) -> bool | None:
     if isinstance(value, int | float):
         return bool(value) if value in (0, 1) else None
     return _TRUTHS.get(value.strip().lower()) if isinstance(value, str) else None
-
-
-def is_null(value: Any) -> bool:
-    """Return True for null, and for NaN, which pandas writes for a missing value."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def is_empty(value: Any) -> bool:
-    """Return True for null and for an empty text, list or object."""
-    return is_null(value) or (isinstance(value, str | list | dict) and not value)
 
 
 def _is_present(value: Any) -> bool:
@@ -110,7 +103,13 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and _is_present(value)
+    if isinstance(value, list):
+        return any(map(_is_text, cast("list[Any]", value)))
+    return isinstance(value, str | dict) and _is_present(value)
+
+
+def _is_truncated(value: Any) -> bool:
+    return _is_positive(value) or (isinstance(value, str) and value.lower() in _TRUNCATIONS)
 
 
 def _is_set(value: Any) -> bool:
@@ -161,7 +160,8 @@ MEANINGS = (
     # Under other names, 1 may mean that a part is trained or that it is skipped.
     Meaning(
         "other mask or weight", (),
-        ("loss", "mask", "masked", "train", "trained", "training", "trainable", "weight"),
+        ("loss", "mask", "masked", "train", "trained", "training", "trainable", "weight",
+         "learnable", "supervised", "skip", "ignore"),
         _is_set, _NO_MASK, _MASK_REMEDY, _ALL,
     ),
     Meaning(
@@ -193,15 +193,22 @@ MEANINGS = (
     ),
     Meaning(
         "verdict", ("is_correct", "correctness", "verified", "accepted", "passed", "is_valid"),
-        ("correct", "correctness", "verified", "verdict", "accepted", "passed", "valid"),
+        ("correct", "correctness", "verified", "verdict", "accepted", "passed", "valid",
+         "resolved", "solved", "success", "successful"),
         _is_negative, "the answer is marked as wrong",
         "Remove the row, or use handler labeled for train-dpo",
         frozenset({"sft", "prompts", "pairs"}),
     ),
     Meaning(
-        "negative verdict", ("is_wrong",), ("incorrect", "wrong", "invalid"), _is_positive,
+        "negative verdict", ("is_wrong",), ("incorrect", "wrong", "invalid", "failed"),
+        _is_positive,
         "the answer is marked as wrong", "Remove the row, or use handler labeled for train-dpo",
         frozenset({"sft", "prompts", "pairs"}),
+    ),
+    Meaning(
+        "truncated answer", ("finish_reason", "stop_reason", "done_reason"), ("truncated",),
+        _is_truncated, "the answer is truncated, and would be trained as a complete one",
+        "Remove the row", frozenset({"sft", "pairs", "labeled"}),
     ),
     Meaning(
         "options of the template",

@@ -16,8 +16,6 @@ from msrl.data.rows.turns import check_order, read_messages, read_turn, tools_te
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message, PreferenceRow
 
-_LABELS = {"true": True, "false": False, "1": True, "0": False}
-
 
 def read_prompt(value: Any) -> tuple[Message, ...]:
     """Return the turns of a prompt, which is a text or a list of turns."""
@@ -65,7 +63,7 @@ def labeled(turns: Sequence[Message], row: Any, columns: ColumnMapping) -> Prefe
         DroppedRow: the prompt or the answer is empty.
     """
     value = columns.value(row, "label")
-    label = _LABELS.get(value.strip().lower()) if isinstance(value, str) else truth(value)
+    label = truth(value)
     if label is None:
         raise MsrlError(
             f"column {columns.paths['label']!r} (for 'label') contains {value!r}, which is not a "

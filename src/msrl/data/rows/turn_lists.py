@@ -1,5 +1,7 @@
 """Lists of turns in other forms: JSON text, a table of lists, and pairs of human and assistant.
 
+The `reward_model` of verl is read from JSON text, too.
+
 | form | written by |
 |---|---|
 | `'[{"role": "user", "content": ...}, ...]'` | ROLL, CSV files |
@@ -11,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from msrl.data.columns import is_null
 from msrl.data.rows.formats import TURN_COLUMNS, is_turns
-from msrl.data.rows.keys import is_null
 from msrl.data.strict_json import loads
 
 _COLUMNS = (*TURN_COLUMNS, "prompt")
@@ -25,23 +27,31 @@ def with_turn_lists(row: Any) -> Any:
         return row
     columns = cast("dict[str, Any]", row)
     read = {name: _turn_list(columns[name]) for name in _COLUMNS if name in columns}
-    changed = {name: turns for name, turns in read.items() if turns is not None}
+    changed: dict[str, Any] = {name: turns for name, turns in read.items() if turns is not None}
+    reward = columns.get("reward_model")
+    if isinstance(reward, str) and reward.lstrip().startswith("{"):
+        changed["reward_model"] = _json(reward) or reward
     return {**columns, **changed} if changed else columns
 
 
 def _turn_list(value: Any) -> list[Any] | None:
     """Return the turns of a value in another form, or None."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = loads(value)
-        except (ValueError, RecursionError):
-            return None
+        value = _json(value)
         return _turn_list(value) or (value if is_turns(value) else None)
     if isinstance(value, dict):
         return _zipped(cast("dict[str, Any]", value))
     if isinstance(value, list) and value and all(_is_pair(turn) for turn in value):
         return [turn for pair in cast("list[dict[str, Any]]", value) for turn in _split(pair)]
     return None
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text, or None if it is none."""
+    try:
+        return loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _zipped(table: dict[str, Any]) -> list[Any] | None:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from msrl.data.columns import DroppedRow
+from msrl.data.columns import DroppedRow, is_empty, kind_name
 from msrl.data.rows.keys import DETAILS, THOUGHTS, check_block, check_turn, is_trained
 from msrl.data.strict_json import loads
 from msrl.errors import MsrlError, nearest
@@ -61,6 +61,9 @@ _CALL_ROLES = ("function_call", "tool_call")
 _CALL_KEYS = frozenset({"id", "type", "index", "function", "name", "call_id", "tool_call_id"})
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _PASSED_KEYS = ("name", "tool_call_id")
+CALL = ("<tool_call>", "</tool_call>")
+# Blocks are joined by type, in this order.
+_BLOCK_ORDER = {"thinking": 0, "tool_result": 0, "text": 1, "tool_use": 2}
 
 
 class ToolCall(NamedTuple):
@@ -85,15 +88,45 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise MsrlError("the turns must be a list of {from, value} or {role, content}")
     messages: list[Message] = []
+    ids: list[str] | None = None
     for number, turn in enumerate(value, 1):
         location = f"turn {number}"
         read = read_turn(turn, location)
-        is_call = isinstance(turn, dict) and _first(turn, "from", "role") == "tool_call"
+        is_call = isinstance(turn, dict) and "tool_call" in (turn.get("from"), turn.get("role"))
         if is_call and messages and messages[-1].role == "assistant":
             messages[-1] = _join_call(messages[-1], read[0], location)
         else:
             messages += read
+        for message in read:
+            ids = _unanswered(message, ids, location)
     return tuple(messages)
+
+
+def _unanswered(message: Message, ids: list[str] | None, location: str) -> list[str] | None:
+    """Return the ids of the calls that a message leaves without a result; None without ids.
+
+    Args:
+        message: the message.
+        ids: ids of the calls before it that have no result yet.
+        location: location of its turn for messages.
+
+    Raises:
+        MsrlError: the message is the result of none of them. Most templates show no ids, so that
+            the model would read the result as that of another call.
+    """
+    fields = message.fields or {}
+    if message.role != "tool":
+        calls: Sequence[Any] = fields.get("tool_calls", ())
+        return [call["id"] for call in calls if "id" in call] or None
+    id_ = fields.get("tool_call_id")
+    if ids is None or id_ is None:
+        return ids
+    if id_ not in ids:
+        raise MsrlError(
+            f"{location}: tool_call_id={id_}: is not the id of a call that precedes it and has no "
+            "result yet. Write the results in the order of the calls, one for each call."
+        )
+    return ids[ids.index(id_) + 1 :]
 
 
 def _join_call(answer: Message, call: Message, location: str) -> Message:
@@ -117,27 +150,38 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     """
     if not isinstance(turn, dict):
         raise MsrlError(f"{location}: must be an object with from and value, or role and content")
-    name = _first(turn, "from", "role")
-    if not isinstance(name, str) or name not in ROLES:
-        raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
+    name = _role_name(turn, location)
     role = ROLES[name]
     check_turn(turn, location)
     content = _read_content(turn, name, location)
     if role != "assistant" and (content.thought or content.calls):
         part = "a thought" if content.thought else "a tool call"
         raise MsrlError(f"{location}: a turn of {role} contains {part}. Move it to an answer.")
-    results = tuple(_tool_message(turn, text, id_) for id_, text in content.results)
+    results = tuple(_tool_message(turn, text, id_, location) for id_, text in content.results)
     if results and role not in ("user", "tool"):
         raise MsrlError(f"{location}: a turn of {role} contains a tool_result")
     if results and not content.text:
         return results
     if role == "tool":
-        return (*results, _tool_message(turn, content.text, None))
+        return (*results, _tool_message(turn, content.text, None, location))
     message = _message(role, content, location)
     blocks = turn["content"] if isinstance(turn.get("content"), list) else ()
     if not is_trained(turn, blocks, role, location):
         message = replace(message, is_trained=False)
     return (*results, message)
+
+
+def _role_name(turn: dict[str, Any], location: str) -> str:
+    """Return the name of a role. Raises MsrlError if it is unknown, or if there are two."""
+    names = [turn[key] for key in ("from", "role") if turn.get(key) is not None]
+    name = names[0] if names else None
+    if not isinstance(name, str) or name not in ROLES:
+        raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
+    if any(ROLES.get(other) != ROLES[name] for other in names):
+        raise MsrlError(
+            f"{location}: from={name}: role={names[1]} is another role. Remove one of them."
+        )
+    return name
 
 
 def with_system(messages: Sequence[Message], value: Any) -> list[Message]:
@@ -200,38 +244,83 @@ def tools_text(value: Any) -> str:
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as `{"type": "function", "function": ...}`."""
-    if isinstance(tool.get("function"), dict):
-        return {"type": "function", **tool}
-    function = {key: value for key, value in tool.items() if key != "type"}
-    if not isinstance(function.get("name"), str):
+    is_wrapped = isinstance(tool.get("function"), dict)
+    function = tool["function"] if is_wrapped else {k: v for k, v in tool.items() if k != "type"}
+    name = function.get("name")
+    if not isinstance(name, str):
         raise MsrlError(f"a tool has no name; it has: {', '.join(tool) or 'nothing'}")
-    if "input_schema" in function:
+    if "input_schema" in function and not is_wrapped:
         function = {
             "parameters" if key == "input_schema" else key: value for key, value in function.items()
         }
-    return {"type": "function", "function": function}
+    if not isinstance(function.get("parameters"), dict | None):
+        raise MsrlError(
+            f"the parameters of tool {name} are {kind_name(function['parameters'])}, not an "
+            "object. Write them as an object."
+        )
+    return (
+        {"type": "function", **tool} if is_wrapped else {"type": "function", "function": function}
+    )
 
 
 def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
     """Return the text, thought, tool calls and tool results of a turn."""
-    content = _first(turn, "value", "content")
-    thought = _thought(turn, location)
+    content = _field(turn, ("value", "content"), location)
     calls = tuple(_read_calls(turn, location))
-    if isinstance(content, list):
-        blocks = _read_blocks(content, location)
-        return blocks._replace(thought=thought or blocks.thought, calls=(*blocks.calls, *calls))
-    if isinstance(turn.get("value"), str) and turn.get("content") not in (None, content):
-        raise MsrlError(f"{location}: value and content differ. Remove one of them.")
-    if content is None and (calls or thought):
+    thoughts = _thoughts(turn, location)
+    if content is None and (calls or thoughts):
         content = ""
-    if not isinstance(content, str):
+    if isinstance(content, list):
+        read = _read_blocks(content, location)
+    elif not isinstance(content, str):
         raise MsrlError(
-            f"{location}: the content is {type(content).__name__}, not text. "
-            "Only text turns are supported."
+            f"{location}: the content is {kind_name(content)}, not text. Write it as text, an "
+            "object as JSON text."
         )
-    if name in _CALL_ROLES:
-        return _read_function_call(content, thought, location)
-    return _Content(content, thought, calls, ())
+    elif name in _CALL_ROLES:
+        read = _read_function_call(content, location)
+    else:
+        read = _Content(content, "", (), ())
+    read = _with_thoughts(read, thoughts, location)
+    if calls and CALL[0] in read.text:
+        raise MsrlError(
+            f"{location}: tool_calls: the content contains {CALL[0]} too. Write each call in one "
+            "of them only."
+        )
+    return read._replace(calls=(*read.calls, *calls))
+
+
+def _with_thoughts(content: _Content, thoughts: dict[str, str], location: str) -> _Content:
+    """Return a content with its only thought, which several parts of a turn may hold.
+
+    Args:
+        content: content of the turn.
+        thoughts: thoughts in keys of the turn.
+        location: location of the turn for messages.
+
+    Raises:
+        MsrlError: the parts hold different thoughts, or a thought contains its end tag.
+    """
+    if content.thought:
+        thoughts = {**thoughts, "content": content.thought}
+    if not thoughts:
+        return content
+    split = split_thought(content.text)
+    if split.thought is not None:
+        thoughts = {**thoughts, "content": split.thought}
+        content = content._replace(text=split.text.lstrip("\n"))
+    if len({thought.strip() for thought in thoughts.values()}) > 1:
+        raise MsrlError(
+            f"{location}: {' and '.join(thoughts)}: the turn has different thoughts. Remove all "
+            "but one."
+        )
+    name, thought = next(iter(thoughts.items()))
+    if THOUGHT[1] in thought:
+        raise MsrlError(
+            f"{location}: {name}: the thought contains {THOUGHT[1]}, which would end it. Remove "
+            "the tag."
+        )
+    return content._replace(thought=thought)
 
 
 def _read_blocks(blocks: list[Any], location: str) -> _Content:
@@ -252,14 +341,28 @@ def _read_blocks(blocks: list[Any], location: str) -> _Content:
         elif kind == "tool_use":
             calls.append(_call(block.get("name"), block.get("input"), block.get("id"), location))
         elif kind == "tool_result":
-            results.append((block.get("tool_use_id"), _result_text(block, location)))
+            id_ = _id(block.get("tool_use_id"), "tool_use_id", location)
+            results.append((id_, _result_text(block, location)))
         else:
             shown = f"a block of type {kind!r}" if kind else type(block).__name__
             raise MsrlError(
                 f"{location}: the content is a list with {shown}, not text. "
                 "Only text, thinking, tool_use and tool_result blocks are supported."
             )
+    _check_block_order(blocks, location)
     return _Content("\n".join(texts), "\n".join(thoughts), tuple(calls), tuple(results))
+
+
+def _check_block_order(blocks: list[Any], location: str) -> None:
+    """Raise MsrlError if the order of blocks would be lost when those of a type are joined."""
+    kinds = [block["type"] for block in blocks if block.get("text") != ""]
+    for before, kind in pairwise(kinds):
+        if _BLOCK_ORDER[kind] < _BLOCK_ORDER[before]:
+            raise MsrlError(
+                f"{location}: the content has a block of type {kind} after one of type {before}. "
+                "Write thoughts before texts, texts before calls, and results before texts, or "
+                "split the turn."
+            )
 
 
 def _result_text(block: dict[str, Any], location: str) -> str:
@@ -272,17 +375,15 @@ def _result_text(block: dict[str, Any], location: str) -> str:
     return content or ""
 
 
-def _read_function_call(content: str, thought: str, location: str) -> _Content:
+def _read_function_call(content: str, location: str) -> _Content:
     """Return the content of a `function_call` turn: JSON of one call or a list of calls."""
     split = split_thought(content)
-    if split.thought is not None:
-        thought, content = split.thought, split.text
-    loaded = _loads(content, location, "the function_call")
+    loaded = _loads(split.text, location, "the function_call")
     items = loaded if isinstance(loaded, list) else [loaded]
     calls = tuple(_read_call(item, location) for item in items)
     if not calls:
         raise MsrlError(f"{location}: the function_call is an empty list")
-    return _Content("", thought, calls, ())
+    return _Content("", split.thought or "", calls, ())
 
 
 def _read_calls(turn: dict[str, Any], location: str) -> Iterator[ToolCall]:
@@ -314,7 +415,7 @@ def _read_call(call: Any, location: str) -> ToolCall:
                 f"{location}: a tool call with {key}: not a part of a call. Write the arguments "
                 "into 'arguments', or remove the key."
             )
-    arguments = _first(function, *_ARGUMENTS)
+    arguments = _field(function, _ARGUMENTS, location)
     return _call(function.get("name"), arguments, call.get("id"), location)
 
 
@@ -324,7 +425,16 @@ def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
         arguments = _loads(arguments, location, "the arguments of a tool call") if arguments else {}
     if not isinstance(name, str) or not isinstance(arguments, dict | None):
         raise MsrlError(f"{location}: a tool call needs a name, and arguments that are an object")
-    return ToolCall(name, arguments or {}, id_ if isinstance(id_, str) else None)
+    return ToolCall(name, arguments or {}, _id(id_, "id", location))
+
+
+def _id(value: Any, key: str, location: str) -> str | None:
+    """Return the id of a call as text, or None. Raises MsrlError if it is neither text nor int."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str | None):
+        raise MsrlError(f"{location}: {key}: is {kind_name(value)}, not text. Write it as text.")
+    return value
 
 
 def _loads(text: str, location: str, subject: str) -> Any:
@@ -334,23 +444,18 @@ def _loads(text: str, location: str, subject: str) -> Any:
         raise MsrlError(f"{location}: {subject} must be JSON: {error}") from error
 
 
-def _thought(turn: dict[str, Any], location: str) -> str:
-    """Return the separate thought of a turn, or "" if it has none."""
+def _thoughts(turn: dict[str, Any], location: str) -> dict[str, str]:
+    """Return the thoughts in keys of a turn."""
     thoughts: dict[str, str] = {}
     for key in THOUGHTS:
         thought = turn.get(key)
         if thought and not isinstance(thought, str):
-            raise MsrlError(f"{location}: {key} is {type(thought).__name__}, not text")
+            raise MsrlError(f"{location}: {key} is {kind_name(thought)}, not text")
         if thought:
             thoughts[key] = thought
     if turn.get(DETAILS):
         thoughts[DETAILS] = _detailed_thought(turn[DETAILS], location)
-    if len(set(thoughts.values())) > 1:
-        raise MsrlError(
-            f"{location}: {' and '.join(thoughts)}: the turn has different thoughts. Remove all "
-            "but one."
-        )
-    return next(iter(thoughts.values()), "")
+    return thoughts
 
 
 def _detailed_thought(details: Any, location: str) -> str:
@@ -383,9 +488,10 @@ def _message(role: Role, content: _Content, location: str) -> Message:
     return Message(role, text, fields)
 
 
-def _tool_message(turn: dict[str, Any], text: str, id_: str | None) -> Message:
+def _tool_message(turn: dict[str, Any], text: str, id_: str | None, location: str) -> Message:
     """Return a tool response. Chat templates may show its `name` and `tool_call_id`."""
-    fields = {key: turn[key] for key in _PASSED_KEYS if isinstance(turn.get(key), str)}
+    read = {key: _id(turn.get(key), key, location) for key in _PASSED_KEYS}
+    fields = {key: value for key, value in read.items() if value is not None}
     if id_ is not None:
         fields["tool_call_id"] = id_
     return Message("tool", text, {"role": "tool", "content": text, **fields} if fields else None)
@@ -401,7 +507,7 @@ def _call_text(call: ToolCall, location: str) -> str:
             f"{location}: the arguments of {call.name} contain NaN or Infinity, which JSON does "
             "not have. Write another value."
         ) from None
-    return f"<tool_call>\n{text}\n</tool_call>"
+    return f"{CALL[0]}\n{text}\n{CALL[1]}"
 
 
 def _call_fields(call: ToolCall) -> dict[str, Any]:
@@ -411,9 +517,15 @@ def _call_fields(call: ToolCall) -> dict[str, Any]:
     return {**head, "type": "function", "function": function}
 
 
-def _first(turn: dict[str, Any], *names: str) -> Any:
-    """Return the first value that is not None.
+def _field(part: dict[str, Any], names: Sequence[str], location: str) -> Any:
+    """Return the value of a field that has several names, or None.
 
-    In Parquet files every turn has the keys of all turns.
+    Raises:
+        MsrlError: two of the names have different values.
     """
-    return next((turn[name] for name in names if turn.get(name) is not None), None)
+    values = {name: part[name] for name in names if part.get(name) is not None}
+    values = {name: value for name, value in values.items() if not is_empty(value)} or values
+    first = next(iter(values.values()), None)
+    if any(value != first for value in values.values()):
+        raise MsrlError(f"{location}: {' and '.join(values)} differ. Remove all but one.")
+    return first

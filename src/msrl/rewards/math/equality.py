@@ -147,6 +147,7 @@ def _compare_quantities(answer: str, response: str, tolerance: float, percent: b
     claimed = amount(response if true is None else _join_thousands(response))
     if true is not None and claimed is not None:
         values = comparable(true, claimed)
+        percent = percent and not (true.unit and claimed.unit)  # 5 cm is a hundredth of 5 m
         return values is not None and _same_number(*values, tolerance, percent)
     if true is not None and is_qualified(response):
         return False
