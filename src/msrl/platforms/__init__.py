@@ -10,7 +10,6 @@ from __future__ import annotations
 from msrl import registry
 from msrl.errors import MsrlError
 from msrl.platforms._gloo import share_gloo_devices
-from msrl.platforms._quiet import quiet_processes
 from msrl.platforms._stores import bind_stores
 from msrl.platforms.base import Platform
 from msrl.registry.declarations import declaration
@@ -20,7 +19,6 @@ __all__ = [
     "auto_names",
     "bind_stores",
     "get",
-    "quiet_processes",
     "resolve",
     "share_gloo_devices",
 ]

@@ -28,7 +28,8 @@ from msrl.limits import printable
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
-from msrl.platforms import bind_stores, quiet_processes, share_gloo_devices
+from msrl.platforms import bind_stores, share_gloo_devices
+from msrl.platforms._quiet import quiet_processes  # no import of its package: it is a main module
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
     BLOCK_TOKENS,
