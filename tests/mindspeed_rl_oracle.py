@@ -1,4 +1,4 @@
-"""Losses and micro-batches of MindSpeed-RL as oracles, from a checkout outside this project.
+"""Losses, advantages and micro-batches of MindSpeed-RL as oracles, from a separate checkout.
 
 `MSRL_MINDSPEED_RL` names the checkout (commit 05a90d77), by default `../MindSpeed-RL`. Only single
 functions of its files are executed: their modules need NPUs.
@@ -27,6 +27,7 @@ _FILES = {
         "rearrange_micro_batches",
     ),
     "utils/utils.py": ("get_current_dp_range_indexes",),
+    "trainer/utils/compute_utils.py": ("compute_group_norm_advantage_return",),
 }
 _METHODS = {
     "models/loss/grpo_actor_loss_func.py": "_compute_grpo_policy_loss",
@@ -37,12 +38,19 @@ _METHODS = {
 
 
 @cache
+def checkout() -> Path:
+    """Return the checkout, or skip the test."""
+    default = Path(__file__).resolve().parents[2] / "MindSpeed-RL"
+    root = Path(os.environ.get("MSRL_MINDSPEED_RL", default))
+    if not (root / "mindspeed_rl").is_dir():
+        pytest.skip(f"no checkout of MindSpeed-RL at {root} (set MSRL_MINDSPEED_RL)")
+    return root
+
+
+@cache
 def functions() -> Any:
     """Return the functions by name, or skip the test."""
-    default = Path(__file__).resolve().parents[2] / "MindSpeed-RL"
-    root = Path(os.environ.get("MSRL_MINDSPEED_RL", default)) / "mindspeed_rl"
-    if not root.is_dir():
-        pytest.skip(f"no checkout of MindSpeed-RL at {root.parent} (set MSRL_MINDSPEED_RL)")
+    root = checkout() / "mindspeed_rl"
     process = types.SimpleNamespace(is_initialized=lambda: False)
     names: dict[str, Any] = {
         "List": list,
@@ -50,6 +58,7 @@ def functions() -> Any:
         "Tuple": tuple,
         "Tensor": torch.Tensor,
         "copy": copy,
+        "deepcopy": copy.deepcopy,
         "heapq": heapq,
         "math": math,
         "torch": torch,
