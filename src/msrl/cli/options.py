@@ -431,7 +431,7 @@ Date = Annotated[
     str | None,
     _option(
         "--date", metavar="YYYY-MM-DD", panel=ROWS,
-        help="Day to write in the tokenizer's chat template. Default: today.",
+        help="Fixed day for a chat template with the current date. Default: today.",
     ),
 ]  # fmt: skip
 Thinking = Annotated[
