@@ -283,7 +283,7 @@ ROLL: dict[str, dict[str, Any]] = {
     "docs_examples/example_ppo": RLVR,
     "docs_examples/example_reinforce_pp": RLVR,
     "qwen2.5-0.5B-agentic/agent_val_frozen_lake_gigpo": GAME,
-    "qwen2.5-0.5B-agentic/agentic_val_sokoban": GAME,
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban": {**GAME, "environment.max_tokens": 2024},
 }
 ROLL_TUNE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-7B-sft_megatron/sft_config": ("train-sft", {**TUNE, "data.train": "alpaca.parquet"}),
