@@ -1037,3 +1037,65 @@ def test_integers_must_be_equal_whatever_the_tolerance(expected, output, score):
         returned = f'{{"fn_name": "f", "inputs": [[1]], "outputs": [{expected}]}}'
         function = fenced(f"def f(x): return {output}")
         assert code.score(function, returned, tolerance=1e-6) == score
+
+
+# Code that finds the word of a test in the tester's frames, prints it and ends the tester.
+STOLEN = '''
+CODE = """
+import os, sys
+frame = sys._getframe()
+while frame and 'word' not in frame.f_locals:
+    frame = frame.f_back
+os.write(1, frame.f_locals['word'].encode())
+os._exit(0)
+"""
+import builtins, marshal, pickle
+class Reduced:
+    __reduce__ = lambda self: (builtins.exec, (CODE,))
+def decode(x): pass
+decode.__module__, decode.__qualname__ = "json", "codecs.builtins.exec"
+open("/tmp/stolen.py", "w").write(CODE)
+'''
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("encode", "test"),
+    [
+        ("lambda x: CODE", "assert decode(encode('ab')) == 'ab'"),
+        ("lambda x: f'exec({CODE!r})'", "assert eval(encode(1)) == 1"),
+        ("lambda x: [f'exec({CODE!r})']", "assert list(map(eval, encode(1))) == [1]"),
+        ("lambda x: f'exec({CODE!r})'", "import builtins\nassert builtins.eval(encode(1)) == 1"),
+        ("lambda x: CODE", "exec(encode(1))\nassert x == 1"),
+        ("lambda x: CODE", "exec(compile(encode(1), 'x', 'exec'))\nassert x == 1"),
+        ("lambda x: pickle.dumps(Reduced())", "import pickle\nassert pickle.loads(encode(1)) == 1"),
+        ("lambda x: marshal.dumps(compile(CODE, 'x', 'exec'))",
+         "import marshal\nexec(marshal.loads(encode(1)))\nassert x == 1"),
+        ("lambda x: 'stolen'", "import importlib, sys\nsys.path.append('/tmp')\n"
+         "assert importlib.import_module(encode(1)).x == 1"),
+        ("len", "import sys\nsys.path.append('/tmp')\nimport stolen\nassert encode('') == 1"),
+        ("len", "import runpy\nassert encode('') == runpy.run_path('/tmp/stolen.py')['x']"),
+    ],
+)  # fmt: skip
+def test_no_code_of_a_program_runs_beside_its_tests(encode, test):
+    assert code.score(fenced(f"{STOLEN}encode = {encode}"), test) == 0.0
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): return '3 * (2 + 2)'", "assert eval(f(12)) == 12"),
+        ("def f(x): return x * x", "space = {}\nexec('y = 3', space)\nassert f(space['y']) == 9"),
+        ("import pickle\ndef f(x): return pickle.dumps([x, {1: 'a'}])",
+         "import pickle\nassert pickle.loads(f(3)) == [3, {1: 'a'}]"),
+        ("def f(p): return p.x * 9",
+         "from dataclasses import dataclass\nfrom collections import namedtuple\n"
+         "from typing import NamedTuple\n@dataclass\nclass P:\n    x: int\n"
+         "class Q(NamedTuple):\n    x: int\nR = namedtuple('R', 'x')\n"
+         "assert f(P(1)) == f(Q(1)) == f(R(1)) == 9"),
+        ("from functools import reduce as f", "assert f(lambda a, b: a + b, [1, 2]) == 3"),
+    ],
+)  # fmt: skip
+def test_tests_may_still_evaluate_text_and_define_classes(program, test):
+    assert code.score(fenced(program), test) == 1.0

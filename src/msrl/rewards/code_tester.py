@@ -14,6 +14,9 @@ an object into plain data. What the tests compute from it is derived, too. So is
 method that the tests call with arguments, as in `f(3).equals([1, 2])`, unless they name its class
 (`Stack().push(1)`) or its object.
 
+Text of the program never runs in the tester, where it could read the word: `_forbid_other_code`
+refuses it, and `eval` of such a text runs in the child.
+
 Messages are lines of JSON: [operation, target, arguments, keywords] and its answer
 {"value": ...} or {"error": ...}. Only the standard library is used.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import io
 import json
@@ -45,6 +49,9 @@ LIBRARY = frozenset(
         "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "typing",
     )
 )  # fmt: skip
+# Modules of the standard library that run code which they load or generate themselves.
+LOADERS = ("importlib._bootstrap", "importlib._bootstrap_external")
+GENERATORS = (*LOADERS, "collections", "dataclasses", "typing")
 # Types with a short list of constructor arguments.
 CONSTRUCTED: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): lambda v: [v.real, v.imag],
@@ -457,7 +464,9 @@ class Tester(Peer):
         if name[0].isupper():
             _mark(remote, "_remote_is_named")
         if module in LIBRARY:
-            return operator.attrgetter(path)(importlib.import_module(module))
+            own = _attribute(importlib.import_module(module), path)
+            if (getattr(own, "__module__", ""), getattr(own, "__qualname__", "")) == (module, path):
+                return own
         return remote
 
     def _add_error(self, name: str, bases: list[str]) -> type[Exception]:
@@ -518,6 +527,10 @@ class Tester(Peer):
         if plain:
             return plain[0] == other
         return False if other is None or isinstance(other, BASES) else NotImplemented
+
+    def evaluate(self, text: Any, *namespaces: Any) -> Any:
+        """Return the value of a text of the program, which the other process evaluates."""
+        return super().request("evaluate", text, *namespaces)
 
     def contains(self, target: Any, item: Any) -> bool:
         members = [] if _is_derived(target) else self.request("members", target)
@@ -666,7 +679,7 @@ OPERATIONS: dict[str, Any] = {
     "round": lambda v, digits: round(v) if digits is None else round(v, digits),
     "instance": lambda kind, v: isinstance(v, kind),
     "enter": lambda v: v.__enter__(), "exit": lambda v: v.__exit__(None, None, None),
-    "await": _await,
+    "await": _await, "evaluate": lambda text, *namespaces: eval(text, *(namespaces or ({},))),
 }  # fmt: skip
 
 
@@ -707,7 +720,64 @@ def _run_tests(text: str, peer: Tester) -> None:
     module.__dict__.update(
         peer.names(sorted(names), called, stored, [ast.unparse(node) for node in imports])
     )
-    exec(compile(tree, "tests", "exec"), module.__dict__)
+    code = compile(tree, "tests", "exec")
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    module.__dict__.setdefault("eval", functools.partial(_evaluate, peer, texts))
+    _forbid_other_code({code, *_compiled(texts)})
+    exec(code, module.__dict__)
+
+
+def _evaluate(peer: Tester, texts: set[Any], text: Any, *namespaces: Any) -> Any:
+    """Return the value of a text: here if it is a literal of the tests, else in the program."""
+    if text not in texts:
+        return peer.evaluate(text, *namespaces)
+    frame = sys._getframe(1)
+    return eval(text, *(namespaces or (frame.f_globals, frame.f_locals)))
+
+
+def _compiled(texts: set[Any]) -> set[types.CodeType]:
+    """Return the code of the texts that are Python."""
+    codes: set[types.CodeType] = set()
+    for text in texts:
+        for mode in ("eval", "exec"):
+            try:
+                codes.add(compile(text, "<string>", mode))
+            except (SyntaxError, TypeError, ValueError):
+                continue
+    return codes
+
+
+def _forbid_other_code(codes: set[types.CodeType]) -> None:
+    """Refuse all code that is neither that of the tests nor that of the installation."""
+
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "exec":
+            is_allowed = arguments[0] in codes or _caller() in GENERATORS
+        elif event == "marshal.loads":
+            is_allowed = _caller() in LOADERS
+        elif event == "pickle.find_class":
+            own = getattr(sys.modules["__main__"], arguments[1], None)
+            is_allowed = arguments in CONSTRUCTED or (
+                arguments[0] == "__main__" and isinstance(own, type)
+            )
+        elif event in ("open", "import") and (event == "import" or _caller() in LOADERS):
+            file = arguments[event == "import"]
+            is_allowed = file is None or _is_installed(file)
+        else:
+            return
+        if not is_allowed:
+            raise PermissionError(f"the tests must not run code of the program ({event})")
+
+    sys.addaudithook(check)
+
+
+def _caller() -> str:
+    """Return the module whose code caused an event."""
+    return str(sys._getframe(2).f_globals.get("__name__"))
+
+
+def _is_installed(path: str) -> bool:
+    return str(path).startswith((sys.prefix, sys.base_prefix, sys.exec_prefix))
 
 
 def _require_unittest_success() -> None:
