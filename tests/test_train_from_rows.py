@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -148,7 +149,13 @@ def _fail(*arguments: object) -> None:
 def test_all_that_changes_tokens_makes_another_entry(model: Path, tmp_path: Path):
     file = write(tmp_path / "rows.jsonl", CHAT)
     handler = tmp_path / "own.py"
-    handler.write_text("def read(row):\n    return row['messages']\n", encoding="utf-8")
+    handler.write_text(
+        "import beside\ndef read(row):\n    return row['messages'][: beside.NUM]\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "beside.py").write_text("from inner.deep import NUM\n", encoding="utf-8")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "deep.py").write_text("NUM = 2\n", encoding="utf-8")
     template = tmp_path / "own.yaml"
     template.write_text('user: "U {{content}} A "\nassistant: "{{content}}{{eos}}"\n')
     tokenizer = tmp_path / "tokenizer"
@@ -167,6 +174,8 @@ def test_all_that_changes_tokens_makes_another_entry(model: Path, tmp_path: Path
     changes: list[Callable[[], object]] = [
         lambda: edit(file, "1+1", "1+2"),
         lambda: edit(handler, "row['messages']", "row['messages'][-2:]"),
+        lambda: edit(tmp_path / "beside.py", "NUM", "NUM  # two turns"),
+        lambda: edit(tmp_path / "inner" / "deep.py", "2", "4"),
         lambda: edit(template, "U ", "V "),
         lambda: edit(tokenizer / "tokenizer_config.json", "{", '{"x": 1, '),
         lambda: own.update(seq_length=90),
@@ -180,7 +189,7 @@ def test_all_that_changes_tokens_makes_another_entry(model: Path, tmp_path: Path
     assert len(set(prefixes)) == len(changes) + 1
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "incomplete"])
+@pytest.mark.parametrize("damage", ["changed", "manifest", "notes", "missing", "incomplete"])
 def test_a_damaged_entry_is_preprocessed_again(
     damage: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -192,6 +201,11 @@ def test_a_damaged_entry_is_preprocessed_again(
         data = bytearray(ids.read_bytes())
         data[0] ^= 1
         ids.write_bytes(data)
+    elif damage == "manifest":
+        manifest = Path(f"{prefix}_manifest.json")
+        manifest.write_text(manifest.read_text().replace("native", "nativf"))
+    elif damage == "notes":
+        (ids.parent / "notes.json").write_text('["lines')
     elif damage == "missing":
         ids.unlink()
     else:
@@ -234,14 +248,18 @@ def test_runs_that_start_at_once_preprocess_the_rows_once(
     assert len(calls) == 1 and len(prefixes) == 3 and len(set(prefixes)) == 1
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
 def test_rows_that_change_while_they_are_read_are_refused(
-    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    is_hidden: bool, model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = write(tmp_path / "rows.jsonl", CHAT)
     original = preprocess.write
 
     def changing(settings: Any, prefix: str) -> Any:
-        file.write_text(file.read_text() + "\n", encoding="utf-8")
+        status, text = file.stat(), file.read_text()
+        file.write_text(text.replace("1+1", "1+2") if is_hidden else f"{text}\n", encoding="utf-8")
+        if is_hidden:
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         return original(settings, prefix)
 
     monkeypatch.setattr(preprocess, "write", changing)

@@ -23,12 +23,13 @@ from typing import Any
 
 import msrl.data
 import msrl.thoughts
+from msrl.checksums import file_crc32
 from msrl.config.schema import PreprocessConfig
 from msrl.data.files.location import names_rows
 from msrl.data.files.readers import find_files
 from msrl.data.integrity import refuse_damaged
-from msrl.data.manifest import TEXTS, read_manifest
-from msrl.data.rows.own_handler import is_own
+from msrl.data.manifest import TEXTS, manifest_path, read_manifest
+from msrl.data.rows.own_handler import imported_names, is_own
 from msrl.data.templates.files import load_template
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import take_lock, why_not_writable, write_text
@@ -43,7 +44,7 @@ from msrl.workflows import preprocess
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
 _SOURCE = "source.json"
-_NOTES = "notes.json"  # lines on rows and columns that were not read
+_NOTES = "notes.json"  # lines on rows and columns that were not read; checksum of the manifest
 _DATA = "rows"  # name of the data in an entry
 _ENTRY = "{entry}"  # the folder of the entry in its notes
 _PACKAGES = ("msrl", "tokenizers", "transformers")
@@ -161,7 +162,7 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
 
 def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, Any]:
     """Return all that the tokens of rows depend on."""
-    handler_file = str(settings.handler).rpartition(":")[0] if is_own(str(settings.handler)) else ""
+    own = str(settings.handler).rpartition(":")[0] if is_own(str(settings.handler)) else None
     template = None if settings.template is None else asdict(load_template(settings.template))
     values = settings.model_dump(mode="json", exclude=_IRRELEVANT)
     versions = stack_versions()
@@ -170,11 +171,26 @@ def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, An
         "files": [["".join(file.suffixes[-2:]), _sha256(file)] for file in files],
         "tokenizer": _tokenizer_files(Path(str(settings.tokenizer))),
         "template": template,
-        "handler_file": _sha256(Path(handler_file)) if handler_file else None,
+        "handler_files": [] if own is None else [_sha256(file) for file in _own_files(Path(own))],
         "settings": values,
         "code": _code_digest(),
         "packages": {name: versions[name] for name in _PACKAGES if name in versions},
     }
+
+
+def _own_files(handler: Path) -> list[Path]:
+    """Return the file of a handler and those of its folder that it imports, in a fixed order."""
+    files, pending = list[Path](), [handler]
+    while pending:
+        file = pending.pop()
+        if file in files or not file.is_file():
+            continue
+        files.append(file)
+        names = imported_names(file)
+        paths = [handler.parent.joinpath(*name.split(".")) for name in sorted(names)]
+        pending += [path.with_suffix(".py") for path in paths]
+        pending += [path / "__init__.py" for path in paths]
+    return files
 
 
 def _tokenizer_files(folder: Path) -> dict[str, str]:
@@ -210,10 +226,10 @@ def _reading(path: Path, size: int) -> contextlib.AbstractContextManager[Progres
     return progress(f"reading {path}", total=size, unit="B")
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """Return size and modification time of a file."""
+def _state(path: Path) -> tuple[int, ...]:
+    """Return numbers of which one differs after a change; `utime` cannot set the last one."""
     status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _cache_folder() -> Path:
@@ -252,8 +268,10 @@ def _damage(entry: Path) -> str | None:
         manifest = read_manifest(str(entry / _DATA))
         if manifest is None or not manifest.files:
             return f"{entry} is incomplete"
+        if _read_notes(entry)["manifest"] != file_crc32(manifest_path(str(entry / _DATA))):
+            return f"{entry} is damaged: its manifest differs from its checksum"
         refuse_damaged(str(entry / _DATA), manifest)
-    except (MsrlError, OSError) as error:
+    except (MsrlError, OSError, ValueError, TypeError, KeyError) as error:
         return f"{entry} is damaged: {str(error).splitlines()[0]}"
     return None
 
@@ -262,7 +280,10 @@ def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) 
     """Write an entry to a new folder."""
     folder.mkdir()
     _, lines = preprocess.write(settings, str(folder / _DATA))
-    notes = [line.replace(str(folder), _ENTRY) for line in lines]
+    notes = {
+        "lines": [line.replace(str(folder), _ENTRY) for line in lines],
+        "manifest": file_crc32(manifest_path(str(folder / _DATA))),
+    }
     for name, value in ((_SOURCE, source), (_NOTES, notes)):
         text = json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True)
         write_text(folder / name, f"{text}\n")
@@ -270,9 +291,12 @@ def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) 
 
 def _notes(entry: Path, *, is_kept: bool) -> list[str]:
     """Return the lines on what was not read, without those on files if these are not kept."""
-    path = entry / _NOTES
-    notes: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    return [line.replace(_ENTRY, str(entry)) for line in notes if is_kept or _ENTRY not in line]
+    lines: list[str] = _read_notes(entry)["lines"]
+    return [line.replace(_ENTRY, str(entry)) for line in lines if is_kept or _ENTRY not in line]
+
+
+def _read_notes(entry: Path) -> dict[str, Any]:
+    return json.loads((entry / _NOTES).read_text(encoding="utf-8"))
 
 
 def _publish(new: Path, entry: Path, old: Path) -> None:

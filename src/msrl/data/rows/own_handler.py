@@ -57,6 +57,17 @@ def mistake(name: str) -> str | None:
     return None
 
 
+def imported_names(file: Path) -> set[str]:
+    """Return the dotted names of the modules that a file may import."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names | {name.rpartition(".")[0] for name in names if "." in name}
+
+
 def kinds(name: str) -> tuple[str, ...]:
     """Return the kinds of data that the handler can produce, the default first."""
     target = _load(name)
