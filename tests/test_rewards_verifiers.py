@@ -719,8 +719,23 @@ EQUAL = [
     ("20 rev/min", r"20\text{ rev/min}"),
     (r"\frac{3}{4}", r"\frac{\bm{3}}{4}"),
     ("8", r"\boldsymbol{8}"),
+    ("5\u5398\u7c73", "5"),
+    ("5\u5398\u7c73", "5 \u5398\u7c73"),
+    (r"5\text{\u5398\u7c73}", "5 cm"),
+    ("3\u5c0f\u65f6", "180\u5206\u949f"),
+    ("2\u5c0f\u65f630\u5206\u949f", "150 minutes"),
+    ("5\u5343\u514b", "5 kg"),
+    ("6\u5e73\u65b9\u5398\u7c73", r"6\text{ cm}^2"),
+    ("100000", "10\u4e07"),
+    ("10\u4e07\u5143", "100000\u5143"),
+    ("12", "12\u4eba"),
 ]
 DIFFERENT = [
+    ("5\u5398\u7c73", "5\u7c73"),
+    ("3\u5c0f\u65f6", "3\u5206\u949f"),
+    ("5\u5343\u514b", "5\u514b"),
+    ("10\u4e07", "10\u4ebf"),
+    ("6\u5e73\u65b9\u7c73", "6\u7acb\u65b9\u7c73"),
     ("5 cm", "5 m"),
     ("5 hours", r"5\text{ minutes}"),
     (r"6\text{ cm}^2", r"6\text{ cm}^3"),
@@ -855,6 +870,36 @@ DIFFERENT = [
 @pytest.mark.parametrize(("answer", "response"), EQUAL)
 def test_equivalent_answers_are_equal(answer, response):
     assert equal(answer, response)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("5 cm", "5 m"),
+        ("5 m", "5 cm"),
+        ("5 kg", "5 g"),
+        ("50 km", "50 m"),
+        (r"\$5", "5 cents"),
+        ("3 hours", "3 minutes"),
+        ("5 cm", "5 kg"),
+        (r"30^\circ", "30 radians"),
+        ("5%", "5 dollars"),
+        (r"6\text{ cm}^2", r"6\text{ m}^2"),
+        (r"\text{5 cm}", r"5\,\mathrm{m}"),
+        ("5\u5398\u7c73", "5\u7c73"),
+    ],
+)
+def test_a_hundredth_in_another_unit_is_no_percentage(answer, response):
+    assert not equal(answer, response, tolerance=1e-4, percent=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [("5 cm", "5"), ("5 cm", "0.05 m"), ("5", "5 cm"), ("50%", "0.5"), (r"\$5", "5 dollars"),
+     ("1 hour", "60 minutes"), (r"30^\circ", "30"), ("5 kg", "5000 g")],
+)  # fmt: skip
+def test_equal_amounts_score_in_every_unit_with_percentages(answer, response):
+    assert equal(answer, response, tolerance=1e-4, percent=True)
 
 
 @pytest.mark.parametrize(("answer", "response"), DIFFERENT)

@@ -10,6 +10,20 @@ import re
 import unicodedata
 
 MAX_INTERVAL_CHARACTERS = 300
+# Chinese units, scales and counters as units of `numbers.py`.
+_CHINESE = {
+    "\u6beb\u7c73": "mm", "\u5398\u7c73": "cm", "\u5206\u7c73": "dm", "\u7c73": "m",
+    "\u5343\u7c73": "km", "\u516c\u91cc": "km", "\u514b": "g", "\u5343\u514b": "kg",
+    "\u516c\u65a4": "kg", "\u79d2": "seconds", "\u5206\u949f": "minutes",
+    "\u5c0f\u65f6": "hours", "\u5929": "days", "\u6beb\u5347": "ml", "\u5347": "l",
+    "\u5e73\u65b9\u5398\u7c73": "cm^2", "\u5e73\u65b9\u7c73": "m^2",
+    "\u7acb\u65b9\u5398\u7c73": "cm^3", "\u7acb\u65b9\u7c73": "m^3", "\u5ea6": "degrees",
+    "\u5143": "yuan", "\u4e07": "wan", "\u4ebf": "yi", "\u4e2a": "items", "\u4eba": "people",
+}  # fmt: skip
+_CHINESE_UNIT = re.compile(
+    rf"(?<=[\d}}{{\s\u4e07\u4ebf])({'|'.join(sorted(_CHINESE, key=len, reverse=True))})"
+    r"(?:(?<=[\u4e07\u4ebf])|(?![\u4e00-\u9fff]))"
+)
 _CHARACTERS = {
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
     **dict.fromkeys("\u00b7\u22c5\u2219\u2022", "\\cdot "),
@@ -85,6 +99,7 @@ _STRICT = ("<", ">", "\\lt", "\\gt")
 def unified(text: str) -> str:
     """Return a text with ASCII characters and LaTeX commands in one spelling."""
     text = _without_emphasis(_SPACE_CHARACTERS.sub(" ", text))
+    text = _CHINESE_UNIT.sub(lambda match: f" {_CHINESE[match[0]]}", text)
     text = _FRACTIONS.sub(_fraction, text)
     text = _SUPERSCRIPTS.sub(lambda match: f"^{{{_normal(match[0])}}}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_TRANSLATION))

@@ -53,7 +53,7 @@ _STOP_WORDS = frozenset(
 )  # fmt: skip
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-    "trillion": 10**12, "k": 1000,
+    "trillion": 10**12, "k": 1000, "wan": 10**4, "yi": 10**8,
 }  # fmt: skip
 # Values of units by dimension. Names are singular.
 _UNITS: dict[str, tuple[str, Fraction]] = {
