@@ -63,6 +63,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a setting of vllm": ({"rope_theta": 5e5, "rotary_pct": 0.5}, "rotary_pct"),
     "ntk by alpha": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000}}, "rope_scaling.alpha"),
+    "trained positions of vllm": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "max_trained_positions": 64}},
+        "rope_scaling.max_trained_positions"),
+    "a factor that is no float": (
+        {"rope_scaling": {"type": "linear", "factor": 10**400}}, "rope_scaling.factor"),
+    "a factor of text": (
+        {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor"),
+    "yarn without a factor": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
+    "an original length of null": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": None}},
+        "rope_scaling.original_max_position_embeddings"),
+    "an original length with a fraction": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 12.5}},
+        "rope_scaling.original_max_position_embeddings"),
+    "theta of null at the top level": ({"rope_theta": None}, "rope_theta"),
+    "layer types of null": (
+        {"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention"),
+    "parameters of a list": ({"rope_parameters": []}, "rope_parameters"),
+    "lists of factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+        "longrope"),
 }  # fmt: skip
 
 

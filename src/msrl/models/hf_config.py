@@ -8,7 +8,7 @@ the rotary embedding.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,7 @@ class HfConfig:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
+            or not 0 < value <= sys.float_info.max
         ):
             self.fail(key, "must be a number above 0")
         return float(value)

@@ -22,7 +22,9 @@ from msrl.models.shape import (
 )
 
 # Settings that change the embedding in vLLM or transformers, and names that only vLLM reads.
-_UNSUPPORTED = ("alpha", "mixed_b", "use_fope", "rope_dim", "llama_4_scaling_beta")
+_UNSUPPORTED = (
+    "alpha", "mixed_b", "use_fope", "rope_dim", "llama_4_scaling_beta", "max_trained_positions",
+)  # fmt: skip
 _VLLM_NAMES = ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction")
 
 
@@ -54,6 +56,10 @@ class _Table:
         """Return a setting of this mapping, or the one of that name at the config's top level."""
         if name in self.values:
             return self.config.checked_positive(f"{self.key}.{name}", self.values[name], None)
+        if name in self.config.values and self.config.values[name] is None:
+            self.config.fail(
+                name, "has no default in transformers. Set it to a number or remove it"
+            )
         return self.config.checked_positive(name, self.config.values.get(name), default)
 
     def original_positions(self, default: float | None) -> int:
@@ -64,9 +70,9 @@ class _Table:
                 reads and transformers does not.
         """
         name = "original_max_position_embeddings"
-        positions = self.positive(name, default)
+        positions = self.positive(name, None if name in self.values else default)
         top_level = self.config.values.get(name)
-        if positions < 1:
+        if not positions.is_integer():
             self.config.fail(f"{self.key}.{name}", "must be an integer, 1 or more")
         if top_level not in (None, positions):
             self.config.fail(
@@ -100,6 +106,8 @@ def read_rope(
             have no effect.
     """
     table = _read_table(config, max_position_embeddings)
+    if "rope_theta" not in table.values and config.values.get("rope_theta", theta) is None:
+        config.fail("rope_theta", "is null. Set it to a number above 0, or remove it")
     base = table.positive_or_top_level("rope_theta", theta)
     fraction = table.positive_or_top_level("partial_rotary_factor", partial)
     if fraction > 1:
@@ -123,12 +131,12 @@ def _read_table(config: HfConfig, max_position_embeddings: int) -> _Table:
         MsrlError: It is none, has settings by layer type, or settings that only vLLM honors.
     """
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    settings: object = config.values.get(key) or {}
-    if not isinstance(settings, dict):
+    settings: object = config.values.get(key)
+    if settings is not None and not isinstance(settings, dict):
         config.fail(key, "must be a mapping")
-    values = cast("dict[str, Any]", settings)
+    values = cast("dict[str, Any]", settings or {})
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) or name.endswith("_attention"):
             config.fail(f"{key}.{name}", "rotary settings by layer type are not supported")
         if name in _UNSUPPORTED and value:
             config.fail(f"{key}.{name}", "is not supported")
@@ -177,7 +185,7 @@ def _llama3(table: _Table) -> Llama3RopeScaling:
 
 def _yarn(table: _Table) -> YarnRopeScaling:
     original = table.original_positions(table.max_position_embeddings)
-    factor = table.positive("factor", table.max_position_embeddings / original)
+    factor = table.positive("factor")
     truncate = table.values.get("truncate", True)
     if not isinstance(truncate, bool):
         table.config.fail(f"{table.key}.truncate", "must be true or false")
