@@ -1074,6 +1074,7 @@ open("/tmp/stolen.py", "w").write(CODE)
         ("lambda x: 'stolen'", "import importlib, sys\nsys.path.append('/tmp')\n"
          "assert importlib.import_module(encode(1)).x == 1"),
         ("len", "import sys\nsys.path.append('/tmp')\nimport stolen\nassert encode('') == 1"),
+        ("lambda x: CODE", "import timeit\nassert timeit.timeit(encode(1), number=1) < 9"),
         ("len", "import runpy\nassert encode('') == runpy.run_path('/tmp/stolen.py')['x']"),
     ],
 )  # fmt: skip
@@ -1095,6 +1096,7 @@ def test_no_code_of_a_program_runs_beside_its_tests(encode, test):
          "class Q(NamedTuple):\n    x: int\nR = namedtuple('R', 'x')\n"
          "assert f(P(1)) == f(Q(1)) == f(R(1)) == 9"),
         ("from functools import reduce as f", "assert f(lambda a, b: a + b, [1, 2]) == 3"),
+        ("def f(x): return x", "import timeit\nassert timeit.timeit(lambda: f(3), number=2) < 9"),
     ],
 )  # fmt: skip
 def test_tests_may_still_evaluate_text_and_define_classes(program, test):
