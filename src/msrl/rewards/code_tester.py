@@ -36,7 +36,7 @@ import sys
 import timeit
 import traceback
 import types
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 DUMPABLE = 4  # prctl(2)
@@ -738,12 +738,12 @@ def _evaluate(peer: Tester, texts: set[Any], text: Any, *namespaces: Any) -> Any
 
 
 def _compiled(texts: set[Any]) -> set[types.CodeType]:
-    """Return the code of the texts that are Python."""
+    """Return the code of the texts that are Python, with and without this file's future imports."""
     codes: set[types.CodeType] = set()
     for text in texts:
-        for mode in ("eval", "exec"):
+        for mode, is_alone in product(("eval", "exec"), (False, True)):
             try:
-                codes.add(compile(text, "<string>", mode))
+                codes.add(compile(text, "<string>", mode, dont_inherit=is_alone))
             except (SyntaxError, TypeError, ValueError):
                 continue
     return codes
