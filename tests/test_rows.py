@@ -599,10 +599,10 @@ TRUTHS = {"answer": "1", "ground_truth": "2", "final_answer": "3", "label": "4"}
 @pytest.mark.parametrize("question", ["q", CHAT[:1]])
 @pytest.mark.parametrize("name", TRUTHS)
 def test_different_ground_truths_of_a_prompt_are_refused(name: str, question: Any):
-    row = {"prompt": question, "reward_model": {"ground_truth": "0"}, name: TRUTHS[name]}
+    row = {"prompt": question, "reward_model": {"ground_truth": "5"}, name: TRUTHS[name]}
     with pytest.raises(MsrlError, match=mentions("reward_model.ground_truth", name, "--ignore")):
         read("auto", [row], "prompts")
-    assert read("auto", [{**row, name: "0"}], "prompts")[0].answer == "0"
+    assert read("auto", [{**row, name: "5"}], "prompts")[0].answer == "5"
 
 
 def test_a_reward_model_may_be_json_text():
