@@ -334,7 +334,6 @@ def episode_advantages(
 
 
 _ENVIRONMENTS = ("roll.pipeline.agentic", "roll.pipeline.agentic.env")
-_PLOTS = ("matplotlib", "matplotlib.pyplot", "matplotlib.animation")
 _GYM = ("gym", "gym.utils", "gym.spaces", "gym.spaces.discrete", "gym_sokoban.envs.render_utils")
 
 
@@ -354,7 +353,7 @@ def _sokoban_class() -> Any:
     spec = importlib.util.find_spec("gym_sokoban")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("gym-sokoban is not installed (pip install --no-deps gym-sokoban==0.0.6)")
-    for name in (*_GYM, *_PLOTS):
+    for name in _GYM:
         sys.modules[name] = _StandIn(name)
     [folder] = spec.submodule_search_locations
     _package("gym_sokoban", Path(folder))
@@ -368,8 +367,6 @@ def _sokoban_class() -> Any:
 
 def rooms() -> Any:
     """Return the functions that make ROLL's rooms."""
-    for name in _PLOTS:
-        sys.modules[name] = _StandIn(name)
     return _environment("sokoban", "utils")
 
 

@@ -37,10 +37,10 @@ from msrl.checkpoint.torch_files.pickle_names import Foreign
 from msrl.checkpoint.torch_files.reader import (
     Pieces,
     TensorSpec,
-    check_records,
     read_torch_file,
     tensor_spec,
 )
+from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.checksums import combine_crc32, crc32
 from msrl.errors import MsrlError

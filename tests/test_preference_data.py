@@ -179,7 +179,7 @@ def test_sides_that_differ_before_the_answer_are_dropped() -> None:
     assert caught.value.reason == "different_prompts"
 
 
-@pytest.mark.parametrize("label", [None, 3, "yes", 0.5])
+@pytest.mark.parametrize("label", [None, 3, "maybe", 0.5])
 def test_a_label_that_is_neither_true_nor_false_is_refused(label: Any) -> None:
     with pytest.raises(MsrlError, match=mentions("label", repr(label), "true")):
         convert("labeled", {"prompt": "a", "completion": "b", "label": label})

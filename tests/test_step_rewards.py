@@ -82,7 +82,8 @@ def test_labeled_steps_are_read_in_the_usual_formats(row: dict[str, Any], text: 
         ({"value": ["+", 1.0]}, ("value", "1.0", "reward_tokens")),
         ({"value": "+-"}, ("value", "+-", "list")),
         ({"input": None}, ("input", "completions")),
-        ({"completions": ["a", 3]}, ("completions", "texts")),
+        ({"input": None, "completions": ["a", 3]}, ("completions", "texts")),
+        ({"completions": ["a", "b"]}, ("input", "completions", "--ignore")),
     ],
 )
 def test_an_unknown_label_and_another_type_are_refused(
