@@ -214,7 +214,7 @@ def _assert_verified_layer_by_layer(
     output, progress = capsys.readouterr()
     libraries = ("transformers", "Megatron")
     assert_mentions(progress, *(f"computing logits with {name}: done" for name in libraries))
-    results = output.partition("Verified in")[2].partition("Moved to")[0]
+    results = output.partition("Verified in")[2].partition("Moved the")[0]
     assert max(map(len, results.splitlines())) <= 80
     assert_mentions(
         output, "layer by layer", "transformers, Megatron", "round trip", "distributions"
