@@ -333,7 +333,8 @@ def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
     for file in shipped(root, "*/*.yaml", "roll"):
         lines = file.read_text(encoding="utf-8").splitlines()
         for section, key, number in nodes(read(file, is_old=True)):
-            if (section, key) in seen or FREE.search(section):
+            is_unread = "distill" in file.name and section.startswith("rewards")
+            if (section, key) in seen or FREE.search(section) or is_unread:
                 continue
             seen.add((section, key))
             line = lines[number - 1].replace(f"{key}:", f"{key}{key[-1]}:", 1)
