@@ -724,7 +724,7 @@ def _run_tests(text: str, peer: Tester) -> None:
     code = compile(tree, "tests", "exec")
     texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     module.__dict__.setdefault("eval", functools.partial(_evaluate, peer, texts))
-    timed = timeit.template.format(init=", _stmt=_stmt", stmt="_stmt()", setup="pass")
+    timed = vars(timeit)["template"].format(init=", _stmt=_stmt", stmt="_stmt()", setup="pass")
     _forbid_other_code({code, *_compiled({*texts, timed})})
     exec(code, module.__dict__)
 
