@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fake_workers import FakeWorkers
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
-from msrl.workflows.training.transport.base import Calls, Workers
+from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.local import LocalWorkers, local_workers
 from support import python_path
 
@@ -63,7 +64,7 @@ def _engine(settings: EngineSettings, platform: Platform) -> VllmEngine:
     return _engines[key]
 
 
-class OneWorker(Workers):
+class OneWorker(FakeWorkers):
     """Worker in this process: a call runs as it begins."""
 
     def __init__(self, worker: Any) -> None:
@@ -74,20 +75,8 @@ class OneWorker(Workers):
         """Return the path of a new store."""
         return f"file://{tempfile.mkdtemp(dir=Path.cwd())}/store"
 
-    def end(self) -> None:
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        raise NotImplementedError
-
-    def share(self, value: object) -> Any:
-        return value
-
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         return Calls({n: getattr(self._worker, method)(*own) for n, own in arguments.items()})
-
-    def wait(self, calls: Calls) -> list[Any]:
-        return list(calls.references.values())
 
 
 @contextmanager
