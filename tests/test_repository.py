@@ -13,6 +13,7 @@ import msrl
 from msrl import registry
 from msrl.config.loader import load
 from msrl.tracking.run import stack_versions
+from mutants import MUTANTS, source
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox -s "
@@ -122,6 +123,12 @@ def test_links_in_documents_have_targets() -> None:
     for page in pages:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_every_mutant_changes_the_present_code() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        assert mutant.mistaken(source(mutant)) != source(mutant), mutant.name
 
 
 def test_the_license_is_apache_2() -> None:
