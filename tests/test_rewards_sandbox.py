@@ -137,6 +137,106 @@ def test_a_fork_bomb_ends_at_its_limits_with_all_its_processes(name):
     assert inside() == []
 
 
+# Memory that is not among the resident pages of a process with a known id.
+HIDDEN_MEMORY = {
+    "of a thread after the end of the first": "import ctypes, os, threading, time\n"
+    "os.fork(); os.fork()\ndef hold():\n    x = bytearray(b'x' * (30 << 20)); time.sleep(60)\n"
+    "threading.Thread(target=hold).start()\nctypes.CDLL(None).pthread_exit(None)",
+    "of connections that nobody accepts": "import socket\nserver = socket.socket(socket.AF_UNIX)\n"
+    "server.bind('/tmp/s'); server.listen(4096)\nwhile True:\n"
+    "    client = socket.socket(socket.AF_UNIX); client.connect('/tmp/s')\n"
+    "    client.setblocking(False); client.send(b'x' * 100_000); client.close()",
+    "of closed senders": "import socket, time\nkeep = []\nfor n in range(50):\n"
+    "    keep.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))\n"
+    "    keep[-1].bind(f'/tmp/{n}')\n"
+    "    for _ in range(10):\n        sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+    "        sender.sendto(b'x' * 100_000, f'/tmp/{n}'); sender.close()\ntime.sleep(60)",
+}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("kind", HIDDEN_MEMORY)
+def test_memory_of_any_kind_counts_to_the_limit_of_all_processes(kind):
+    assert run_program(HIDDEN_MEMORY[kind], limits=replace(AMPLE, processes=12)).status == "memory"
+    assert inside() == []
+
+
+def test_a_pipe_counts_once_whatever_its_path_and_owners(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    before = sandbox_init._pipes("/proc/thread-self/fd")
+    files = [*os.pipe(), os.open(tmp_path / "fifo", os.O_RDWR)]
+    (tmp_path / "fifo").unlink()
+    files.append(os.dup(files[0]))
+    assert len(sandbox_init._pipes("/proc/thread-self/fd") - before) == 2
+    for number in files:
+        os.close(number)
+
+
+@needs_namespaces
+def test_memory_that_belongs_to_no_process_cannot_be_made():
+    program = """
+import ctypes, fcntl, mmap, os, socket
+libc = ctypes.CDLL(None)
+a, b = socket.socketpair()
+attempts = {
+    "shared map": lambda: mmap.mmap(-1, 1 << 20),
+    "device": lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 1 << 20),
+    "memfd": lambda: os.memfd_create("a"),
+    "pipe": lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20),
+    "socket": lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20),
+    "files": lambda: open("/dev/shm/a", "wb").write(b"x" * (9 << 20)),
+}
+for name in ("vmsplice", "shmget", "inotify_init1", "inotify_init"):
+    attempts[name] = lambda name=name: 1 / (getattr(libc, name)(1, 1, 1, 0) + 1)
+attempts["huge pages"] = lambda: 1 / (libc.prctl(41, 0, 0, 0, 0) + 1)
+for name, attempt in attempts.items():
+    try:
+        attempt(); print(name)
+    except (OSError, ZeroDivisionError): pass
+print("end")
+"""
+    assert run_program(program).stdout == "end\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_correct_program_may_use_processes_and_share_memory(method):
+    program = f"""
+import asyncio, mmap, multiprocessing, sqlite3, sys
+from multiprocessing import shared_memory
+def square(x): return x * x
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    with context.Pool(3) as pool: print(sum(pool.map(square, range(10))))
+    array, queue = context.Array("i", 1000), context.Queue()
+    array[3] = 5; queue.put(array[3]); print(queue.get())
+    shared = shared_memory.SharedMemory(create=True, size=1 << 20)
+    shared.buf[0] = 7; print(shared.buf[0]); shared.close(); shared.unlink()
+    print(asyncio.run(asyncio.sleep(0.01, 9)), mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline())
+    sqlite3.connect("/tmp/a").execute("create table t (x)")
+"""
+    case = run_program(program, "hi\n", replace(AMPLE, memory_bytes=256 << 20, processes=16))
+    assert case == sandbox.Case("ok", "285\n5\n7\n9 b'hi\\n'\n")
+
+
+def memory_groups():
+    """Return the folders of sandboxes in the parent of this process's cgroup; None without one."""
+    rows = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((row[3:] for row in rows if row.startswith("0::")), "/")
+    parent = Path(f"{sandbox_init.CGROUPS}{own}").parent if own != "/" else Path("/sys/fs/cgroup")
+    control = parent / "cgroup.subtree_control"
+    has_memory = control.is_file() and "memory" in control.read_text().split()
+    return [*parent.glob("msrl-sandbox-*")] if has_memory and os.access(parent, os.W_OK) else None
+
+
+@needs_namespaces
+@pytest.mark.skipif(memory_groups() is None, reason="no memory cgroup (v2) may be created here")
+def test_a_program_has_a_memory_cgroup_that_ends_with_it():
+    assert "/msrl-sandbox-" in run_program("print(open('/proc/self/cgroup').read())").stdout
+    assert run_program(BOMBS["memory of many"], limits=AMPLE).status == "memory"
+    assert memory_groups() == []
+
+
 @needs_namespaces
 def test_a_daemon_ends_with_the_case_that_started_it():
     daemon = (

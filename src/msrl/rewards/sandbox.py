@@ -46,7 +46,8 @@ class Limits:
     """Limits of one program.
 
     `case_s` is the wall-clock limit of one input, `total_s` that of all inputs. `memory_bytes`
-    limits the memory of all its processes together.
+    limits the memory of all its processes together, with their pipes and Unix sockets as if full.
+    `files_bytes` limits its files and shared memory.
     """
 
     case_s: float = 4.0

@@ -6,14 +6,16 @@ as JSON to standard output. It sets up:
 - new namespaces (pid, network, mount, ipc, uts, user),
 - a root of read-only mounts with a private /tmp in memory,
 - an unprivileged user without capabilities, a seccomp filter and resource limits,
+- a memory cgroup, if this process may create one,
 - a first process that watches time, memory and output and kills all processes at the end.
 
 After the root is changed, this process must not import anything (codecs are modules too): its own
 library is visible only if the program's interpreter shares it.
-Manual pages: namespaces(7), user_namespaces(7), pivot_root(2), seccomp(2), prctl(2).
+Manual pages: namespaces(7), user_namespaces(7), pivot_root(2), seccomp(2), prctl(2), cgroups(7).
 """
 
-# ruff: noqa: PTH103, PTH112, PTH114, PTH115, PTH120, PTH123, PTH208, PTH211
+# ruff: noqa: PTH102, PTH103, PTH106, PTH110, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208
+# ruff: noqa: PTH211
 # os.path only: this process starts for every program, and pathlib is slow to import.
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import platform
 import resource
 import select
 import signal
+import stat
 import struct
 import sys
 import time
@@ -45,29 +48,47 @@ MOUNT_FLAGS = {
     "nodiratime": 2048,
     "relatime": 1 << 21,
 }
-PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 4, 38, 22, 2
+PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SECCOMP, THP_DISABLE, DETACH = 1, 4, 38, 22, 41, 2
 NOBODY = 65534
 NEW_ROOT = "/sys"  # any existing folder that the sandbox does not need
 PRIVATE_TMP = NEW_ROOT + "/tmp"
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")  # a shared map of "zero" belongs to no process
+CGROUPS, GROUP_PREFIX = "/sys/fs/cgroup", "msrl-sandbox-"
+OPEN_FILES = 64
+PIPE_BYTES = 16 * resource.getpagesize()
+SOCKET_BYTES = 212_992  # net.core.wmem_default, unless this machine has another value
+DATAGRAMS = 11  # that a socket holds beside those of its senders
 POLL_S = 0.02
 MAX_STDERR = 4000
 # Denied system calls by machine. They create memory that belongs to no process, or reach parts of
 # the kernel that exercise programs do not need: memfd_create shmget msgget semget unshare setns
 # mount ptrace process_vm_readv/writev add_key request_key keyctl bpf perf_event_open userfaultfd
-# io_uring_setup/enter/register memfd_secret open_by_handle_at
+# io_uring_setup/enter/register memfd_secret open_by_handle_at vmsplice io_setup inotify_init1
+# fanotify_init (inotify_init).
 # fmt: off
 DENIED_CALLS = {
     "x86_64": (0xC000003E, (
         319, 29, 68, 64, 272, 308, 165, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 426, 427,
-        447, 304,
+        447, 304, 278, 206, 294, 300, 253,
     )),
     "aarch64": (0xC00000B7, (
         279, 194, 186, 190, 97, 268, 40, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 426, 427,
-        447, 265,
+        447, 265, 75, 0, 26, 262,
     )),
 }
 # fmt: on
+# System calls denied for one value of an argument: name, index, mask and value. Shared anonymous
+# maps, larger pipes, larger socket buffers, and huge pages, which stay when a part is released.
+DENIED_VALUES = (
+    ("mmap", 3, 0x2F, 0x21),  # MAP_SHARED | MAP_ANONYMOUS
+    ("fcntl", 1, 0xFFFFFFFF, 1031),  # F_SETPIPE_SZ
+    ("setsockopt", 2, 0xFFFFFFFF, 7),  # SO_SNDBUF
+    ("prctl", 0, 0xFFFFFFFF, THP_DISABLE),
+)
+CALL_NUMBERS = {
+    "x86_64": {"mmap": 9, "fcntl": 72, "setsockopt": 54, "prctl": 157},
+    "aarch64": {"mmap": 222, "fcntl": 25, "setsockopt": 208, "prctl": 167},
+}
 # System calls `socket` and `socketpair`. Other families (vsock, netlink, packet, ...) are not
 # confined by the network namespace, or reach parts of the kernel that programs do not need.
 SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
@@ -79,6 +100,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Read the job, build the sandbox, run the cases and write the results or the refusal."""
     job = json.load(sys.stdin)
+    job["socket_bytes"] = _socket_bytes()
+    job["group"] = _create_group(job["memory_bytes"] + job["files_bytes"])
     try:
         _call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         is_root = os.geteuid() == 0
@@ -88,11 +111,13 @@ def main() -> None:
         if not is_root:
             _map_user(user, group)
     except OSError as error:
+        _remove_group(job["group"])
         _answer({"refused": str(error)})
         return
     child = os.fork()
     if child:
         os.waitpid(child, 0)
+        _remove_group(job["group"])
         return
     # The kernel delivers only handled signals to the first process of a namespace, so with the
     # default action SIGINT does not reach it.
@@ -132,6 +157,64 @@ def _map_user(user: int, group: int) -> None:
             stream.write(text)
 
 
+# --- Memory cgroup --------------------------------------------------------------------------------
+
+
+def _create_group(limit: int) -> dict | None:
+    """Create a cgroup (version 2) with a limit of memory beside that of this process.
+
+    Removes the groups of killed sandboxes. Returns open files of the group and its parent, since
+    their paths do not exist in the new root, or None if this process may not create a group. The
+    limits of the processes hold either way.
+    """
+    with contextlib.suppress(OSError, StopIteration):
+        with open("/proc/self/cgroup", encoding="utf-8") as stream:
+            own = next(line[3:].rstrip() for line in stream if line.startswith("0::"))
+        parent = CGROUPS + os.path.dirname(own).rstrip("/")
+        with open(f"{parent}/cgroup.subtree_control", encoding="utf-8") as stream:
+            if "memory" not in stream.read().split():
+                return None
+        _remove_abandoned_groups(parent)
+        name = f"{GROUP_PREFIX}{os.getpid()}"
+        group = f"{parent}/{name}"
+        os.mkdir(group)
+        for file, value in (("memory.max", limit), ("memory.oom.group", 1), ("memory.swap.max", 0)):
+            with (
+                contextlib.suppress(FileNotFoundError),  # kernels without swap
+                open(f"{group}/{file}", "w", encoding="utf-8") as stream,
+            ):
+                stream.write(str(value))
+        return {
+            "name": name,
+            "parent": os.open(parent, os.O_RDONLY),
+            "members": os.open(f"{group}/cgroup.procs", os.O_WRONLY),
+            "events": os.open(f"{group}/memory.events", os.O_RDONLY),
+        }
+    return None
+
+
+def _remove_abandoned_groups(parent: str) -> None:
+    for name in os.listdir(parent):
+        number = name.removeprefix(GROUP_PREFIX)
+        if number != name and not os.path.exists(f"/proc/{number}"):
+            with contextlib.suppress(OSError):  # another sandbox removes it
+                os.rmdir(f"{parent}/{name}")
+
+
+def _remove_group(group: dict | None) -> None:
+    if group:
+        with contextlib.suppress(OSError):
+            os.rmdir(group["name"], dir_fd=group["parent"])
+
+
+def _memory_kills(job: dict) -> int:
+    """Return how many processes the kernel has killed at the group's limit of memory."""
+    if job["group"] is None:
+        return 0
+    fields = os.pread(job["group"]["events"], 4096, 0).split()
+    return int(fields[fields.index(b"oom_kill") + 1])
+
+
 # --- File system inside the sandbox ---------------------------------------------------------------
 
 
@@ -150,6 +233,7 @@ def _build_root(job: dict) -> None:
     for device in DEVICES:
         _bind(f"/dev/{device}")
     links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    links["shm"] = "/tmp"  # semaphores and shared memory of multiprocessing
     for link, target in links.items():
         os.symlink(target, f"{NEW_ROOT}/dev/{link}")
     for folder in ("proc", "sandbox"):
@@ -266,6 +350,7 @@ def _run_case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
         unwritten = unwritten[os.write(data, unwritten) :]
     os.lseek(data, 0, os.SEEK_SET)
     out, err = os.pipe(), os.pipe()
+    kills = _memory_kills(job)
     child = os.fork()
     if child == 0:
         _become_program(job, (data, out[1], err[1]))
@@ -274,6 +359,8 @@ def _run_case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
     output = {out[0]: b"", err[0]: b""}
     status = _watch(job, child, output, out[0], end)
     _kill_all()
+    if status == "error" and _memory_kills(job) > kills:
+        status = "memory"
     _drain(output)
     for number in output:
         os.close(number)
@@ -294,7 +381,7 @@ def _watch(job: dict, child: int, output: dict[int, bytes], out: int, end: float
             return "ok" if exit_status == 0 else "error"
         if time.monotonic() > end:
             return "timeout"
-        if _resident_bytes() > job["memory_bytes"]:
+        if _held_bytes(job["socket_bytes"]) > job["memory_bytes"]:
             return "memory"
 
 
@@ -329,15 +416,64 @@ def _reap(child: int) -> int | None:
     return -1
 
 
-def _resident_bytes() -> int:
-    """Return the memory of all processes inside except this one."""
-    pages = 0
+def _held_bytes(socket_bytes: int) -> int:
+    """Return the memory of all processes inside except this one.
+
+    Pipes and sockets, whose buffers belong to no process, count as full.
+    """
+    held, pipes = 0, set()
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
-        with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="utf-8") as stream:
-            pages += int(stream.read().split()[1])
-    return pages * resource.getpagesize()
+        process = 0
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{name}/task"):  # a thread can outlive the first one
+                with contextlib.suppress(OSError):
+                    process = max(process, _task_bytes(f"/proc/{name}/task/{task}"))
+                    pipes |= _pipes(f"/proc/{name}/task/{task}/fd")
+        held += process
+    return held + len(pipes) * PIPE_BYTES + _sockets() * socket_bytes
+
+
+def _task_bytes(folder: str) -> int:
+    """Return the resident pages, page tables and swapped pages of a thread's process."""
+    fields = ("VmRSS:", "VmPTE:", "VmSwap:")
+    with open(f"{folder}/status", encoding="utf-8", errors="replace") as stream:
+        return 1024 * sum(int(line.split()[1]) for line in stream if line.startswith(fields))
+
+
+def _pipes(folder: str) -> set[object]:
+    """Return the pipes among open files; of a process that cannot be read, as many as it may open.
+
+    Threads can have separate files, and a pipe can have any path.
+    """
+    pipes: set[object] = set()
+    try:
+        for number in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(f"{folder}/{number}")
+                if stat.S_ISFIFO(status.st_mode):
+                    pipes.add((status.st_dev, status.st_ino))
+    except PermissionError:
+        return {(folder, number) for number in range(OPEN_FILES)}
+    return pipes
+
+
+def _sockets() -> int:
+    """Return how many buffers the Unix sockets inside have, also of unaccepted connections."""
+    with open("/proc/self/net/unix", encoding="utf-8", errors="replace") as stream:
+        kinds = [line.split()[4] for line in stream][1:]
+    return sum(DATAGRAMS if kind == "0002" else 1 for kind in kinds)
+
+
+def _socket_bytes() -> int:
+    """Return how much a socket may hold by default."""
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/sys/net/core/wmem_default", encoding="utf-8") as stream,
+    ):
+        return int(stream.read())
+    return SOCKET_BYTES
 
 
 def _kill_all() -> None:
@@ -357,12 +493,16 @@ def _become_program(job: dict, files: tuple[int, int, int]) -> None:
     """Set up files, limits and the filter in the child process, then execute the program."""
     try:
         os.setsid()
+        if job["group"]:
+            with contextlib.suppress(OSError):  # old kernels ask for the rights of this user
+                os.write(job["group"]["members"], b"0")
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(3, 4096)
         for name, limit in _limits(job).items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+        _call("prctl", THP_DISABLE, 1, 0, 0, 0)
         _filter_calls()
         environment = {
             "PATH": "/usr/bin:/bin",
@@ -385,7 +525,8 @@ def _limits(job: dict) -> dict[str, int]:
         "CPU": math.ceil(job["case_s"]) + 1,
         "FSIZE": job["files_bytes"],
         "NPROC": job["processes"] + 1,  # the watching process counts too
-        "NOFILE": 64,
+        "NOFILE": OPEN_FILES,
+        "SIGPENDING": 1024,
         "CORE": 0,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
@@ -395,14 +536,19 @@ def _limits(job: dict) -> dict[str, int]:
 def _filter_calls() -> None:
     """Install the seccomp filter.
 
-    DENIED_CALLS fail with EPERM, and sockets of other families than SOCKET_FAMILIES with
-    EAFNOSUPPORT. A call of another architecture (32 bits, x32) kills the process.
+    DENIED_CALLS and DENIED_VALUES fail with EPERM, and sockets of other families than
+    SOCKET_FAMILIES with EAFNOSUPPORT. A call of another architecture (32 bits, x32) kills the
+    process.
     """
     architecture, denied = DENIED_CALLS[platform.machine()]
     kill, allow, deny = 0x80000000, 0x7FFF0000, 0x00050001
-    load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06
+    load, equal, at_least, both, ret = 0x20, 0x15, 0x35, 0x54, 0x06
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, kill)]
     steps += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (ret, 0, 0, kill)]
+    for name, index, mask, value in DENIED_VALUES:
+        steps += [(equal, 0, 5, CALL_NUMBERS[platform.machine()][name])]
+        steps += [(load, 0, 0, 16 + 8 * index), (both, 0, 0, mask), (equal, 0, 1, value)]
+        steps += [(ret, 0, 0, deny), (load, 0, 0, 0)]
     socket, pair = SOCKET_CALLS[platform.machine()]
     families = len(SOCKET_FAMILIES)
     sockets = [(equal, 1, 0, socket), (equal, 0, families + 2, pair), (load, 0, 0, 16)]
