@@ -437,7 +437,9 @@ def changed(tree: Changes, changes: Changes) -> Changes:
 
 
 def translate_yaml(module: Any, tree: Changes, file: Path) -> Translation:
-    return module.translate(wrap(tree, Origin(str(file))), file)
+    translated = module.translate(wrap(tree, Origin(str(file))), file)
+    translated.refuse_misspelled()
+    return translated
 
 
 @cache

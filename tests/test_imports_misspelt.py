@@ -170,6 +170,7 @@ def tool(config: object = None, **keys: object) -> Changes:
     return {**MATH, "custom_envs.Lake.tool_wrapper": wrapper}
 
 
+JUDGE: Changes = {"worker_cls": "roll.LLMJudgeRewardWorker"}
 INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message names
     ("roll", {"query_filter_config": FILTER}, "filter_argss"),
     ("roll", {"actor_train.router_replay": {"modee": "R3"}}, "modee"),
@@ -232,7 +233,16 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
     ("mindspeed_rl", {"megatron_training.bf16": [True]}, "bf16"),
     ("mindspeed_rl", {"megatron_training.data_path": None}, "data_path"),
     ("roll", {"student": [1]}, "student"),
+    ("roll", {"rewards.math.judge_model_typee": "api"}, "judge_model_typee"),
+    ("roll", {"rewards.judge": {**JUDGE, "model_args": {"dtypee": "bf16"}}}, "dtypee"),
+    ("roll", {"reward_model": {"model_args": {"dtypee": "bf16"}}}, "dtypee"),
+    ("roll", {**AGENTIC, "val_env_manager": {"num_env_groupss": 8}}, "num_env_groupss"),
     ("verl", {"sandbox_fusion": "http://localhost"}, "sandbox_fusion"),
+    ("verl", {"actor_rollout_ref.actor.profiler.enablee": True}, "enablee"),
+    ("verl", {"actor_rollout_ref.actor.qat": {"enable": False, "modee": "x"}}, "modee"),
+    ("verl", {"actor_rollout_ref.actor.checkpoint.async_savee": True}, "async_savee"),
+    ("verl", {"actor_rollout_ref.model.mtp": {"enable_trainn": True}}, "enable_trainn"),
+    ("verl", {"global_profiler.global_tool_config.nsyss": {}}, "nsyss"),
     ("verl", {"actor_rollout_ref.actor.ppo_micro_batch_size": [1]}, "ppo_micro_batch_size"),
 ]
 
@@ -320,9 +330,8 @@ def shipped(root: Path, pattern: str, system: str) -> Iterator[Path]:
 
 # Sections whose keys users choose, or that the original passes on; msrl does not read them.
 FREE = re.compile(
-    r"system_envs|tracker_kwargs|hydra|checkpoint_config|val_env_manager|custom_envs"
-    r"|domain_interleave_probs|sequence_packing_args|wrap_policy|additional_configs|strategy_config"
-    r"|^reward_model|^teacher$|tag_to_template|rewards(\.\w+\.\w+.*)?$"
+    r"system_envs|tracker_kwargs|hydra|custom_envs|domain_interleave_probs|wrap_policy"
+    r"|strategy_config|^teacher$|tag_to_template|rewards$"
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import Node, Origin, plain, read, wrap
-from msrl.errors import MsrlError, nearest, similar
+from msrl.errors import MsrlError, nearest
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.table import canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -228,33 +228,16 @@ def as_list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
-def refuse_misspelled(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
-    """Add an error for each key of a section that is similar to a key that the original reads.
-
-    The original ignores other keys, or passes them on.
-    """
-    names = list(known)
-    for key, node in _unknown(entry, names).items():
-        if similar(key, names):
-            _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
-
-
 def refuse_unknown(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:
     """Add an error for each key that the arguments of the original do not include."""
     names = list(known)
     if entry.value is not None and not isinstance(entry.node.value, dict):
         translation.add_error(entry, "must be a section of keys")
-    for key, node in _unknown(entry, names).items():
-        _refuse_key(translation, f"{node.origin}: {entry.path}.{key}", nearest(key, names))
-
-
-def _unknown(entry: SourceKey, names: Sequence[str]) -> dict[str, Node]:
     section = entry.node.value if isinstance(entry.node.value, dict) else {}
-    return {key: node for key, node in section.items() if key not in names}
-
-
-def _refuse_key(translation: Translation, where: str, hint: str) -> None:
-    translation.errors.append(f"{where}: unknown key of {translation.system}; {hint}")
+    for key, node in section.items():
+        if key not in names:
+            text = f"unknown key of {translation.system}; {nearest(key, names)}"
+            translation.errors.append(f"{node.origin}: {entry.path}.{key}: {text}")
 
 
 def put_call_time(translation: Translation, origin: Origin, time_s: float) -> None:

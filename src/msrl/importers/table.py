@@ -15,12 +15,13 @@ A row describes one key, or several that are separated by commas, with these fie
   differs what msrl computes without the key, which is refused unless differences are accepted
   only    algorithms in which the original reads the key
   is_text True if a quoted "true" or "false" is valid; for other keys it is an error
-  form    what the value must be: switch, number, text, texts, list or section. A key whose
-          `default` or `off` is true or false is a switch
+  form    what the value must be: switch, number, text, texts, list, section, or names, a section
+          whose keys the user chooses. A key whose `default` or `off` is true or false is a switch
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -76,7 +77,9 @@ FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "texts": (_is_texts, "must be a text or a list of texts"),
     "list": (_is_list, "must be a list"),
     "section": (_is_section, "must be a section of keys"),
+    "names": (_is_section, "must be a section of keys"),
 }
+_MISSPELLED = 0.85  # similarity of `modee` and `mode`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Row:
         """Return why the original cannot read a value; empty if it can, and for null."""
         is_switch = any(isinstance(value, bool) for value in (*self.off, self.default))
         form = self.form or ("switch" if is_switch and not (self.refuse or self.differs) else "")
-        is_open = is_placeholder(value) and form not in ("list", "section")
+        is_open = is_placeholder(value) and form not in ("list", "section", "names")
         if not form or value is None or is_open:
             return ""
         is_valid, problem = FORMS[form]
@@ -146,6 +149,19 @@ class Table:
         """Return True if the original has this key, with or without a row here."""
         name = canonical(key)
         return name in original_keys(self.system) or any(name == other for _, other in self.rows)
+
+    def misspelled(self, key: str) -> str:
+        """Return the key of the original that an unknown one almost equals; empty without one."""
+        if self.is_original(key):
+            return ""
+        names = {*original_keys(self.system), *(name for _, name in self.rows)}
+        return next(iter(difflib.get_close_matches(canonical(key), names, 1, _MISSPELLED)), "")
+
+    def has_names(self, key: str) -> bool:
+        """Return True if the user chooses the keys inside the value of a key."""
+        return any(
+            name == canonical(key) and row.form == "names" for (_, name), row in self.rows.items()
+        )
 
     def is_untranslated(self, key: str) -> bool:
         """Return True if the original has this key, and no section here has a row for it."""

@@ -181,6 +181,28 @@ class Translation:
             return f"not supported: a key of {self.system} that msrl has no setting for{remedy}"
         return f"unknown key of {self.system}; {self.table.hint(key, *sections)}"
 
+    def refuse_misspelled(self) -> None:
+        """Add an error for each key inside the value of a key that is almost one of the original.
+
+        `entries` checks the keys of sections that are translated key by key; the others are inside
+        sections that are off, that change files only, or that no importer reads.
+        """
+        for result in self.key_results:
+            if self.table.row(result.entry.section, result.entry.key) is not None:
+                self._refuse_misspelled(result.entry.node, result.entry.path)
+
+    def _refuse_misspelled(self, node: Node, path: str) -> None:
+        if self.table.has_names(path.rpartition(".")[2]):
+            return
+        for item in node.value if isinstance(node.value, tuple) else ():
+            self._refuse_misspelled(item, path)
+        for key, child in (node.value if isinstance(node.value, dict) else {}).items():
+            where = f"{child.origin}: {path}.{key}"
+            near = self.table.misspelled(key)
+            if near and not any(error.startswith(where) for error in self.errors):
+                self.errors.append(f"{where}: unknown key of {self.system}; did you mean '{near}'?")
+            self._refuse_misspelled(child, f"{path}.{key}")
+
     def row(self, entry: SourceKey) -> Row:
         """Return the table row of a key."""
         row = self.table.row(entry.section, entry.key)
@@ -382,6 +404,8 @@ class Translation:
     def complete(self, *, approximate: bool) -> None:
         """Name the run of a training, and record the differences that `approximate` accepts."""
         self.accepts_differences = approximate
+        if not self.is_refused:
+            self.refuse_misspelled()
         if not self.is_training:
             return
         file = Path(self.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from msrl.config.sources import Node, wrap
-from msrl.importers.sections import Keys, put_call_time, refuse_misspelled, refuse_unknown
+from msrl.importers.sections import Keys, put_call_time, refuse_unknown
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import is_number
 from msrl.importers.translation import SourceKey
@@ -54,14 +54,12 @@ def translate_questions(keys: Keys, config: Keys, entry: SourceKey) -> dict[str,
 def _tool(keys: Keys, entry: SourceKey) -> tuple[str, dict[str, Any]]:
     """Return the environment of the tool of a question, with its options."""
     translation = keys.translation
-    refuse_misspelled(translation, entry, ("wrapper_args", "tool_configs"))
     config = _only_tool(entry)
     kind = str(_mapping(config.value).get("tool_id"))
     if kind not in _TOOLS:
         text = f"not supported: msrl has one tool of {', '.join(_TOOLS)}. Use environment.path."
         translation.add_error(entry, text)
         return "", {}
-    refuse_misspelled(translation, config, ("tool_id", "tool_args"))
     arguments = _inner(config, "tool_args")
     refuse_unknown(translation, arguments, _ARGUMENTS[kind])
     _put_wrapper(keys, entry)

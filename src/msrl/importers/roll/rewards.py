@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
-from msrl.importers.sections import Keys, as_list, refuse_misspelled
+from msrl.importers.sections import Keys, as_list
 from msrl.importers.table import is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -150,7 +150,6 @@ def _filter_settings(
     standard deviation (N - 1).
     """
     entries = entry.node.value if isinstance(entry.node.value, dict) else {}
-    refuse_misspelled(translation, entry, ("type", "filter_args"))
     kinds = {"mean_filter": "mean", "std_filter": "std", "no_filter": "none"}
     kind = kinds.get(str(plain(entries["type"])) if "type" in entries else "")
     if not entries or kind == "none":

@@ -12,7 +12,7 @@ from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.training import put_profile
 from msrl.importers.secrets import holds_secret, is_secret_name
-from msrl.importers.sections import Keys, as_list, refuse_misspelled
+from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 
 _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
@@ -25,8 +25,6 @@ _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
     "tensorboard": {"log_dir": "dir"},
     "wandb": {"log_dir": "dir", **{k: k for k in ("project", "name", "tags", "notes", "mode")}},
 }
-_MOCK_KEYS = ("enable", "mode", "dump_dir")  # of rollout_mock
-_UPLOAD_KEYS = ("type", "output_dir", "async_upload", "keep_local_file")  # of checkpoint_config
 _MODELSCOPE = "to load models of ModelScope, export MSRL_HUB=modelscope before msrl starts"
 
 
@@ -44,13 +42,9 @@ def put_run(top: Keys) -> None:
     if config is not None:
         is_section = isinstance(config.node.value, dict)
         settings: dict[str, Any] = plain(config.node) if is_section else {}
-        refuse_misspelled(top.translation, config, _UPLOAD_KEYS)
         if settings.get("output_dir"):
             top.translation.assign(config, ["checkpoint.save"], settings["output_dir"])
         top.translation.record(config, KeyStatus.SAME, "msrl does not upload checkpoints")
-    mock = top.get("rollout_mock")
-    if mock is not None:
-        refuse_misspelled(top.translation, mock, _MOCK_KEYS)
     put_variables(top)
 
 
