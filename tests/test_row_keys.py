@@ -326,6 +326,20 @@ def test_auto_reads_numbers_and_labels_as_ground_truths(value: Any):
         read("auto", {"prompt": CHAT[:1], "label": 1}, "prompts")
 
 
+@pytest.mark.parametrize("name", ["answer", "solution", "ground_truth", "final_answer", "output"])
+@pytest.mark.parametrize("value", ["0", "1", 1])
+def test_a_label_that_repeats_the_ground_truth_is_no_truth_value(name: str, value: Any):
+    for handler in ("auto", "r1"):
+        keys = {"prompt": "question", "query": "", "response": name} if handler == "r1" else {}
+        row = {"question": "a", name: "1" if value == 1 else value, "label": value}
+        item, _ = read(handler, row, "prompts", **keys)
+        assert item.answer == str(value)
+        with pytest.raises(MsrlError, match=mentions("label", "KTO")):
+            read(handler, {**row, "label": True}, "prompts", **keys)
+    with pytest.raises(MsrlError, match=mentions("label")):
+        read("r1", {"question": "a", name: "7", "label": value}, "prompts", **keys)
+
+
 @pytest.mark.parametrize("label", [True, 1, "1", "true", 1.0])
 def test_labels_are_truth_values_in_every_form(label: Any):
     row = {"prompt": "a", "completion": "b"}

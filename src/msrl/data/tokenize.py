@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.data.columns import ColumnMapping, DroppedRow, as_text, is_empty
+from msrl.data.columns import ColumnMapping, DroppedRow, as_text, is_empty, pick
 from msrl.data.dataset import IGNORE
 from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import Handler
@@ -246,6 +246,8 @@ def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[
             refuse_preference(row)
         resolved, columns, read = resolve(row)
         names = columns.read | kept if kept else columns.read
+        if kind == "prompts" and "label" in row and as_text(row["label"]) == _answer(row, columns):
+            names |= {"label"}  # the ground truth, repeated
         check_row(row, names, kind, unread, is_kept=is_kept)
         if kind == "pairs":
             sides = (columns.paths.get(name, "") for name in ("chosen", "rejected"))
@@ -254,6 +256,11 @@ def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[
         return _with_extra(item, row, columns, job.kept) if job.kept else item
 
     return convert
+
+
+def _answer(row: Any, columns: ColumnMapping) -> str:
+    """Return the ground truth of a prompt in a column of its own."""
+    return as_text(pick(row, columns.paths.get("response", "")))
 
 
 def _with_extra(
