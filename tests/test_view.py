@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ import pytest
 import view_runs
 from msrl.cli.app import main
 from msrl.errors import MsrlError
+from msrl.files import take_lock
 from msrl.tracking.rollouts import write_records
+from msrl.tracking.run import LOCK, run_state
 from msrl.workflows.report import run as write_report
 from msrl.workflows.view.build import View, write_folder, write_single_file
 from msrl.workflows.view.chunks import InlineChunks, safe_json
@@ -529,3 +532,31 @@ def test_serve_and_single_file_exclude_each_other(
         main()
     assert end.value.code == 2
     assert_mentions(capsys.readouterr().err, "--serve", "--single-file", "exclude")
+
+
+def test_the_lock_and_the_last_line_tell_a_running_from_a_killed_run(run: Path):
+    def state(**changes: Any) -> str:
+        attempt = {"attempt": 1, "started": "2026-01-01T00:00:00+00:00", "host": gethostname()}
+        return run_state(run, [attempt | changes])
+
+    assert run_state(run, []) == "unknown"
+    assert state(outcome="interrupted") == "interrupted"
+    assert state() == "killed"
+    assert state(host="another") == "running"  # its lines are new
+    for name in ("log.txt", "metrics.jsonl"):
+        os.utime(run / name, (0, 0))
+    assert state(host="another") == "killed"
+    with (run / LOCK).open("w") as lock:
+        assert take_lock(lock)
+        assert state() == "running"
+    assert state() == "killed"
+
+
+def test_changed_settings_are_told_from_defaults(run: Path, tmp_path: Path):
+    write_folder([run], tmp_path / "view")
+    (overview,) = read_chunk(tmp_path / "view", "runs")
+    assert "train.optimizer.lr" in overview["set"]
+    assert "run.dir" not in overview["set"]
+    assert "run.dir" in overview["config"]
+    assert overview["metrics"]["time"] == pytest.approx([3.1, 6.2, 9.3, 12.4])
+    assert overview["metrics"]["tokens"] == pytest.approx([310, 620, 930, 1240])

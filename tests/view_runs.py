@@ -173,6 +173,7 @@ def _write_metrics(folder: Path, num_steps: int) -> None:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(num_steps + 1):
             values: dict[str, Any] = {"reward/mean": 0.5 + 0.1 * step, "train/loss": -0.01 * step}
+            values["perf/tokens_per_s"] = 100.0
             if step in (0, num_steps):
                 values |= {"eval/pass@1": 0.5, "eval/pass@4": 0.75}
             if step == 1:

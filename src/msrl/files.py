@@ -120,14 +120,14 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
-def take_lock(file: int | IO[str]) -> bool:
-    """Take an exclusive lock on an open file or folder until it is closed.
+def take_lock(file: int | IO[str], *, is_shared: bool = False) -> bool:
+    """Take an exclusive or shared lock on an open file or folder until it is closed.
 
     Return False if another process holds the lock. On a file system without such locks (Lustre,
     unless it is mounted with them), return True without locking.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

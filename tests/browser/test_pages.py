@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from msrl.workflows.view.build import View, write_folder, write_single_file
 from msrl.workflows.view.serve import open_server
 from scripted_episodes import TOOL_FORMATS
 
-SIZES = {"wide": (1280, 900), "narrow": (390, 844)}
+SIZES = {"wide": (1400, 900), "middle": (800, 900), "narrow": (390, 844)}
 PAGES = {
     "overview": "#/overview",
     "configuration": "#/overview?tab=config",
@@ -37,8 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a view of two runs that differ in their learning rate."""
     root = tmp_path_factory.mktemp("view")
     first = view_runs.make_run(root / "runs" / "grpo", num_steps=60, format="parquet")
-    config = view_runs.make_config("faster", train={"optimizer": {"lr": 2e-4}})
+    settings = {"samples_per_prompt": 8, "prompts_per_step": 3}
+    lr = {"optimizer": {"lr": 2e-4}}
+    config = view_runs.make_config("faster", train=lr, rollout=settings)
     second = view_runs.make_run(root / "runs" / "faster", num_steps=40, config=config)
+    rows = [view_runs.jsonl_row(view_runs.response(1, 0, number), 5) for number in range(8)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (second / "rollouts" / "step_000001.jsonl").write_text(lines)
     write_folder([first, second], root / "view")
     return root / "view"
 
@@ -96,38 +102,30 @@ def screenshot(page: Any, name: str) -> None:
         page.screenshot(path=f"{target}/{name}.png")
 
 
+def axe_faults(page: Any) -> list[Any]:
+    """Return the serious faults that axe-core finds; none without its script."""
+    script = os.environ.get("MSRL_AXE")
+    if not script:
+        return []
+    page.evaluate(Path(script).read_text())
+    rules = page.evaluate("axe.run()")["violations"]
+    serious = [rule for rule in rules if rule["impact"] in ("serious", "critical")]
+    return [(rule["id"], [node["html"] for node in rule["nodes"]][:3]) for rule in serious]
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_no_error_no_request_and_no_sideways_scrolling(
+def test_a_page_has_no_fault_no_request_and_no_sideways_scrolling(
     folder: Path, open_page: Open, name: str, size: str, theme: str
 ):
-    page = open_page(folder, PAGES[name], size, theme == "dark")
+    page = open_page(folder, PAGES[name], size, theme == "dark", bypass_csp=True)
     screenshot(page, f"{name}-{size}-{theme}")
     assert page.problems == []
     assert all(address.startswith("file:") for address in page.requested)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("document.documentElement.dataset.theme") == theme
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_reports_no_serious_fault(
-    folder: Path, open_page: Open, name: str, size: str, theme: str
-):
-    script = os.environ.get("MSRL_AXE")
-    if not script:
-        pytest.skip("needs axe-core: MSRL_AXE names no script")
-    page = open_page(folder, PAGES[name], size, theme == "dark", bypass_csp=True)
-    page.evaluate(Path(script).read_text())
-    results = page.evaluate("axe.run()")
-    faults = [
-        (rule["id"], [node["html"] for node in rule["nodes"]][:3])
-        for rule in results["violations"]
-        if rule["impact"] in ("serious", "critical")
-    ]
-    assert faults == []
+    assert axe_faults(page) == []
 
 
 def test_the_reason_of_a_wrong_answer_is_four_clicks_away(folder: Path, open_page: Open):
@@ -170,9 +168,76 @@ def test_filters_and_search_select_samples(folder: Path, open_page: Open):
     page.click("button:has-text('right')")
     page.wait_for_selector("[role=status]:has-text('360 samples of 720')")
     page.fill("input[type=search]", "8+7? (101)")
-    page.press("input[type=search]", "Enter")
     page.wait_for_selector("[role=status]:has-text('2 samples with this text (searched 60 of 60')")
     assert page.locator(".virtual .row").count() == 2
+    assert page.problems == []
+
+
+def test_a_search_marks_its_hits_and_keeps_its_list(folder: Path, open_page: Open):
+    page = open_page(folder, "#/rollouts?from=1&to=1")
+    page.type("input[type=search]", "boxed{15}")
+    page.wait_for_selector("[role=status]:has-text('6 samples with this text')")
+    assert page.evaluate("document.activeElement.value") == "boxed{15}"
+    assert page.locator(".virtual mark").all_inner_texts() == ["boxed{15}"] * 6
+    page.click(".virtual .row >> nth=0")
+    page.wait_for_selector(".turn mark")
+    page.wait_for_selector("a:has-text('next')")
+    for _ in range(5):
+        assert page.inner_text(".turn mark") == "boxed{15}"
+        page.keyboard.press("n")
+        page.wait_for_timeout(150)
+    assert page.locator("a:has-text('next')").count() == 0
+    assert page.problems == []
+
+
+def test_axes_fit_their_values(tmp_path: Path, open_page: Open):
+    run = view_runs.make_run(tmp_path / "run", num_steps=1)
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in (2, 3000):
+            file.write(json.dumps({"step": step, "metrics": {"train/constant": 0.0}}) + "\n")
+    write_folder([run], tmp_path / "view")
+    page = open_page(tmp_path / "view")
+    page.get_by_label("Metrics").fill("train/constant")
+    page.wait_for_selector(".curve canvas")
+    with page.expect_download() as download:
+        page.get_by_label("Save train/constant as SVG").click()
+    svg = Path(download.value.path()).read_text()
+    assert {"-1", "0", "1", "3,000"} <= {*re.findall(r">([^<]*)</text>", svg)}
+    width = re.search(r'width="([0-9.]+)"', svg)
+    last = re.search(r'x="([0-9.]+)"[^>]*>3,000', svg)
+    assert width is not None and last is not None
+    assert float(last[1]) + 18 <= float(width[1])
+
+
+def test_a_group_of_eight_fits_the_page(folder: Path, open_page: Open):
+    page = open_page(folder, "#/group/1/rollout/1/0")
+    boxes = [card.bounding_box() for card in page.locator(".side-by-side > .card").all()]
+    assert len(boxes) == 8
+    assert all(box["x"] + box["width"] <= 1400 for box in boxes)
+
+
+def test_navigation_leaves_no_frame_around_the_page(folder: Path, open_page: Open):
+    page = open_page(folder)
+    page.keyboard.press("2")
+    page.wait_for_selector("h1:has-text('Step')")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "none"
+
+
+def test_runs_sort_filter_and_export(folder: Path, open_page: Open):
+    page = open_page(folder)
+    page.click("th button:has-text('step')")
+    assert page.locator("tbody th").all_inner_texts() == ["faster", "grpo"]
+    page.click("th button:has-text('step')")
+    assert page.locator("tbody th").all_inner_texts() == ["grpo", "faster"]
+    page.get_by_label("Runs", exact=True).first.fill("fast")
+    page.wait_for_selector("[role=status]:has-text('1 run of 2')")
+    page.get_by_label("X axis").select_option("tokens")
+    page.wait_for_selector(".curve canvas")
+    with page.expect_download() as download:
+        page.get_by_label("Save train/loss as CSV").first.click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0] == 'tokens,"grpo","faster"'
     assert page.problems == []
 
 

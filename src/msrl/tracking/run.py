@@ -7,6 +7,7 @@
     data.json         the rows that the run preprocessed: files, settings and digests, by their
                       names in the configuration; absent for data of `msrl preprocess`
     log.txt           all lines that the run printed, with their time
+    notes.json        tags and a note, which users write in the pages of `msrl view --serve`
     metrics.jsonl, tensorboard/, checkpoints/, rollouts/, report.md, ...: written by other modules
 
 One process writes to a run at a time: the folder is locked while it is open. If all attempts failed
@@ -22,6 +23,7 @@ import platform
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -33,12 +35,15 @@ import yaml
 
 from msrl.errors import MsrlError
 from msrl.files import take_lock, why_not_writable, write_text
+from msrl.tracking.log_file import FILE_NAME as LOG
 from msrl.tracking.metrics import FILE_NAME as METRICS
 
 CONFIG = "config.yaml"
 DATA = "data.json"
 ATTEMPTS = "attempts.jsonl"
 LOCK = ".lock"
+NOTES = "notes.json"
+_SILENCE_S = 600.0  # after which a run of another machine counts as killed
 STACK = (
     "msrl",
     "torch",
@@ -198,7 +203,8 @@ def _not_writable(path: Path, reason: str) -> MsrlError:
 
 def _lock(path: Path, mode: str = "w") -> IO[str]:
     lock = (path / LOCK).open(mode)
-    if not take_lock(lock):
+    # Pages hold a shared lock for an instant while they look at the state of a run.
+    if not take_lock(lock) and not (time.sleep(0.2) or take_lock(lock)):
         lock.close()
         raise MsrlError(
             f"{path}: another process is writing to this run. "
@@ -233,6 +239,53 @@ def _attempts(path: Path) -> int:
 def read_attempts(path: Path) -> list[dict[str, Any]]:
     """Return the records of the starts of a run. Raises MsrlError if the file is damaged."""
     return read_objects(path / ATTEMPTS)
+
+
+def run_state(path: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
+    """Return completed, interrupted, failed, running, killed or unknown.
+
+    A run without an outcome is running if its folder is locked. Locks may not reach other machines,
+    so a run of another one is running if it has written within the last minutes.
+    """
+    if not attempts:
+        return "unknown"
+    last = attempts[-1]
+    if last.get("outcome"):
+        return str(last["outcome"])
+    if _is_locked(path / LOCK):
+        return "running"
+    is_elsewhere = last.get("host") not in (None, socket.gethostname())
+    return "running" if is_elsewhere and _silence_s(path) < _SILENCE_S else "killed"
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        with lock.open() as file:
+            return not take_lock(file, is_shared=True)
+    except OSError:
+        return False
+
+
+def _silence_s(path: Path) -> float:
+    """Return the seconds since the run wrote its log or metrics."""
+    files = [file for file in (path / LOG, path / METRICS) if file.is_file()]
+    return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def read_notes(path: Path) -> dict[str, Any]:
+    """Return the tags and note that users gave a run."""
+    file = path / NOTES
+    try:
+        value = json.loads(file.read_bytes()) if file.is_file() else {}
+        tags = value.get("tags", [])
+        return {"tags": [tag for tag in tags if isinstance(tag, str)], "note": str(value["note"])}
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return {"tags": [], "note": ""}
+
+
+def write_notes(path: Path, tags: Sequence[str], note: str) -> None:
+    """Write the tags and note of a run."""
+    write_text(path / NOTES, json.dumps({"tags": [*tags], "note": note}, ensure_ascii=False))
 
 
 def require_regular_files(path: Path) -> None:

@@ -25,6 +25,7 @@ MODULES = (
     "charts.js",
     "list.js",
     "overview.js",
+    "runs.js",
     "steps.js",
     "rollouts.js",
     "sample.js",

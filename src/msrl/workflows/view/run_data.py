@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.limits import print_line
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
@@ -25,8 +26,10 @@ from msrl.tracking.run import (
     CONFIG,
     DATA,
     read_attempts,
+    read_notes,
     read_objects,
     require_regular_files,
+    run_state,
 )
 from msrl.types import StepReport
 from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
@@ -74,10 +77,14 @@ class RunData:
         pieces = self._write_pieces(config, chunks)
         reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
         attempts = read_attempts(self.folder)
+        settings = flat({k: v for k, v in config.items() if k not in hidden})
         return {
             "name": self.name,
             "folder": str(self.folder),
-            "config": flat({k: v for k, v in config.items() if k not in hidden}),
+            "config": settings,
+            "set": _changed(settings),
+            "state": run_state(self.folder, attempts),
+            **read_notes(self.folder),
             "attempts": attempts,
             "lineage": lineage(self.folder, config),
             "metrics": metric_columns(reports),
@@ -139,8 +146,13 @@ def metric_columns(reports: Sequence[StepReport]) -> dict[str, Any]:
     metrics = dict.fromkeys(name for report in reports for name in report.metrics)
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
     missing = math.nan
+    seconds = [_duration(report) for report in reports]
+    speeds = [report.metrics.get("perf/tokens_per_s", 0.0) for report in reports]
+    tokens = [speed * duration for speed, duration in zip(speeds, seconds, strict=True)]
     return {
         "steps": [report.step for report in reports],
+        "time": [number(value) for value in np.nancumsum(seconds)],
+        "tokens": [number(value) for value in np.nancumsum(tokens)] if any(speeds) else None,
         "values": {
             name: [number(r.metrics.get(name, missing)) for r in reports] for name in metrics
         },
@@ -149,6 +161,17 @@ def metric_columns(reports: Sequence[StepReport]) -> dict[str, Any]:
         },
         "notes": [[report.step, *report.notes] for report in reports if report.notes],
     }
+
+
+def _duration(report: StepReport) -> float:
+    """Return the seconds of a step."""
+    return report.seconds.get("step", sum(report.seconds.values()))
+
+
+def _changed(settings: Mapping[str, str]) -> list[str]:
+    """Return the keys whose values are not the defaults of this version."""
+    defaults = flat(Config().model_dump(mode="json"))
+    return [key for key, value in settings.items() if defaults.get(key) != value]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

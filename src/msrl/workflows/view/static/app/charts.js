@@ -1,11 +1,42 @@
 /** Curves (uPlot) and small bar charts (SVG) in the colors of the page. */
 
 import { runColor, state } from "./state.js";
-import { el, fill } from "./dom.js";
-import { digits } from "./text.js";
+import { download, el, fill } from "./dom.js";
+import { digits, duration } from "./text.js";
 
 const HEIGHT = 168;
+const TICK = 6.6; // width of a digit at an axis in pixels
 const SYNC = uPlot.sync("steps");
+const COMPACT = new Intl.NumberFormat("en-US", { notation: "compact", maximumFractionDigits: 2 });
+
+/** What the x axis of the curves counts: its name, its values in a run, and their text. */
+export const AXES = {
+  step: { label: "step", values: (metrics) => metrics.steps, text: digits },
+  time: { label: "time", values: (metrics) => metrics.time, text: duration },
+  tokens: { label: "tokens", values: (metrics) => metrics.tokens, text: (value) => COMPACT.format(value) },
+};
+
+function axisOfX() {
+  return AXES[state.axis] ?? AXES.step;
+}
+
+/** Return the curve of a metric in a run for `curveCard`, or null without values. */
+export function metricLine(number, name) {
+  const { metrics, name: label } = state.runs[number];
+  const values = metrics.values[name];
+  const x = axisOfX().values(metrics);
+  if (!x || !values?.some((value) => value !== null) || state.hidden.has(number)) return null;
+  return { run: number, label, x, values };
+}
+
+/** Return the marks of the shown runs at their places on the x axis. */
+export function marks() {
+  return state.runs.map((run, number) => {
+    const x = axisOfX().values(run.metrics) ?? [];
+    const places = (steps) => steps.map((step) => x[run.metrics.steps.indexOf(step)]).filter((at) => at !== undefined);
+    return { run: number, ...Object.fromEntries(Object.entries(run.markers).map(([kind, steps]) => [kind, places(steps)])) };
+  }).filter(({ run }) => !state.hidden.has(run));
+}
 
 /** Return a color of style.css. */
 export function color(name) {
@@ -27,13 +58,16 @@ export function smooth(values, weight) {
 /**
  * Return a card with the curves of a metric of all shown runs, drawn when it becomes visible.
  *
- * `lines` are {run, label, steps, values}.
+ * `lines` are those of `metricLine`, `markers` those of `marks`.
  */
 export function curveCard(title, lines, markers) {
   const values = el("span", { class: "readout", "aria-hidden": "true" });
   const plot = el("div", { class: "plot", role: "img", "aria-label": summary(title, lines) });
   const element = el("figure", { class: "curve" },
-    el("figcaption", {}, el("span", { class: "name" }, title), values), plot);
+    el("figcaption", {}, el("span", { class: "name" }, title), values), plot,
+    el("div", { class: "exports" },
+      exportButton("SVG", title, () => download(`${title}.svg`, "image/svg+xml", chartSvg(chart, title, lines))),
+      exportButton("CSV", title, () => download(`${title}.csv`, "text/csv", chartCsv(lines)))));
   let chart = null;
   const draw = () => {
     chart?.destroy();
@@ -54,13 +88,17 @@ export function curveCard(title, lines, markers) {
   return element;
 }
 
+function exportButton(format, title, save) {
+  return el("button", { type: "button", "aria-label": `Save ${title} as ${format}`, on: { click: save } }, format);
+}
+
 /** Return what a reader who does not see the curves needs. */
 function summary(title, lines) {
-  const parts = lines.map(({ label, steps, values }) => {
-    const known = values.map((value, i) => [value, steps[i]]).filter(([value]) => value !== null);
-    if (!known.length) return `${label}: no values`;
-    const [last, step] = known[known.length - 1];
-    return `${label}: ${digits(known[0][0])} at step ${known[0][1]}, ${digits(last)} at step ${step}`;
+  const { label: name, text } = axisOfX();
+  const parts = lines.map(({ label, x, values }) => {
+    const known = values.map((value, i) => [value, x[i]]).filter(([value]) => value !== null);
+    const [last, end] = known[known.length - 1];
+    return `${label}: ${digits(known[0][0])} at ${name} ${text(known[0][1])}, ${digits(last)} at ${name} ${text(end)}`;
   });
   return `${title}. ${parts.join(". ")}`;
 }
@@ -69,31 +107,40 @@ function drawCurves(plot, lines, markers, readout) {
   const isSmoothed = state.smoothing > 0;
   const tables = [];
   const series = [{ label: "step" }];
-  for (const { run, label, steps, values, dash } of lines) {
+  for (const { run, label, x, values: recorded } of lines) {
+    // A logarithmic axis has no place for zero and negative values.
+    const values = state.isLog ? recorded.map((value) => (value > 0 ? value : null)) : recorded;
     const stroke = color(`run-${runColor(run)}`);
     const known = values.reduce((sum, value) => sum + (value === null ? 0 : 1), 0);
     const points = { show: known <= 40, size: 5, fill: stroke };
-    const line = { label, stroke, width: 1.75, points, spanGaps: true, dash };
+    const line = { label, stroke, width: 1.75, points, spanGaps: true };
     if (isSmoothed) {
-      tables.push([steps, values], [steps, smooth(values, state.smoothing)]);
+      tables.push([x, values], [x, smooth(values, state.smoothing)]);
       series.push({ ...line, width: 1, alpha: 0.28, points: { show: false }, isRaw: true });
       series.push({ ...line, width: 2, points: { show: false } });
     } else {
-      tables.push([steps, values]);
+      tables.push([x, values]);
       series.push(line);
     }
   }
   const data = uPlot.join(tables);
+  if (!data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined))) {
+    fill(plot, el("p", { class: "quiet small" }, "No positive value for a logarithmic axis."));
+    return null;
+  }
   const chart = new uPlot({
     width: plot.clientWidth,
     height: HEIGHT,
-    padding: [8, 10, 0, 0],
+    padding: [8, 24, 0, 0], // room for half of the last tick's text
     series,
     legend: { show: false },
     cursor: { y: false, sync: { key: SYNC.key }, drag: { x: true, y: false },
       points: { size: 7 } },
-    scales: { x: { time: false } },
-    axes: [axis(), { ...axis(), size: 52, values: (_, ticks) => ticks.map(digits) }],
+    scales: { x: { time: false }, y: { distr: state.isLog ? 3 : 1, range: valueRange } },
+    axes: [
+      { ...axis(), values: (_, ticks) => ticks.map(axisOfX().text) },
+      { ...axis(), size: tickWidth, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) },
+    ],
     hooks: {
       draw: [(u) => drawMarkers(u, markers)],
       setCursor: [(u) => showValues(u, readout, series)],
@@ -101,6 +148,18 @@ function drawCurves(plot, lines, markers, readout) {
   }, data, plot);
   showValues(chart, readout, series);
   return chart;
+}
+
+/** Return the ends of the y axis. A constant gets a line in the middle. */
+function valueRange(u, low, high) {
+  if (low === null) return [0, 1];
+  if (state.isLog) return uPlot.rangeLog(low, high, 10, false);
+  if (low === high) return [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
+  return uPlot.rangeNum(low, high, 0.1, true);
+}
+
+function tickWidth(u, texts) {
+  return 16 + TICK * Math.max(3, ...(texts ?? []).map((text) => text.length));
 }
 
 function axis() {
@@ -111,36 +170,38 @@ function axis() {
   };
 }
 
-/** Draw the steps of checkpoints (triangles), evaluations (circles) and restarts (dashed lines). */
+/** Draw checkpoints (triangles), evaluations (circles) and restarts (dashed) in the colors of their runs. */
 function drawMarkers(u, markers) {
   const { ctx, bbox } = u;
   const size = 4 * devicePixelRatio;
-  ctx.save();
-  ctx.strokeStyle = color("quiet");
-  ctx.lineWidth = devicePixelRatio;
-  for (const step of markers.evaluations) {
-    ctx.beginPath();
-    ctx.arc(u.valToPos(step, "x", true), bbox.top + 0.7 * size, 0.7 * size, 0, 2 * Math.PI);
-    ctx.stroke();
-  }
-  for (const step of markers.restarts) {
-    const x = Math.round(u.valToPos(step, "x", true));
-    ctx.strokeStyle = color("bad");
-    ctx.setLineDash([4, 4]);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  }
-  ctx.fillStyle = color("accent");
   const bottom = bbox.top + bbox.height;
-  for (const step of markers.checkpoints) {
-    const x = u.valToPos(step, "x", true);
-    ctx.beginPath();
-    ctx.moveTo(x - size, bottom);
-    ctx.lineTo(x + size, bottom);
-    ctx.lineTo(x, bottom - 1.6 * size);
-    ctx.fill();
+  const inside = (places) => places.map((place) => u.valToPos(place, "x", true))
+    .filter((x) => x >= bbox.left - size && x <= bbox.left + bbox.width + size);
+  ctx.save();
+  ctx.lineWidth = devicePixelRatio;
+  for (const { run, checkpoints, evaluations, restarts } of markers) {
+    ctx.strokeStyle = color(`run-${runColor(run)}`);
+    ctx.fillStyle = ctx.strokeStyle;
+    ctx.setLineDash([]);
+    for (const x of inside(evaluations)) {
+      ctx.beginPath();
+      ctx.arc(x, bbox.top + 0.7 * size, 0.7 * size, 0, 2 * Math.PI);
+      ctx.stroke();
+    }
+    for (const x of inside(checkpoints)) {
+      ctx.beginPath();
+      ctx.moveTo(x - size, bottom);
+      ctx.lineTo(x + size, bottom);
+      ctx.lineTo(x, bottom - 1.6 * size);
+      ctx.fill();
+    }
+    ctx.setLineDash([4, 4]);
+    for (const x of inside(restarts).map(Math.round)) {
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bottom);
+      ctx.stroke();
+    }
   }
   ctx.restore();
 }
@@ -149,7 +210,8 @@ function drawMarkers(u, markers) {
 function showValues(u, readout, series) {
   const index = u.cursor.idx;
   const parts = [];
-  let step = index === null || index === undefined ? null : u.data[0][index];
+  const { label, text } = axisOfX();
+  const place = index === null || index === undefined ? null : u.data[0][index];
   series.forEach((line, i) => {
     if (i === 0 || line.isRaw) return;
     const values = u.data[i];
@@ -159,7 +221,42 @@ function showValues(u, readout, series) {
     marker.style.background = line.stroke;
     parts.push(el("span", {}, series.length > 2 ? marker : null, digits(values[at])));
   });
-  fill(readout, step === null ? null : el("span", { class: "at" }, `step ${step}`), parts);
+  fill(readout, place === null ? null : el("span", { class: "at" }, `${label} ${text(place)}`), parts);
+}
+
+/** Return the values of a chart as CSV: a row per place on the x axis, a column per run. */
+function chartCsv(lines) {
+  const [x, ...columns] = uPlot.join(lines.map((line) => [line.x, line.values]));
+  // A spreadsheet computes cells that begin like a formula.
+  const cell = (text) => `"${text.replace(/"/g, '""').replace(/^(?=[=+@\t\r-])/, "'")}"`;
+  const rows = x.map((place, i) => [place, ...columns.map((values) => values[i] ?? "")].join(","));
+  return [[axisOfX().label, ...lines.map(({ label }) => cell(label))].join(","), ...rows, ""].join("\n");
+}
+
+/** Return a drawn chart as the text of an SVG file. */
+function chartSvg(chart, title, lines) {
+  const [WIDTH, LEGEND] = [chart.width, 34];
+  const at = (value, scale) => Number((chart.valToPos(value, scale) + (scale === "y" ? top : left)).toFixed(1));
+  const [left, top] = [chart.bbox.left / devicePixelRatio, chart.bbox.top / devicePixelRatio + LEGEND];
+  const [right, bottom] = [left + chart.bbox.width / devicePixelRatio, top + chart.bbox.height / devicePixelRatio];
+  const label = (x, y, text, anchor = "start", fill = color("quiet")) => el("text", { x, y, fill, "text-anchor": anchor }, text);
+  const [ticksX, ticksY] = chart.axes.map(({ _splits, _values }) => _splits.map((split, i) => [split, _values[i]]));
+  const svg = el("svg", { xmlns: "http://www.w3.org/2000/svg", viewBox: `0 0 ${WIDTH} ${HEIGHT + LEGEND}`, width: WIDTH,
+    height: HEIGHT + LEGEND, "font-family": "system-ui, sans-serif", "font-size": 11 },
+  el("rect", { width: "100%", height: "100%", fill: color("card") }),
+  label(left, 14, title, "start", color("text")),
+  lines.map(({ run, label: name }, i) => label(left + i * ((right - left) / lines.length), 29, name, "start", color(`run-${runColor(run)}`))),
+  ticksX.filter(([tick]) => at(tick, "x") <= right + 1).map(([tick, text]) => label(at(tick, "x"), bottom + 16, text, "middle")),
+  ticksY.filter(([, text]) => text).map(([tick, text]) => [
+    el("line", { x1: left, x2: right, y1: at(tick, "y"), y2: at(tick, "y"), stroke: color("grid") }),
+    label(left - 6, at(tick, "y") + 4, text, "end")]),
+  chart.series.slice(1).map((series, i) => {
+    const points = chart.data[0].map((x, j) => [x, chart.data[i + 1][j]])
+      .filter(([x, y]) => y !== null && y !== undefined && x >= chart.scales.x.min && x <= chart.scales.x.max);
+    return el("polyline", { fill: "none", stroke: series.stroke(), "stroke-width": series.width, opacity: series.alpha ?? 1,
+      points: points.map(([x, y]) => `${at(x, "x")},${at(y, "y")}`).join(" ") });
+  }));
+  return new XMLSerializer().serializeToString(svg);
 }
 
 /**

@@ -1,7 +1,7 @@
 /** Elements. Texts are set as text nodes only, so no markup in them takes effect. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const SVG_TAGS = new Set(["svg", "rect", "line", "path", "text", "g", "title"]);
+const SVG_TAGS = new Set(["svg", "rect", "line", "path", "polyline", "text", "g", "title"]);
 
 /**
  * Return an element.
@@ -105,4 +105,11 @@ export function table(head, rows, kind = "") {
       el("tbody", {}, rows.map((cells) =>
         el("tr", {}, cells.map((cell, i) =>
           i === 0 ? el("th", { scope: "row" }, cell) : el("td", {}, cell)))))));
+}
+
+/** Save a text as a file. */
+export function download(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: address, download: name.replace(/[^\w.@-]+/g, "-") }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
 }

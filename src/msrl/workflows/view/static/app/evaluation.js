@@ -4,7 +4,7 @@ import { go, route, state } from "./state.js";
 import { el, field, fill, select } from "./dom.js";
 import { count, digits, visible } from "./text.js";
 import { stepTable, tableEntry } from "./data.js";
-import { curveCard } from "./charts.js";
+import { curveCard, metricLine } from "./charts.js";
 import { virtualList } from "./list.js";
 
 const PROBLEM_HEIGHT = 40;
@@ -40,10 +40,8 @@ function problemRunSelect(run) {
 function accuracy() {
   const names = [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics.values)))]
     .filter((name) => /^eval\/(pass@|mean@|reward$|loss$|response_length$)/.test(name)).sort();
-  const markers = { checkpoints: [], evaluations: [], restarts: [] };
-  return el("div", { class: "grid" }, names.map((name) => curveCard(name, state.runs
-    .map((run, number) => ({ run: number, label: run.name, steps: run.metrics.steps, values: run.metrics.values[name] }))
-    .filter(({ values }) => values), markers)));
+  return el("div", { class: "grid" }, names.map((name) => curveCard(name,
+    state.runs.map((_, number) => metricLine(number, name)).filter(Boolean), [])));
 }
 
 /** Return the problems of two evaluations with the numbers of right answers. */

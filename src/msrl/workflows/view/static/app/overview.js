@@ -1,11 +1,12 @@
 /** Overview: curves of all runs, their configurations and differences, and their lineage. */
 
 import { address, go, remember, route, runColor, setting, state } from "./state.js";
-import { card, debounced, el, facts, field, fill, segments, table } from "./dom.js";
+import { card, debounced, el, facts, field, fill, segments, select, table } from "./dom.js";
 import { digits, duration, visible } from "./text.js";
-import { curveCard } from "./charts.js";
+import { AXES, curveCard, marks, metricLine } from "./charts.js";
+import { runTable } from "./runs.js";
 
-const KEY_METRICS = ["reward/mean", "eval/pass@1", "eval/reward", "rollout/response_length",
+export const KEY_METRICS = ["reward/mean", "eval/pass@1", "eval/reward", "rollout/response_length",
   "train/loss", "eval/loss", "train/entropy", "train/kl", "train/grad_norm", "rollout/truncated"];
 const TABS = [["curves", "Curves"], ["config", "Configuration"], ["lineage", "Lineage"]];
 
@@ -15,39 +16,36 @@ export function overviewPage(main) {
   const pages = { curves, config: configuration, lineage };
   fill(main,
     el("h1", {}, state.runs.length > 1 ? "Runs" : visible(state.runs[0].name)),
-    runCards(),
+    state.runs.length > 1 ? [runTable(() => curves.redraw?.()), difference()] : runCard(state.runs[0]),
     segments("Part of the overview", TABS, tab, (key) => go(["overview"], { tab: key })),
     body);
   (pages[tab] ?? curves)(body);
 }
 
-function runCards() {
-  return el("div", { class: "runs" }, state.runs.map((run, number) => {
-    const { steps, values, seconds } = run.metrics;
-    const last = run.attempts[run.attempts.length - 1] ?? {};
-    const total = (seconds.step ?? []).reduce((sum, value) => sum + (value ?? 0), 0);
-    const names = ["reward/mean", "eval/pass@1", "eval/loss", "train/loss"];
-    const metrics = names.filter((name) => name in values).slice(0, 2);
-    return el("section", { class: "card run" },
-      el("h2", {}, el("i", { class: `dot run-${runColor(number)}` }), visible(run.name)),
-      facts([
-        ["state", outcome(last)],
-        ["steps", steps.length ? `${steps[steps.length - 1]}${last.num_steps ? ` of ${last.num_steps}` : ""}` : "none"],
-        ["time", total ? duration(total) : ""],
-        ...metrics.map((name) => [name, digits(lastValue(values[name]))]),
-        ["attempts", run.attempts.length > 1 ? run.attempts.length : ""],
-      ]),
-      last.error ? el("p", { class: "bad" }, visible(last.error)) : null,
-      run.metrics.notes.length ? notes(run.metrics.notes) : null);
-  }), differenceCard());
+function runCard(run) {
+  const last = run.attempts[run.attempts.length - 1] ?? {};
+  const names = KEY_METRICS.filter((name) => lastValue(run.metrics.values[name]) !== null).slice(0, 4);
+  return el("section", { class: "card run" },
+    facts([
+      ["state", run.state],
+      ["steps", stepText(run)],
+      ["time", run.metrics.time.length ? duration(run.metrics.time[run.metrics.time.length - 1]) : ""],
+      ...names.map((name) => [name, digits(lastValue(run.metrics.values[name]))]),
+      ["attempts", run.attempts.length > 1 ? run.attempts.length : ""],
+      ["tags", visible(run.tags.join(", "))], ["note", visible(run.note)],
+    ]),
+    last.error ? el("p", { class: "bad" }, visible(last.error)) : null,
+    run.metrics.notes.length ? notes(run.metrics.notes) : null);
 }
 
-function outcome(attempt) {
-  return attempt.outcome ?? (attempt.started ? "running or killed" : "unknown");
+/** Return the last step of a run, and the number of its steps if it is known. */
+export function stepText({ metrics: { steps }, attempts: starts }) {
+  const total = starts[starts.length - 1]?.num_steps;
+  return steps.length ? `${steps[steps.length - 1]}${total ? ` of ${total}` : ""}` : "none";
 }
 
-function lastValue(values) {
-  return [...values].reverse().find((value) => value !== null) ?? null;
+export function lastValue(values) {
+  return values?.findLast((value) => value !== null) ?? null;
 }
 
 function notes(rows) {
@@ -56,19 +54,16 @@ function notes(rows) {
       el("li", {}, `Step ${step}: ${visible(texts.join("; "))}`))));
 }
 
-function differenceCard() {
-  if (state.runs.length < 2) return null;
+function difference() {
   const keys = differingKeys();
-  return el("section", { class: "card run" }, el("h2", {}, "Differences"),
-    el("p", {}, keys.length === 1 ? "1 setting differs." : `${keys.length} settings differ.`),
-    el("a", { class: "button", href: address(["overview"], { tab: "config" }) }, "Compare configurations"));
+  return el("p", {}, keys.length === 1 ? "1 setting differs. " : `${keys.length} settings differ. `,
+    el("a", { href: address(["overview"], { tab: "config" }) }, "Compare configurations"));
 }
 
 function curves(body) {
   const grid = el("div", {});
-  const shownTitle = debounced(() => drawGrid(grid, search.value), 150);
   const search = el("input", { type: "search", placeholder: "reward, length ...",
-    on: { input: shownTitle } });
+    on: { input: debounced(() => curves.redraw(), 150) } });
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02,
     value: state.smoothing, on: { input: () => {
       state.smoothing = Number(slider.value);
@@ -77,57 +72,48 @@ function curves(body) {
       redraw(grid);
     } } });
   const level = el("output", {}, digits(state.smoothing));
+  const axes = Object.keys(AXES).filter((name) => state.runs.some((run) => AXES[name].values(run.metrics)));
+  const log = el("input", { type: "checkbox", checked: state.isLog, on: { change: () => {
+    state.isLog = log.checked;
+    redraw(grid);
+  } } });
+  curves.redraw = () => drawGrid(grid, search.value);
   fill(body,
     el("div", { class: "toolbar" }, field("Metrics", search),
-      field("Smoothing", el("span", { class: "with-value" }, slider, level)), toggles(grid, search)),
+      field("Smoothing", el("span", { class: "with-value" }, slider, level)),
+      field("X axis", select(axes.map((name) => [name, AXES[name].label]), state.axis, (name) => {
+        state.axis = name;
+        remember("axis", name);
+        curves.redraw();
+      })),
+      el("label", { class: "toggles" }, log, "Logarithmic y axis")),
     legend(), grid);
-  drawGrid(grid, "");
+  curves.redraw();
 }
 
 const redraw = debounced((grid) => {
   grid.querySelectorAll(".curve").forEach((figure) => figure.redraw());
 }, 40);
 
-function toggles(grid, search) {
-  if (state.runs.length < 2) return null;
-  return el("div", { class: "toggles", role: "group", "aria-label": "Shown runs" },
-    state.runs.map((run, number) => el("label", {},
-      el("input", { type: "checkbox", checked: !state.hidden.has(number), on: { change: (event) => {
-        if (event.target.checked) state.hidden.delete(number);
-        else state.hidden.add(number);
-        drawGrid(grid, search.value);
-      } } }), el("i", { class: `dot run-${runColor(number)}` }), visible(run.name))));
-}
-
 function legend() {
-  const { checkpoints, evaluations, restarts } = allMarkers();
+  const has = (kind) => state.runs.some(({ markers }) => markers[kind].length);
   return el("p", { class: "quiet small" }, "Drag in a chart to zoom, double-click to reset.",
-    checkpoints.length ? " Triangles at the bottom mark checkpoints." : "",
-    evaluations.length ? " Circles at the top mark evaluations." : "",
-    restarts.length ? " Dashed lines mark restarts." : "");
-}
-
-function allMarkers() {
-  const shown = state.runs.filter((_, number) => !state.hidden.has(number));
-  const steps = (kind) => [...new Set(shown.flatMap((run) => run.markers[kind]))];
-  return {
-    checkpoints: steps("checkpoints"),
-    evaluations: steps("evaluations"),
-    restarts: steps("restarts"),
-  };
+    has("checkpoints") ? " Triangles at the bottom mark checkpoints." : "",
+    has("evaluations") ? " Circles at the top mark evaluations." : "",
+    has("restarts") ? " Dashed lines mark restarts." : "");
 }
 
 function drawGrid(grid, text) {
   const names = [...new Set(state.runs.flatMap((run) => Object.keys(run.metrics.values)))];
   const wanted = names.filter((name) => name.toLowerCase().includes(text.toLowerCase()));
   const groups = new Map();
-  const key = text ? [] : KEY_METRICS.filter((name) => names.includes(name) && lines(name).length);
+  const key = text ? [] : KEY_METRICS.filter((name) => lines(name).length);
   if (key.length) groups.set("Key metrics", key);
   for (const name of wanted.sort()) {
     const group = name.includes("/") ? name.split("/")[0] : "other";
     groups.set(group, [...(groups.get(group) ?? []), name]);
   }
-  const markers = allMarkers();
+  const markers = marks();
   fill(grid, [...groups].map(([group, members], i) =>
     el("details", { class: "group", open: i === 0 || Boolean(text) },
       el("summary", {}, el("h2", {}, group), el("span", { class: "quiet" }, ` ${members.length}`)),
@@ -139,9 +125,7 @@ function drawGrid(grid, text) {
 }
 
 function lines(name) {
-  return state.runs
-    .map((run, number) => ({ run: number, label: run.name, steps: run.metrics.steps, values: run.metrics.values[name] }))
-    .filter(({ run, values }) => values?.some((value) => value !== null) && !state.hidden.has(run));
+  return state.runs.map((_, number) => metricLine(number, name)).filter(Boolean);
 }
 
 /** Return the keys whose values are not the same in all runs. */
@@ -152,20 +136,26 @@ export function differingKeys() {
 
 function configuration(body) {
   const rows = el("div", {});
-  const search = el("input", { type: "search", placeholder: "lr, rollout ...",
-    on: { input: debounced(() => fill(rows, allKeys(search.value)), 120) } });
+  const draw = () => {
+    remember("config", isSetOnly.checked ? "set" : "all");
+    fill(rows, allKeys(search.value, isSetOnly.checked));
+  };
+  const search = el("input", { type: "search", placeholder: "lr, rollout ...", on: { input: debounced(draw, 120) } });
+  const isSetOnly = el("input", { type: "checkbox", checked: setting("config", "set") === "set", on: { change: draw } });
   const keys = state.runs.length > 1 ? differingKeys() : [];
   fill(body,
     state.runs.length > 1 ? card("Differences", keys.length
       ? keyTable(keys)
       : el("p", { class: "quiet" }, "All settings are the same.")) : null,
-    card("All settings", field("Keys", search), rows));
-  fill(rows, allKeys(""));
+    card("Settings", el("div", { class: "toolbar" }, field("Keys", search),
+      el("label", { class: "toggles" }, isSetOnly, "Only those that differ from their defaults")), rows));
+  draw();
 }
 
-function allKeys(text) {
-  const keys = [...new Set(state.runs.flatMap((run) => Object.keys(run.config)))];
-  return keyTable(keys.filter((key) => key.toLowerCase().includes(text.toLowerCase())));
+function allKeys(text, isSetOnly) {
+  const keys = [...new Set(state.runs.flatMap((run) => (isSetOnly ? run.set : Object.keys(run.config))))];
+  const shown = keys.filter((key) => key.toLowerCase().includes(text.toLowerCase()));
+  return shown.length ? keyTable(shown) : el("p", { class: "quiet" }, "No setting.");
 }
 
 function keyTable(keys) {
@@ -184,17 +174,18 @@ function lineage(body) {
       item.style.marginInlineStart = `${1.25 * depth}rem`;
       return item;
     })),
-    attempts(run.attempts))));
+    attempts(run.attempts, run.state))));
 }
 
-function attempts(rows) {
+function attempts(rows, runState) {
   if (!rows.length) return null;
   return el("details", { open: rows.length > 1 }, el("summary", {}, "Attempts and versions"),
     table(["Attempt", "Started", "Outcome", "Last step", "Versions"], rows.map((row) => [
-      row.attempt, row.started, outcome(row), row.last_step ?? "-",
+      row.attempt, row.started, row.outcome ?? (row === rows[rows.length - 1] ? runState : "killed"), row.last_step ?? "-",
       Object.entries(row.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ")])));
 }
 
-export function restoreSmoothing() {
+export function restoreCurves() {
   state.smoothing = Number(setting("smoothing", "0")) || 0;
+  state.axis = setting("axis", "step");
 }

@@ -2,8 +2,8 @@
 
 import { address, go, route, state } from "./state.js";
 import { card, debounced, el, facts, field, fill, select } from "./dom.js";
-import { VERDICTS, count, digits, percent, verdictText, visible } from "./text.js";
-import { detailPart, details, eachTable, stepTable, tableEntry } from "./data.js";
+import { VERDICTS, count, digits, highlighted, percent, searchPattern, snippet, verdictText, visible } from "./text.js";
+import { details, eachTable, stepTable, tableEntry } from "./data.js";
 import { virtualList } from "./list.js";
 import { turnViews } from "./sample.js";
 
@@ -15,49 +15,110 @@ const SORTS = [["", "step"], ["reward", "lowest reward"], ["-reward", "highest r
   ["length", "shortest"], ["-length", "longest"], ["-staleness", "most stale"]];
 
 let current = 0; // number of the latest visit, so that a slow load of an earlier one ends
+let loadedSamples = { entries: null, samples: null }; // of the run and kind that were listed last
+let listed = { key: "", rows: [] }; // rows of the latest list
+
+/** Return the filters of the address, with the number of the run. */
+function filtersOf(query, run = 0) {
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) ?? ""]));
+  return { ...filters, run: Math.min(Number(filters.run) || run, state.runs.length - 1) };
+}
 
 export async function rolloutsPage(main) {
   const visit = ++current;
-  const filters = Object.fromEntries(FILTERS.map((name) => [name, route().query.get(name) ?? ""]));
-  const run = Math.min(Number(filters.run) || 0, state.runs.length - 1);
+  const filters = filtersOf(route().query);
+  const { run } = filters;
   const kind = filters.kind === "eval" ? "eval" : "rollout";
-  const samples = new Samples();
   const status = el("p", { class: "quiet small", role: "status" });
   const isNarrow = matchMedia("(max-width: 720px)").matches;
   let shown = [];
+  let samples = new Samples();
   const list = virtualList({
     label: "Samples",
     rowHeight: isNarrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT,
-    render: (index) => sampleRow(samples, shown[index]),
+    render: (index) => sampleRow(samples, shown[index], run, kind, filters.text),
     describe: (index) => description(samples, shown[index]),
-    open: (index) => go(["sample", run, kind, samples.step[shown[index]], samples.row[shown[index]]]),
+    open: (index) => go(["sample", run, kind, samples.step[shown[index]], samples.row[shown[index]]], { ...filters, run: "", kind: "" }),
   });
   const bar = el("div", { class: "toolbar filters" });
-  const refresh = async (keepPosition = false) => {
-    shown = sorted(samples, filtered(samples, filters), filters.sort);
-    list.show(shown.length, keepPosition);
-    status.textContent = `${count(shown.length, "sample")} of ${samples.length.toLocaleString("en-US")}`;
+  const show = (rows, text, keepPosition) => {
+    shown = rows;
+    list.show(rows.length, keepPosition);
+    status.textContent = text ?? `${count(rows.length, "sample")} of ${samples.length.toLocaleString("en-US")}`;
+  };
+  const search = () => {
+    const searched = ++current;
+    return selectRows(run, kind, samples, filters, show, () => searched === current);
   };
   const change = (name, value) => {
     filters[name] = value;
-    go(["rollouts"], filters, true);
+    if (name !== "text") go(["rollouts"], filters, true);
+    else {
+      history.replaceState(null, "", address(["rollouts"], filters)); // without drawing the field again
+      search();
+    }
   };
   fill(main, el("h1", {}, "Rollouts"), bar, status, header(), list.element);
   const total = state.runs[run].tables[kind].length;
+  samples = await loadSamples(run, kind, (partial, files) => {
+    samples = partial;
+    if (files % 64 === 1 && files < total) show(sorted(samples, filtered(samples, filters), filters.sort), null, true);
+  }, () => visit === current);
+  if (visit !== current) return;
+  fill(bar, filterBar(samples, filters, run, change));
+  await search();
   if (!total) status.textContent = "The run has no files of samples (log.save_rollouts).";
+}
+
+/** Return the columns of all samples of a run; those of the latest run are kept. */
+async function loadSamples(run, kind, onStep, isCurrent) {
+  const entries = state.runs[run].tables[kind];
+  if (loadedSamples.entries === entries) return loadedSamples.samples;
+  const samples = new Samples();
   let files = 0;
   await eachTable(run, kind, (entry, table) => {
     samples.add(entry, table);
     files += 1;
-    if (files % 64 === 1 && files < total) refresh(true);
-  }, () => visit === current);
-  if (visit !== current) return;
-  fill(bar, filterBar(samples, filters, run, change));
-  refresh();
-  if (filters.text) searchTexts(run, kind, samples, filters, () => visit === current, status, (rows) => {
-    shown = rows;
-    list.show(shown.length, true);
-  });
+    onStep(samples, files);
+  }, isCurrent);
+  if (files === entries.length) loadedSamples = { entries, samples };
+  return samples;
+}
+
+/** Pass the rows that the filters select to `show`, those with a text as they are found. */
+async function selectRows(run, kind, samples, filters, show, isCurrent) {
+  const rows = sorted(samples, filtered(samples, filters), filters.sort);
+  const finish = (shown, text) => {
+    listed = { key: JSON.stringify([run, kind, filters]), rows: shown };
+    show(shown, text);
+  };
+  if (!filters.text) finish(rows);
+  else if (state.search) {
+    const { seconds, hits } = await state.search(run, kind, filters.text);
+    if (!isCurrent()) return;
+    const found = new Set(hits.map(([step, row]) => `${step}/${row}`));
+    const shown = rows.filter((i) => found.has(`${samples.step[i]}/${samples.row[i]}`));
+    finish(shown, `${count(shown.length, "sample")} with this text (${digits(seconds)} s)`);
+  } else {
+    await searchTexts(run, kind, samples, rows, filters, isCurrent, finish);
+  }
+}
+
+/** Return the samples before and after one in the list that the filters of the address select. */
+export async function neighbors(run, kind, step, row, total) {
+  const filters = filtersOf(route().query, run);
+  if (FILTERS.every((name) => name === "run" || !filters[name])) {
+    return [row - 1, row + 1].map((other) => (other >= 0 && other < total ? [step, other] : null));
+  }
+  filters.run = run;
+  if (kind === "eval") filters.kind = kind;
+  const samples = await loadSamples(run, kind, () => {}, () => true);
+  if (listed.key !== JSON.stringify([run, kind, filters])) {
+    await selectRows(run, kind, samples, filters, () => {}, () => true);
+  }
+  const at = listed.rows.findIndex((i) => samples.step[i] === step && samples.row[i] === row);
+  return [at - 1, at + 1].map((other) => (at >= 0 && other in listed.rows
+    ? [samples.step[listed.rows[other]], samples.row[listed.rows[other]]] : null));
 }
 
 /** Columns of all samples of a run. */
@@ -107,34 +168,31 @@ function sorted(samples, rows, order) {
   return rows.sort((a, b) => sign * (column[a] - column[b]));
 }
 
-/** Keep the rows whose texts contain the searched text; the files of texts load one by one. */
-async function searchTexts(run, kind, samples, filters, isCurrent, status, show) {
-  const wanted = filters.text.toLowerCase();
-  const candidates = sorted(samples, filtered(samples, filters), "");
+/** Find the rows whose texts contain the searched one; the files of texts load one by one. */
+async function searchTexts(run, kind, samples, candidates, filters, isCurrent, show) {
+  const pattern = searchPattern(filters.text, "iu");
   const byStep = new Map();
-  for (const i of candidates) byStep.set(samples.step[i], [...(byStep.get(samples.step[i]) ?? []), i]);
-  const matches = [];
+  for (const i of candidates) {
+    if (!byStep.has(samples.step[i])) byStep.set(samples.step[i], []);
+    byStep.get(samples.step[i]).push(i);
+  }
+  const matches = new Set();
   let searched = 0;
   for (const [step, rows] of byStep) {
-    const entry = tableEntry(run, kind, step);
-    for (let part = 0; part < entry.starts.length; part += 1) {
-      const contents = await detailPart(entry, part);
+    for (const i of rows) {
+      const sample = await details(run, kind, step, samples.row[i]);
       if (!isCurrent()) return;
-      const start = entry.starts[part];
-      for (const i of rows) {
-        const sample = contents[samples.row[i] - start];
-        if (sample && contains(sample, wanted)) matches.push(i);
-      }
+      if (contains(sample, pattern)) matches.add(i);
     }
     searched += 1;
-    status.textContent = `${count(matches.length, "sample")} with this text (searched ${searched} of ${byStep.size} steps)`;
-    show(sorted(samples, [...matches], filters.sort));
+    show(candidates.filter((i) => matches.has(i)),
+      `${count(matches.size, "sample")} with this text (searched ${searched} of ${byStep.size} steps)`, searched > 1);
   }
+  if (!byStep.size) show([]);
 }
 
-function contains(sample, wanted) {
-  return sample.turns.some(([, text]) => text.toLowerCase().includes(wanted))
-    || sample.answer.toLowerCase().includes(wanted);
+function contains(sample, pattern) {
+  return sample.turns.some(([, text]) => pattern.test(text)) || pattern.test(sample.answer);
 }
 
 function filterBar(samples, filters, run, change) {
@@ -147,7 +205,7 @@ function filterBar(samples, filters, run, change) {
   const tags = values(samples.tag);
   const kinds = [["rollout", "rollouts"], ["eval", "evaluations"]].filter(([kind]) => state.runs[run].tables[kind].length);
   const text = el("input", { type: "search", value: filters.text, placeholder: "in prompts, responses, answers",
-    on: { change: (event) => change("text", event.target.value) } });
+    on: { input: debounced(() => change("text", text.value), 200) } });
   const more = ["kind", "finish", "tag", "trained", "from", "to", "rewardMin", "rewardMax", "lengthMin", "lengthMax", "sort"];
   const isOpen = matchMedia("(min-width: 721px)").matches || more.some((name) => filters[name] !== "");
   return [
@@ -180,7 +238,7 @@ function header() {
       el("span", { class: `cell c${i}` }, name)));
 }
 
-function sampleRow(samples, i) {
+function sampleRow(samples, i, run, kind, text) {
   const verdict = samples.verdict[i];
   return [
     el("span", { class: "cell c0" }, samples.step[i]),
@@ -189,8 +247,21 @@ function sampleRow(samples, i) {
     el("span", { class: "cell c3" }, digits(samples.reward[i])),
     el("span", { class: "cell c4" }, samples.tokens[i]),
     el("span", { class: "cell c5" }, samples.finish[i], samples.trained[i] ? "" : " · not trained"),
-    el("span", { class: "cell c6" }, el("span", { class: "quiet" }, visible(samples.question[i] ?? "")), " ", el("span", {}, visible(samples.preview[i]))),
+    preview(samples, i, run, kind, text),
   ];
+}
+
+/** Return the beginning of a sample, or its first hit of a search. */
+function preview(samples, i, run, kind, text) {
+  const cell = el("span", { class: "cell c6" },
+    el("span", { class: "quiet" }, highlighted(samples.question[i] ?? "", text)), " ", el("span", {}, highlighted(samples.preview[i], text)));
+  if (text && !cell.querySelector("mark")) {
+    details(run, kind, samples.step[i], samples.row[i]).then(({ turns, answer }) => {
+      const hit = [...turns, ["ground truth", answer]].find(([, content]) => searchPattern(text, "iu").test(content));
+      if (hit) fill(cell, el("span", { class: "quiet" }, `${visible(hit[0])}: `), highlighted(snippet(hit[1], text), text));
+    });
+  }
+  return cell;
 }
 
 function description(samples, i) {

@@ -2,8 +2,9 @@
 
 import { address, go, remember, route, setting, state } from "./state.js";
 import { card, el, facts, field, fill, segments, select, table } from "./dom.js";
-import { count, digits, verdictText, visible } from "./text.js";
+import { count, digits, highlighted, verdictText, visible } from "./text.js";
 import { chunk, details, stepTable, tableEntry } from "./data.js";
+import { neighbors } from "./rollouts.js";
 
 const MAX_TOKENS = 20000; // elements on the page; the rest is shown on request
 const LEVELS = 8; // token colors per direction in style.css
@@ -74,12 +75,13 @@ export async function samplePage(main, words) {
   const entry = tableEntry(run, kind, step);
   if (!entry) throw new Error(`The run has no ${kind} of step ${step}.`);
   const [sample, columns] = await Promise.all([details(run, kind, step, row), stepTable(entry)]);
-  const view = route().query.get("view") ?? setting("sample.view", "text");
+  const { query } = route();
+  const view = query.get("view") ?? setting("sample.view", "text");
   const body = el("div", {});
   const show = (key) => {
     remember("sample.view", key);
     if (key === "tokens") tokensView(body, sample.sequences, run);
-    else fill(body, turnViews(sample.turns));
+    else fill(body, turnViews(sample.turns, query.get("text")));
   };
   fill(main,
     crumbs(run, kind, step, columns, row, entry.count),
@@ -88,17 +90,22 @@ export async function samplePage(main, words) {
     segments("View of the response", [["text", "Text"], ["tokens", "Tokens"]], view, show),
     body);
   show(view);
+  body.querySelector("mark")?.scrollIntoView({ block: "center" });
 }
 
 function crumbs(run, kind, step, columns, row, total) {
-  const query = { run, kind: kind === "eval" ? "eval" : "" };
-  const link = (text, label, target) => (target < 0 || target >= total
-    ? null : el("a", { href: address(["sample", run, kind, step, target]), "aria-label": label }, text));
+  const filters = Object.fromEntries(route().query);
+  delete filters.view;
+  const query = { ...filters, run, kind: kind === "eval" ? "eval" : "" };
+  const end = el("span", { class: "end" });
+  const link = (text, label, key, target) => (target && el("a", { href: address(["sample", run, kind, ...target], filters),
+    "aria-label": label, data: { key } }, text));
+  neighbors(run, kind, step, row, total).then(([before, after]) => fill(end,
+    link("\u2190 previous", "Previous sample", "p", before), link("next \u2192", "Next sample", "n", after)));
   return el("nav", { class: "crumbs", "aria-label": "Position" },
     el("a", { href: address(["rollouts"], query) }, "Rollouts"), " / ",
-    el("a", { href: address(["rollouts"], { ...query, from: step, to: step }) }, `step ${step}`), " / ",
-    el("a", { href: address(["group", run, kind, step, columns.group[row]]) }, `group of prompt ${columns.prompt[row]}`),
-    el("span", { class: "end" }, link("\u2190 previous", "Previous sample", row - 1), link("next \u2192", "Next sample", row + 1)));
+    el("a", { href: address(["rollouts"], { run, kind: query.kind, from: step, to: step }) }, `step ${step}`), " / ",
+    el("a", { href: address(["group", run, kind, step, columns.group[row]]) }, `group of prompt ${columns.prompt[row]}`), end);
 }
 
 function scores(sample, columns, row) {
@@ -127,21 +134,25 @@ function about(sample, columns, row) {
 }
 
 /** Return the turns of a conversation; those of tools are folded. */
-export function turnViews(turns) {
+export function turnViews(turns, wanted = "") {
   return turns.map(([role, text]) => {
+    const parts = toolCalls(text, wanted);
+    const hasHit = parts.flat().some((part) => part instanceof Element && part.matches("mark, [open]"));
     const isFolded = role === "tool" || role === "prompt" || role === "system";
-    return el("details", { class: `turn ${role === "tool" ? "tool" : ""}`, open: !isFolded || turns.length < 3 },
+    return el("details", { class: `turn ${role === "tool" ? "tool" : ""}`, open: !isFolded || turns.length < 3 || hasHit },
       el("summary", {}, el("span", { class: "role" }, visible(role)),
         el("span", { class: "quiet" }, ` ${count([...text].length, "character")}`)),
-      el("div", { class: "text" }, toolCalls(text)));
+      el("div", { class: "text" }, parts));
   });
 }
 
 /** Return a text as nodes, with the calls of tools folded. The last call may lack its end. */
-function toolCalls(text) {
-  return text.split(TOOL_CALLS).map((part, i) => (i % 2 // the parts between are the matches
-    ? el("details", { class: "call" }, el("summary", {}, "tool call"), el("pre", {}, visible(part)))
-    : visible(part)));
+function toolCalls(text, wanted) {
+  return text.split(TOOL_CALLS).map((part, i) => {
+    const shown = highlighted(part, wanted);
+    if (i % 2 === 0) return shown; // the parts between are the matches
+    return el("details", { class: "call", open: Array.isArray(shown) && shown.length > 1 }, el("summary", {}, "tool call"), el("pre", {}, shown));
+  });
 }
 
 /** Show the tokens of a sequence. An episode whose history was edited has several. */

@@ -6,6 +6,9 @@ export const state = {
   runs: [], // overviews of the runs, as written by Python
   hidden: new Set(), // numbers of runs whose curves are not drawn
   smoothing: 0,
+  axis: "step", // a name of AXES in charts.js
+  isLog: false,
+  saveNotes: null, // function that saves tags and note of a run, in pages of a server
 };
 
 const RUN_COLORS = 8; // run-0 to run-7 in style.css

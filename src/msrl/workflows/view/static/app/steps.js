@@ -37,12 +37,12 @@ function stepBar(run, steps, step) {
   const show = (i) => go(["steps"], { run, step: steps[Math.max(0, Math.min(steps.length - 1, i))] }, true);
   const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: index,
     "aria-valuetext": `step ${step}`, on: { change: () => show(Number(slider.value)) } });
-  const button = (text, label, target, isOff) => el("button", { type: "button", "aria-label": label,
+  const button = (text, label, key, target, isOff) => el("button", { type: "button", "aria-label": label, data: { key },
     disabled: isOff, on: { click: () => show(target) } }, text);
   return el("div", { class: "toolbar" }, stepRunSelect(run),
-    button("\u2190", "Previous step", index - 1, index === 0),
+    button("\u2190", "Previous step", "p", index - 1, index === 0),
     field("Step", slider, "wide"),
-    button("\u2192", "Next step", index + 1, index === steps.length - 1),
+    button("\u2192", "Next step", "n", index + 1, index === steps.length - 1),
     tableEntry(run, "rollout", step)
       ? el("a", { class: "button", href: address(["rollouts"], { run, from: step, to: step }) }, "Rollouts of this step")
       : null);

@@ -1,5 +1,7 @@
 /** Texts of models and numbers, as they are shown. */
 
+import { el } from "./dom.js";
+
 // Control characters, which could reorder, hide or break text.
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
 
@@ -52,4 +54,23 @@ const MARKS = { 1: "\u2713", 0: "\u2717", "-1": "\u2013" };
 /** Return the mark of a verdict; a symbol and a word, because colors alone do not tell. */
 export function verdictText(verdict) {
   return `${MARKS[verdict]} ${VERDICTS[verdict]}`;
+}
+
+/** Return the pattern that finds a searched text. */
+export function searchPattern(text, flags) {
+  return new RegExp(text.replace(/[.*+?^${}()|[\]\\/]/g, "\\$&"), flags);
+}
+
+/** Return a text as nodes in which the hits of a search are marked. */
+export function highlighted(text, wanted) {
+  if (!wanted) return visible(text);
+  const parts = text.split(new RegExp(`(${searchPattern(wanted, "").source})`, "iu"));
+  return parts.map((part, i) => (i % 2 ? el("mark", {}, visible(part)) : visible(part)));
+}
+
+/** Return the part of a text around the first hit of a search, on one line. */
+export function snippet(text, wanted) {
+  const at = Math.max(0, text.search(searchPattern(wanted, "iu")));
+  const start = Math.max(0, at - 30);
+  return `${start ? "\u2026 " : ""}${text.slice(start, at + wanted.length + 120)}`.replace(/\s+/g, " ");
 }
