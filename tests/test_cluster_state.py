@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,11 @@ import pytest
 from msrl import temporary
 from msrl.cluster import launch, probe, processes, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
+from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
-from support import mentions
+from msrl.workflows import cluster
+from support import assert_mentions, mentions
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +224,37 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
             answer_timeout_s=1.0,
         )
     assert time.monotonic() - began < 20
+
+
+def test_joining_waits_for_the_head_as_long_as_for_machines_and_shows_it(monkeypatch, capsys):
+    monkeypatch.setattr(probe, "_NOTE_EVERY_S", 0.0)
+    with state.locked():
+        state.make_token()
+    address = f"127.0.0.2:{free_port()}"
+    config = Config.model_validate({"cluster": {"platform": "cpu", "wait_for_nodes_s": 1.0}})
+    with pytest.raises(MsrlError, match=mentions(address, "1 s")):
+        cluster.join(config, address=address)
+    assert_mentions(capsys.readouterr().err, "Waiting", address, "cluster.wait_for_nodes_s")
+
+
+def test_a_head_that_starts_later_is_found():
+    import grpc
+
+    address = probe.parse_address(f"127.0.0.2:{free_port()}")
+    server = grpc.server(ThreadPoolExecutor())
+    answer = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+    service = {"GetClusterId": answer}
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", service)]
+    )
+    server.add_insecure_port(str(address))
+    timer = threading.Timer(1.0, server.start)
+    timer.start()
+    try:
+        probe.check_answers(address, "token", timeout_s=60.0)
+    finally:
+        timer.join()
+        server.stop(None)
 
 
 def test_joining_a_server_that_is_not_ray_fails_immediately():

@@ -72,7 +72,10 @@ def join(
     dry_run: o.DryRun = False,
     verbose: o.Verbose = False,
 ) -> None:
-    """Add this machine to a running cluster."""
+    """Add this machine to a cluster.
+
+    It waits for the head for at most cluster.wait_for_nodes_s seconds.
+    """
     _run(ctx, "join", address=address, host=host)
 
 

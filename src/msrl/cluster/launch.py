@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,26 +141,29 @@ def join(
     tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
     timeout_s: float = START_TIMEOUT_S,
+    note: Callable[[float], None] | None = None,
 ) -> NodeRecord:
     """Start and record a node on this machine that joins the head at `address` (HOST:PORT).
 
     It uses this user's token. `host` is this machine's address as the head sees it; by default the
     source address of the route to the head. `ports` are those of Ray's processes; by default free
-    ones.
+    ones. `note` is called every few seconds of the wait for the head, with the remaining time.
 
     Raises:
         MsrlError: The head does not answer within `answer_timeout_s` seconds, refuses the token or
             listens on loopback, or a node recorded here is running at `host` already.
     """
+    head, own = check_join(  # other commands may run while this one waits for the head
+        address,
+        host=host,
+        devices=devices,
+        ports=ports,
+        tls=tls,
+        answer_timeout_s=answer_timeout_s,
+        note=note,
+    )
     with state.locked():
-        head, own = check_join(
-            address,
-            host=host,
-            devices=devices,
-            ports=ports,
-            tls=tls,
-            answer_timeout_s=answer_timeout_s,
-        )
+        _check_not_joined(own)
         token = state.find_token()
         start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
         return retry_timeouts(lambda: _start_node(start, timeout_s))
@@ -173,6 +177,7 @@ def check_join(
     ports: Ports | None = None,
     tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
+    note: Callable[[float], None] | None = None,
 ) -> tuple[Address, str]:
     """Check that this machine can join, and return the address of the head and its own host.
 
@@ -186,12 +191,12 @@ def check_join(
             "cluster up --host ADDRESS`,"
             " with an ADDRESS that this machine can reach."
         )
+    _check_devices(devices)
     token = state.read_token(state.find_token())
-    probe.check_answers(head, token, timeout_s=answer_timeout_s, tls=tls)
+    probe.check_answers(head, token, timeout_s=answer_timeout_s, tls=tls, note=note)
     own = probe.resolve(host) if host else probe.local_host_towards(head)
     _check_not_joined(own)
     _check_services(own, ports)
-    _check_devices(devices)
     return head, own
 
 

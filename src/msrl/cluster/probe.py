@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from msrl.limits import whole_number
 
 Answer = Literal["ok", "wrong token", "not ray", "silent"]
 LOOPBACK = "127.0.0.1"
+_NOTE_EVERY_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +189,29 @@ def _answer(error: object) -> Answer:
 
 
 def check_answers(
-    address: Address, token: str, *, timeout_s: float, tls: TlsFiles | None = None
+    address: Address,
+    token: str,
+    *,
+    timeout_s: float,
+    tls: TlsFiles | None = None,
+    note: Callable[[float], None] | None = None,
 ) -> None:
     """Wait until a Ray head that accepts the token answers, for at most `timeout_s` seconds.
+
+    `note` is called every few seconds with the remaining time.
 
     Raises:
         MsrlError: There is no answer, the server is not Ray, or the token is refused.
     """
     deadline = time.monotonic() + timeout_s
     call_timeout_s = max(1.0, min(5.0, timeout_s))
+    noted = time.monotonic()
     answer = ask(address, token, timeout_s=call_timeout_s, tls=tls)
-    while answer == "silent" and time.monotonic() < deadline:
-        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+    while answer == "silent" and (remaining_s := deadline - time.monotonic()) > 0:
+        if note is not None and time.monotonic() - noted >= _NOTE_EVERY_S:
+            noted = time.monotonic()
+            note(remaining_s)
+        time.sleep(min(1.0, remaining_s))
         answer = ask(address, token, timeout_s=call_timeout_s, tls=tls)
     if answer == "silent":
         raise MsrlError(

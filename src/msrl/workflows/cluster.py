@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from msrl import platforms
@@ -124,7 +125,10 @@ def join(
     devices: int | None = None,
     platform: str | None = None,
 ) -> NodeRecord:
-    """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result."""
+    """Make this machine a node of the cluster at `address` (HOST:PORT) and print the result.
+
+    The head may start at the same time: wait for it, at most `cluster.wait_for_nodes_s` seconds.
+    """
     config = config or Config()
     num_devices, resource = _devices(config, devices, platform)
     record = launch.join(
@@ -134,12 +138,23 @@ def join(
         platform_resource=resource,
         tls=state.tls_files(config.cluster.tls),
         ports=_ports(config),
+        answer_timeout_s=config.cluster.wait_for_nodes_s,
+        note=partial(_print_no_head, address),
     )
     print(
         f"{record.host} joined the cluster at {record.address} with "
         f"{_count(num_devices, 'device')} ({resource}). Leave it with: msrl cluster down"
     )
     return record
+
+
+def _print_no_head(address: str, remaining_s: float) -> None:
+    print(
+        f"Waiting for the head at {address}, for {remaining_s:.0f} s more "
+        "(cluster.wait_for_nodes_s): it does not answer",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def status(config: Config | None = None, *, json: bool = False) -> ClusterStatus:

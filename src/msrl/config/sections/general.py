@@ -189,7 +189,7 @@ class ClusterConfig(Section):
     wait_for_nodes_s: NonNegative = Field(
         default=60.0,
         description="Maximum time in seconds to wait for the devices of a cluster, at the start "
-        "and after a machine was lost.",
+        "and after a machine was lost, and of `cluster join` for the head.",
     )
     env: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str], description="Environment variables of all workers."
