@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ _BACKGROUND_SETTINGS = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+_LOG = logging.getLogger("msrl.cluster")
 
 
 def start_ray(**arguments: Any) -> None:
@@ -88,6 +93,20 @@ def ray_processes() -> list[ProcessRecord]:
     """Return Ray's processes among the descendants of this one."""
     descendants = processes.descendants(os.getpid())
     return [process for process in descendants if process.name.startswith(_NAMES)]
+
+
+@contextlib.contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Become the parent of descendants whose parent ends in the body (prctl(2)).
+
+    The workers of a raylet that was killed stay visible and can be killed.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -160,7 +179,7 @@ def ray_settings(
     They set the token and TLS, disable usage statistics, keep loopback addresses, and reduce the
     background work of a Ray that starts now.
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants, worker
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     settings = {
@@ -170,6 +189,8 @@ def ray_settings(
         **state.priority_environment(),
         **{name: os.environ.get(name, value) for name, value in _BACKGROUND_SETTINGS.items()},
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would end this process after a minute without its control store, before `ray_loss`.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
     }
     settings["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     names = {*settings, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}
@@ -181,11 +202,25 @@ def ray_settings(
     ray_constants.ENABLE_RAY_CLUSTER = multi_machine and not loopback
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+    show = worker.print_to_stdstream
+    worker.print_to_stdstream = partial(_show_worker_output, show)
     try:
         yield
     finally:
+        worker.print_to_stdstream = show
         ray_constants.ENABLE_RAY_CLUSTER = multi_machine
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _show_worker_output(show: Callable[..., None], data: Mapping[str, Any], **options: Any) -> None:
+    """Print the output of a worker, but only log what Ray reports about its own processes.
+
+    The loss of a worker or of Ray is described in msrl's messages.
+    """
+    if data.get("pid") == "raylet":
+        _LOG.info("Ray: %s", "\n".join(data["lines"]))
+    else:
+        show(data, **options)

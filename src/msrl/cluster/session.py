@@ -25,10 +25,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl import temporary
-from msrl.cluster import probe, processes, state
+from msrl.cluster import probe, processes, ray_loss, state
 from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.cluster.placement import Assignment, NodePlan, Placement
 from msrl.cluster.ray_process import (
+    adopted_orphans,
     preserved_signal_handlers,
     ray_processes,
     ray_settings,
@@ -38,6 +39,7 @@ from msrl.cluster.ray_process import (
 )
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
+from msrl.temporary import ProcessRecord
 
 _PROBE_SHARE = 0.0001  # of a device; fits besides the shares of the actors
 _LOG = logging.getLogger("msrl.cluster")
@@ -140,6 +142,7 @@ class Session:
             _answer.options(**placed.probe_options(role, worker)).remote() for worker in workers
         ]
         while answers:
+            ray_loss.check()
             remaining_s = deadline - time.monotonic()
             _, answers = ray.wait(
                 answers,
@@ -341,25 +344,33 @@ def ray_session(
         else _connected(address, init, answer_timeout_s, tls)
     )
     before = temporary.segments()
-    with opened as folder:
-        session = Session(resource_name, local=address is None)
+    with opened as (folder, find_loss):
+        session, is_lost = Session(resource_name, local=address is None), False
         try:
-            yield session
+            with ray_loss.watched(find_loss):
+                yield session
+        except ray_loss.RayLostError:
+            is_lost = True  # calls would wait for it
+            raise
         finally:
             if folder is not None:
                 # An engine that was killed during its startup has not listed its shared memory.
                 pids = [process.pid for process in processes.descendants(os.getpid())]
                 temporary.list_segments(folder, pids, before)
-            session.close()
+            if not is_lost:
+                session.close()
 
 
 @contextlib.contextmanager
-def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator[Path]:
+def _local(
+    num_devices: int, resource: str, init: Mapping[str, Any]
+) -> Iterator[tuple[Path, ray_loss.Finder]]:
     """Run a local Ray and remove it with its folder at the end.
 
     The folder is kept if the body fails.
 
-    Yields the folder inside it for the temporary files of Ray's processes.
+    Yields the folder inside it for the temporary files of Ray's processes, and the finder of its
+    loss.
     """
     temp_dir = state.make_owned_temp_dir()
     token = temp_dir / "token"
@@ -367,6 +378,7 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
     devices = (
         {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     )
+    before = processes.descendants(os.getpid())
     try:
         with ray_settings(token, loopback=True):
             with (
@@ -383,13 +395,24 @@ def _local(num_devices: int, resource: str, init: Mapping[str, Any]) -> Iterator
                     **init,
                 )
             try:
-                yield state.workers_dir(temp_dir)
+                with adopted_orphans():
+                    yield state.workers_dir(temp_dir), ray_loss.find_in_local_ray
+            except ray_loss.RayLostError:
+                _kill_workers(before)
+                raise
             finally:
                 _shut_down()
     except BaseException as error:
         _keep_logs(temp_dir) if _logs_may_help(error) else temporary.remove(temp_dir)
         raise
     temporary.remove(temp_dir)
+
+
+def _kill_workers(before: Sequence[ProcessRecord]) -> None:
+    """Kill the processes of a lost Ray, which can no longer end them, and those they started."""
+    started = [each for each in processes.descendants(os.getpid()) if each not in before]
+    processes.send(started, signal.SIGKILL)
+    processes.wait_for_end(started, _END_S, lambda: None)
 
 
 def _shut_down() -> None:
@@ -402,6 +425,8 @@ def _shut_down() -> None:
 
 def _logs_may_help(error: BaseException) -> bool:
     """Return True if the error's message alone may not explain the failure."""
+    if isinstance(error, ray_loss.RayLostError):
+        return error.is_crash
     return isinstance(error, WorkerTimeoutError) or not isinstance(
         error, (MsrlError, VerificationError, KeyboardInterrupt, GeneratorExit)
     )
@@ -418,7 +443,7 @@ def _keep_logs(temp_dir: Path) -> None:
 @contextlib.contextmanager
 def _connected(
     address: str, init: Mapping[str, Any], answer_timeout_s: float, tls: state.TlsFiles | None
-) -> Iterator[Path | None]:
+) -> Iterator[tuple[Path | None, ray_loss.Finder]]:
     """Connect to a running cluster, and disconnect at the end."""
     head = probe.parse_address(address)
     token = state.find_token()
@@ -434,6 +459,10 @@ def _connected(
                 f" or add this machine with `msrl cluster join {address}`."
             ) from error
         try:
-            yield None
-        finally:
+            yield None, ray_loss.ClusterWatch(head, ray.util.get_node_ip_address())
+        except ray_loss.RayLostError:
+            raise  # disconnecting takes long, and happens at the end of this process
+        except BaseException:
             ray.shutdown()
+            raise
+        ray.shutdown()

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from msrl.cluster import ray_loss
 from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.errors import MsrlError, ProcessFailedError, VerificationError
 
@@ -113,6 +114,7 @@ def wait_all(
 
     Raises:
         WorkerError: A worker failed; the message contains its traceback.
+        RayLostError: Ray itself was lost.
         MsrlError: A worker raised it; the same for VerificationError.
         WorkerTimeoutError: `timeout_s` seconds (cluster.rpc_timeout_s) have passed. The message
             lists the workers that have not answered.
@@ -122,6 +124,7 @@ def wait_all(
     pending = list(names)
     deadline = time.monotonic() + timeout_s
     while pending:
+        ray_loss.check()
         remaining_s = deadline - time.monotonic()
         ready, pending = ray.wait(
             pending, num_returns=1, timeout=max(0.0, min(remaining_s, _WATCH_S))
@@ -149,6 +152,7 @@ def _result(ref: Any, pending: Sequence[Any], names: Mapping[Any, str]) -> Any:
     try:
         return ray.get(ref)
     except RayError as error:
+        ray_loss.check(has_failed=True)
         raise _cause({names[ref]: error, **_aftermath(pending, names)}) from None
 
 

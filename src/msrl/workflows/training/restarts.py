@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from msrl.cluster.ray_loss import RayLostError
 from msrl.errors import ProcessFailedError
 from msrl.trainer.checkpointing.resume import SavedTraining, resume_from, saved_steps
 
@@ -31,9 +32,9 @@ class Restarts:
         """Count a restart of `workers` and print its reason.
 
         Raises:
-            ProcessFailedError: `error`, if the limit is reached.
+            ProcessFailedError: `error`, if the limit is reached, or Ray itself was lost.
         """
-        if self._counts[workers] >= self._limit:
+        if self._counts[workers] >= self._limit or isinstance(error, RayLostError):
             raise error
         self._counts[workers] += 1
         count = f"restart {self._counts[workers]} of at most {self._limit} before the next step"

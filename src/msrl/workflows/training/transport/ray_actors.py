@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from msrl.cluster import ray_loss
 from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.cluster.session import PlacedWorkers, Session
 from msrl.cluster.waiting import Watch, wait_all
@@ -116,10 +117,12 @@ class RayWorkers(Workers):
 
     def share(self, value: object) -> Any:
         """Return a reference to the value in Ray's object store."""
+        ray_loss.check()
         return ray.put(value)
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         """Call a method of some actors."""
+        ray_loss.check()
         return Calls(
             {
                 worker: getattr(self._actors[worker], method).remote(*own_arguments)
