@@ -27,6 +27,14 @@ def crash(response, answer):
     return 1.0
 
 
+def killed_once(response, answer, *, file=""):
+    """End as the out-of-memory killer does, in the first call only; always for `always`."""
+    if response == "always" or (response == "once" and not os.path.exists(file)):
+        with open(file, "w"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
 def hog(response, answer):
     return float(len(bytearray(1 << 40))) if response == "hog" else 1.0
 

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -70,6 +71,19 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
     assert scored == pytest.approx(reference, abs=1e-5)
     assert max(reference) - min(reference) > 0.01
     assert totals(again)[0] == pytest.approx([2 * score for score in reference[:3]], abs=1e-5)
+
+
+@pytest.mark.full
+def test_the_batch_of_a_model_that_was_killed_is_scored_again(folder):
+    def kill_model() -> None:
+        own = psutil.Process().children()
+        (process,) = [each for each in own if "msrl.rewards.models.worker" in each.cmdline()]
+        process.kill()
+
+    with Scorer([Source(model=str(folder))], 1, prompt_text=lambda _: "Q: ") as scorer:
+        first = scorer.score([group(*TEXTS)])
+        kill_model()
+        assert totals(scorer.score([group(*TEXTS)])) == totals(first)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Workers are killed and replaced, and all other scores arrive in order.
 
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -111,6 +112,15 @@ def test_an_answer_in_the_pipe_is_no_timeout(monkeypatch):
         monkeypatch.setattr(pool_module.selectors, "DefaultSelector", StalledSelector)
         assert workers.map(calls("four")) == (CallResult(4.0),)
     assert stalls
+
+
+def test_the_call_of_a_worker_that_was_killed_is_repeated_at_most_three_times(tmp_path):
+    with pool("killed_once", options={"file": str(tmp_path / "file")}) as workers:
+        results = workers.map(calls("a", "once", "b", "always", "c"))
+        assert [o.failure for o in results] == [None, None, None, "crash", None]
+        (worker,) = workers._workers
+        os.kill(worker.process.pid, signal.SIGKILL)  # without a call
+        assert workers.map(calls("a")) == (CallResult(1.0),)
 
 
 def test_a_crash_fails_its_own_call_only():

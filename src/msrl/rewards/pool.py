@@ -1,7 +1,8 @@
 """Pool of processes that run verifiers with a hard wall-clock limit per call.
 
 A worker that exceeds the limit is killed (SIGKILL) and replaced, and so is a worker that crashed.
-Only the running call fails: the other calls of its batch run again in another worker.
+Only the running call fails: the other calls of its batch run again in another worker. If others
+have killed the worker, so does the running call, at most three times.
 
 Workers are plain processes with pipes instead of `multiprocessing` processes. They import neither
 the parent's main module nor torch, start in a few tenths of a second, and work under Ray, in
@@ -16,14 +17,14 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from msrl.errors import MsrlError
 from msrl.rewards.worker import READY, SCORED, Function, Setup
-from msrl.rewards.worker_process import WorkerProcess
+from msrl.rewards.worker_process import MAX_REPEATS, WorkerProcess
 
 MAX_BATCH = 64
 START_LIMIT_S = 120.0
@@ -65,7 +66,7 @@ class Pool:
     these ways:
 
     - "timeout": it exceeded the `timeout_s` of its function.
-    - "crash": its process died, for example by a segmentation fault or the out-of-memory killer.
+    - "crash": its process died, for example by a segmentation fault, or was killed repeatedly.
     - "error": it raised an exception, including MemoryError.
     - "skipped": the failed calls of the function in this `map` used up several time limits without
       one score, so its remaining calls are not made. Otherwise a function that hangs on every call
@@ -162,6 +163,7 @@ class _MapRun:
         self.lost_s: dict[int, float] = defaultdict(float)  # seconds of failed calls by function
         self.scored: set[int] = set()  # functions that returned a score
         self.stopped: set[int] = set()  # functions whose remaining calls are skipped
+        self.repeats: Counter[int | None] = Counter()  # by call whose worker was killed, or start
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> tuple[CallResult, ...]:
@@ -273,11 +275,16 @@ class _MapRun:
         self._fail(number, result, function.timeout_s)
 
     def _handle_crash(self, number: int) -> None:
+        """Replace a worker that died. Its running call fails, or is repeated if it was killed."""
         worker = self.workers[number]
+        running = worker.pending[0] if worker.pending else None
+        if worker.was_killed() and self.repeats[running] < MAX_REPEATS:
+            self.repeats[running] += 1
+            return self._replace(number)
         if not worker.ready:
             raise self._start_error(f"ended with exit code {worker.exit_code()} while it started")
         result = CallResult(None, "crash", "the process of the verifier died")
-        self._fail(number, result, time.monotonic() - worker.since)
+        return self._fail(number, result, time.monotonic() - worker.since)
 
     def _start_error(self, problem: str) -> Exception:
         """Return the error for a worker that does not start, probably due to a user's file."""

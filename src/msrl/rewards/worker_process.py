@@ -13,6 +13,11 @@ from msrl.rewards.worker import HEADER
 from msrl.user_files import python_command
 
 
+# Exit codes of processes that others ended: the out-of-memory killer, or the end of a job.
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+MAX_REPEATS = 3  # of a call whose process was killed
+
+
 class FrameTooLongError(Exception):
     """A frame announces more bytes than its reader accepts."""
 
@@ -90,6 +95,10 @@ class WorkerProcess:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self.process.wait()
+
+    def was_killed(self) -> bool:
+        """Return True if others ended the process, such as the out-of-memory killer."""
+        return self.exit_code() in KILLED
 
     def exit_code(self) -> int | None:
         """Return the exit code of a process that ended its output, or None if it keeps running."""

@@ -25,6 +25,7 @@ from msrl.rewards.models.worker import Settings
 from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
 from msrl.rewards.worker import LENGTH, send
+from msrl.rewards.worker_process import KILLED, MAX_REPEATS
 from msrl.user_files import python_command
 
 START_LIMIT_S = 900.0
@@ -114,7 +115,7 @@ class RewardModel:
         return [results[n] for n in range(len(items))]
 
     def take_retried(self) -> int:
-        """Return 0: nothing is retried, because a repeated batch would fail again."""
+        """Return 0: only batches of a process that was killed are repeated."""
         return 0
 
     def close(self) -> None:
@@ -123,7 +124,10 @@ class RewardModel:
             self._process.close()
             self._process = None
 
-    def _score_batch(self, texts: Sequence[tuple[str, str, str]]) -> list[CallResult]:
+    def _score_batch(
+        self, texts: Sequence[tuple[str, str, str]], num_repeats: int = 0
+    ) -> list[CallResult]:
+        """Return the scores of a batch. It is repeated if others have killed the process."""
         process = self._started_process()
         process.send(texts)
         start = time.monotonic()
@@ -131,7 +135,10 @@ class RewardModel:
         if isinstance(answer, list):
             return [_call_result(score, error) for score, error in answer]
         is_late = time.monotonic() - start >= self._timeout_s
+        was_killed = not is_late and process.was_killed()
         self.close()
+        if was_killed and num_repeats < MAX_REPEATS:
+            return self._score_batch(texts, num_repeats + 1)
         result = CallResult(None, "crash", "the process of the reward model died")
         if is_late:
             result = CallResult(None, "timeout", f"no answer within {self._timeout_s:g} s")
@@ -182,6 +189,12 @@ class _ModelProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # if the process died, its output ends too
             send(self._process.stdin, message)
+
+    def was_killed(self) -> bool:
+        """Return True if others ended the process, whose output has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=5.0) in KILLED
+        return False
 
     def receive(self, timeout_s: float) -> Any:
         """Return the next answer, or None if none arrives in time or the process ended."""
