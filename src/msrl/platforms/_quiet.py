@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Generator
 from multiprocessing import spawn
 from typing import Any
+
+# Option of new processes. The resource tracker warns about what a killed process has left.
+_LEAKS = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 if __name__ == "__mp_main__":
     warnings.simplefilter("ignore")
@@ -23,7 +27,8 @@ def quiet_processes() -> Generator[None]:
     """Let processes that start within this context import this module as their main module.
 
     Otherwise they import the module of the command (`get_preparation_data` in
-    multiprocessing/spawn.py), which no function of vLLM needs.
+    multiprocessing/spawn.py), which no function of vLLM needs. The resource tracker starts with the
+    first of them.
     """
     prepare = spawn.get_preparation_data
 
@@ -33,7 +38,9 @@ def quiet_processes() -> Generator[None]:
         return {**data, "init_main_from_name": __name__}
 
     spawn.get_preparation_data = prepare_quietly
+    sys.warnoptions.append(_LEAKS)
     try:
         yield
     finally:
+        sys.warnoptions.remove(_LEAKS)
         spawn.get_preparation_data = prepare

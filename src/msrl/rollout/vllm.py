@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 1 << 26  # of weights for the processes of several devices
 _TRANSFER_S = 600.0  # until such a process must have read the next bucket
 _FINISHED = ("stop", "length")
+# They report the loss of a process in this one, with all settings. msrl has a message for it.
+_LOSS_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.logging_utils.dump_input")
 
 
 class VllmEngine:
@@ -471,6 +473,8 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         if not settings.verbose:
             warnings.simplefilter("ignore")
             logging.getLogger("vllm").setLevel(logging.ERROR)
+            for name in _LOSS_LOGGERS:
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         import vllm
 
         _check_supported(settings)

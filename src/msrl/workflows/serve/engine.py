@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from msrl import platforms
+from msrl.cluster import processes
 from msrl.config.schema import ChatConfig, Config, GenerateConfig
 from msrl.data.native import with_date
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, RunFailedError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.engine_limits import check_limits
+from msrl.temporary import ProcessRecord, is_running
 from msrl.types import Conversation, Ints, Message, SamplingParams
 from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.preflight import planned_platform
@@ -139,16 +141,34 @@ def running_engine(
     """Yield a vLLM engine with the weights of `source`.
 
     Those of an mcore checkpoint are transferred in memory, tensor by tensor.
+
+    Raises:
+        RunFailedError: A process of the engine has ended.
     """
     from msrl.rollout.vllm import VllmEngine
 
+    before = processes.descendants(os.getpid())
     engine = VllmEngine(settings, platforms.resolve(config.cluster.platform))
+    started = [each for each in processes.descendants(os.getpid()) if each not in before]
     try:
         if settings.random_weights:
             engine.load_weights(hf_weights(source))
         yield engine
+    except Exception as error:
+        _raise_if_lost(started, error)
+        raise
     finally:
         engine.close()
+
+
+def _raise_if_lost(started: Sequence[ProcessRecord], error: Exception) -> None:
+    """Raise RunFailedError for a process of the engine that has ended, the reason of `error`."""
+    ended = [f"{each.name} (pid {each.pid})" for each in started if not is_running(each)]
+    if ended and not isinstance(error, MsrlError):
+        raise RunFailedError(
+            f"The engine has lost processes: {', '.join(ended)}. One of them crashed or was killed, "
+            "for example by the out-of-memory killer (see dmesg). Start the same command again."
+        ) from error
 
 
 def needs_weight_transfer(source: WeightSource, model: str | None, lora: str | None = None) -> bool:
