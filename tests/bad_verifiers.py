@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 def length(response, answer):
@@ -29,9 +30,9 @@ def crash(response, answer):
 
 def killed_once(response, answer, *, file=""):
     """End as the out-of-memory killer does, in the first call only; always for `always`."""
-    if response == "always" or (response == "once" and not os.path.exists(file)):
-        with open(file, "w"):
-            os.kill(os.getpid(), signal.SIGKILL)
+    if response == "always" or (response == "once" and not Path(file).exists()):
+        Path(file).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 # The tests' own parent may ignore these signals. Code in a fork of a process with threads can hang.
 _DEFAULT_SIGNALS = ("env", "--default-signal=INT,HUP")
+LOOPBACK = ("127.0.0.1", "::1")
+_LOOK_EVERY_S = 1.0
 LIMIT_S = 600.0  # for a slow, loaded machine; usually a tenth of it suffices
 
 
@@ -31,9 +37,15 @@ class Command:
         log: Path,
         tmp: Path | None = None,
         program: Sequence[str] = ("-m", "msrl"),
+        hosts: Iterable[str] = LOOPBACK,
     ) -> None:
-        """Start the command, with `tmp` as the folder for its temporary files."""
+        """Start the command, with `tmp` as the folder for its temporary files.
+
+        Its processes may listen on the addresses `hosts`.
+        """
         self.log = log
+        self.listening: dict[str, set[str]] = {}  # addresses by process
+        self._hosts, self._looked_at = frozenset(hosts), time.monotonic()
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
         if tmp is not None:
             environment |= {"TMPDIR": str(tmp), "RAY_TMPDIR": str(tmp)}
@@ -49,13 +61,28 @@ class Command:
 
     def wait(self) -> int:
         """Wait for the command and return its exit code."""
+        deadline = time.monotonic() + LIMIT_S
         try:
-            return self.process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
+            while time.monotonic() < deadline:
+                with suppress(subprocess.TimeoutExpired):
+                    return self.process.wait(_LOOK_EVERY_S)
+                self._look_at_sockets()
             self.kill()
-            raise AssertionError(f"still running after {LIMIT_S:g} s:\n{self.output()}") from None
+            raise AssertionError(f"still running after {LIMIT_S:g} s:\n{self.output()}")
         finally:
             self._file.close()
+
+    def _look_at_sockets(self) -> None:
+        """Fail if a process of the command listens on another address than it may."""
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self.process.pid).children(recursive=True)
+            found = listening_hosts([self.process.pid, *(child.pid for child in tree)])
+            for name, hosts in found.items():
+                self.listening.setdefault(name, set()).update(hosts)
+                assert hosts <= self._hosts, f"{name} listens on {hosts - self._hosts}"
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the command's process group, as Slurm, timeout(1) and a closed terminal do."""
@@ -73,6 +100,7 @@ class Command:
             assert self.process.poll() is None, (
                 f"the command ended early with {self.process.returncode}:\n{self.output()}"
             )
+            self._look_at_sockets()
             assert time.monotonic() < deadline, (
                 f"the condition does not hold after {LIMIT_S:g} s:\n{self.output()}"
             )
@@ -111,22 +139,40 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
 
 def listening_hosts(pids: Iterable[int]) -> dict[str, set[str]]:
     """Return the addresses on which processes listen, with TCP or UDP, by name of the process."""
-    import psutil
-
     hosts: dict[str, set[str]] = {}
+    sockets = _listening_sockets()
     for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            name = process.name().partition(".")[0].partition(" ")[0]
-            sockets = process.net_connections("inet")
-        except psutil.NoSuchProcess:
-            continue
-        hosts.setdefault(name, set()).update(
-            each.laddr.ip.removeprefix("::ffff:")
-            for each in sockets
-            if each.laddr and each.status in {psutil.CONN_LISTEN, psutil.CONN_NONE}
-        )
+        inodes = _socket_inodes(pid)
+        if found := {sockets[inode] for inode in inodes if inode in sockets}:
+            name = Path(f"/proc/{pid}/comm").read_text().strip().partition(".")[0]
+            hosts.setdefault(name, set()).update(found)
     return hosts
+
+
+def _listening_sockets() -> dict[str, str]:
+    """Return the address of every socket of this machine that others can reach, by inode."""
+    addresses: dict[str, str] = {}
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        state = "0A" if table.startswith("tcp") else "07"  # LISTEN, or not connected
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state:
+                words = struct.iter_unpack("<I", bytes.fromhex(fields[1].partition(":")[0]))
+                packed = b"".join(struct.pack(">I", word) for (word,) in words)
+                address = ipaddress.ip_address(packed)
+                mapped = getattr(address, "ipv4_mapped", None)
+                addresses[fields[9]] = str(mapped or address)
+    return addresses
+
+
+def _socket_inodes(pid: int) -> set[str]:
+    """Return the inodes of the sockets of a process, which may have ended."""
+    inodes: set[str] = set()
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(str(entry.readlink()).removeprefix("socket:[").rstrip("]"))
+    return inodes
 
 
 def _read_maps(pid: int) -> str:
@@ -169,8 +215,6 @@ def write_rows(path: Path, samples: list[dict[str, str]]) -> Path:
 
 def children(pid: int) -> dict[int, str]:
     """Return the command lines of all descendants of a process by pid, without fork templates."""
-    import psutil
-
     commands: dict[int, str] = {}
     for child in psutil.Process(pid).children(recursive=True):
         try:
@@ -192,8 +236,6 @@ def wait_for_end(pids: Iterable[int], limit_s: float = 20.0) -> None:
 
 def still_running(pids: Iterable[int]) -> list[int]:
     """Return the processes that have not ended. Zombies, whose parent did not wait, have ended."""
-    import psutil
-
     running = []
     for pid in pids:
         try:

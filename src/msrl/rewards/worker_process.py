@@ -12,7 +12,6 @@ from msrl.rewards import worker as protocol
 from msrl.rewards.worker import HEADER
 from msrl.user_files import python_command
 
-
 # Exit codes of processes that others ended: the out-of-memory killer, or the end of a job.
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 MAX_REPEATS = 3  # of a call whose process was killed

@@ -166,8 +166,8 @@ def _raise_if_lost(started: Sequence[ProcessRecord], error: Exception) -> None:
     ended = [f"{each.name} (pid {each.pid})" for each in started if not is_running(each)]
     if ended and not isinstance(error, MsrlError):
         raise RunFailedError(
-            f"The engine has lost processes: {', '.join(ended)}. One of them crashed or was killed, "
-            "for example by the out-of-memory killer (see dmesg). Start the same command again."
+            f"The engine has lost processes: {', '.join(ended)}. One crashed or was killed, for "
+            "example by the out-of-memory killer (see dmesg). Start the same command again."
         ) from error
 
 
