@@ -19,7 +19,7 @@ from msrl.errors import ProcessFailedError
 
 # Processes without which Ray cannot work, and their names in messages.
 _CORE = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's node (raylet)"}
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+_WITHOUT_CRASH = (0, -signal.SIGKILL, -signal.SIGTERM)  # exit codes
 _ASK_EVERY_S, _CONNECT_S = 5.0, 3.0
 _SILENCE_S = 60.0  # of the head; Ray gives up after the same time
 
@@ -75,7 +75,7 @@ def find_in_local_ray(_: bool) -> None:
             end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise RayLostError(
                 f"{_CORE[kind]} ended with {end} (pid {process.pid}), and all workers with it",
-                is_crash=code not in _KILLED,
+                is_crash=code not in _WITHOUT_CRASH,
             )
 
 

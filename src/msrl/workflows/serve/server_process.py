@@ -17,10 +17,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from msrl import temporary
+from msrl.cluster import processes
 from msrl.errors import MsrlError, RunFailedError
 from msrl.limits import printable
+from msrl.temporary import ProcessRecord
 
-_POLL_S = 0.2
+_POLL_S, _LOOK_EVERY_S = 0.2, 1.0
 _HEALTH_S = 5.0
 _END_S = 30.0  # until the server's processes are killed
 _TAIL_LINES = 15
@@ -28,6 +30,8 @@ _TAIL_LINES = 15
 _REFUSAL = re.compile(r"^(?:ValueError|pydantic\S*ValidationError|\S+\.py: error|\S+: error): (.+)")
 # The server runs on this machine, which a proxy does not reach.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_ENGINE = "VLLM::"  # with which the names of its processes begin
+_ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\w* pid=\d+\) ERROR ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) ?")
 
 
@@ -56,26 +60,56 @@ def run_server(
     """
     before = temporary.segments()
     with _running(command, {**environment, **temporary.environment(folder)}) as process:
-        output = _Output(process, is_shown=is_verbose)
+        engine = _Engine()
+        output = _Output(process, engine, is_shown=is_verbose)
+
+        def look() -> None:
+            """Note what the server has started; nothing is known of it once it has ended."""
+            family = processes.descendants(process.pid)
+            engine.note(family)
+            pids = [process.pid, *(each.pid for each in family)]
+            temporary.list_segments(folder, pids, before)
+
         try:
-            if _is_ready(process, url):
-                temporary.list_segments(folder, _processes(process), before)
+            if _is_ready(process, url, look):
+                look()
                 output.show(True)
                 on_ready()
             process.wait()
         finally:
-            temporary.list_segments(folder, _processes(process), before)
+            look()
             output.show(is_verbose)  # libraries print warnings at their end
-        raise _failure(process, output)
+        raise _failure(process, output, engine)
 
 
-def _is_ready(process: subprocess.Popen[str], url: str) -> bool:
+def _is_ready(process: subprocess.Popen[str], url: str, look: Callable[[], None]) -> bool:
     """Wait until the server answers, and return False if its process ends before."""
+    looked = time.monotonic()
     while process.poll() is None:
         if _is_healthy(url):
             return True
+        if time.monotonic() - looked > _LOOK_EVERY_S:
+            look()
+            looked = time.monotonic()
         time.sleep(_POLL_S)
     return False
+
+
+class _Engine:
+    """Processes of the server's engine."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[ProcessRecord, ...] = ()
+
+    def note(self, family: Sequence[ProcessRecord]) -> None:
+        """Add the processes of the engine among those of the server."""
+        new = (each for each in family if each.name.startswith(_ENGINE) and each not in self._seen)
+        self._seen += tuple(new)
+
+    @property
+    def ended(self) -> list[int]:
+        """The pids of those that have ended."""
+        return [each.pid for each in self._seen if not temporary.is_running(each)]
 
 
 def _is_healthy(url: str) -> bool:
@@ -87,11 +121,14 @@ def _is_healthy(url: str) -> bool:
 
 
 class _Output:
-    """Lines of the server, which are kept for messages and shown on standard error."""
+    """Lines of the server, which are kept for messages and shown on standard error.
 
-    def __init__(self, process: subprocess.Popen[str], *, is_shown: bool) -> None:
+    Those about the loss of its engine are only kept.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], engine: _Engine, *, is_shown: bool) -> None:
         self.lines = deque[str](maxlen=200)
-        self._is_shown = is_shown
+        self._engine, self._is_shown = engine, is_shown
         self._thread = threading.Thread(target=self._read, args=(process,), daemon=True)
         self._thread.start()
 
@@ -108,7 +145,7 @@ class _Output:
         for line in process.stdout:
             text = line.rstrip("\n")
             self.lines.append(text)
-            if self._is_shown:
+            if self._is_shown and not self._engine.ended:
                 print(printable(text), file=sys.stderr, flush=True)
 
 
@@ -141,26 +178,29 @@ def _running(
             process.wait()
 
 
-def _processes(process: subprocess.Popen[str]) -> list[int]:
-    """Return the pids of the server and of its child processes."""
-    import psutil
-
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [process.pid, *(child.pid for child in children)]
-
-
-def _failure(process: subprocess.Popen[str], output: _Output) -> MsrlError | RunFailedError:
+def _failure(
+    process: subprocess.Popen[str], output: _Output, engine: _Engine
+) -> MsrlError | RunFailedError:
     """Return the error about a server that ended by itself."""
     output.finish()
     lines = [_PREFIX.sub("", line) for line in output.lines]
     refusals = [match[1] for line in lines if (match := _REFUSAL.match(line.strip()))]
     if refusals:
         return MsrlError(f"serve: vLLM refuses these settings: {refusals[-1]}")
+    ended = engine.ended if process.returncode >= 0 else []
+    if ended and not any(map(_is_of_engine, output.lines)):
+        pids = ", ".join(map(str, ended))
+        return RunFailedError(
+            f"The engine of the server (pid {pids}) crashed or was killed, for example by the "
+            "out-of-memory killer (see dmesg). Start the same command again."
+        )
     tail = "\n".join(lines[-_TAIL_LINES:])
     return RunFailedError(
         f"The server ended by itself with exit code {process.returncode}. Its last lines "
         f"(--verbose prints all):\n{tail}"
     )
+
+
+def _is_of_engine(line: str) -> bool:
+    """Return True for an error of the engine, but not for the loss of one of its processes."""
+    return bool(_ENGINE_ERROR.match(line)) and "died unexpectedly" not in line

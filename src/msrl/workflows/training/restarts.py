@@ -38,7 +38,7 @@ class Restarts:
             raise error
         self._counts[workers] += 1
         count = f"restart {self._counts[workers]} of at most {self._limit} before the next step"
-        self._note(f"{error.summary}. Restarting {workers} ({count})")
+        self._note(f"{error.summary.rstrip('.')}. Restarting {workers} ({count})")
 
 
 def newest_checkpoint(root: Path, first: SavedTraining | None) -> SavedTraining | None:
