@@ -17,6 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import guardian
+
+guardian.begin()
+
 # The slowest files, slowest first. In parallel runs, a slow file at the end would run alone.
 LONGEST = ("train_grpo", "training", "train_sft", "gsm8k", "mixture_training", "cluster")
 

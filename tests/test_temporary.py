@@ -14,8 +14,11 @@ from uuid import uuid4
 
 import pytest
 
+import guardian
 from msrl import temporary
 from msrl.files import write_text
+from support import HANG_S
+from training_runs import wait_for_end
 
 KILLED = """
 import mmap, os, signal, sys
@@ -128,3 +131,18 @@ def test_a_device_is_written_to_and_not_replaced():
     assert device.is_char_device() and os.read(reader, 10).strip() == b"a"
     os.close(reader)
     os.close(writer)
+
+
+def test_a_test_run_that_is_killed_leaves_no_process():
+    code = (
+        "import os, signal, subprocess, guardian\n"
+        "guardian.begin()\n"
+        "started = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "print(started.pid, guardian._STARTED[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{os.pathsep.join(sys.path)}"}
+    environment.pop(guardian.VARIABLE)
+    command = [sys.executable, "-c", code]
+    killed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    wait_for_end([int(pid) for pid in killed.stdout.split()], limit_s=HANG_S)
