@@ -336,7 +336,7 @@ LLM_CASES: dict[str, Case] = {
     "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True),
     "preprocess.neat_pack": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),
-    "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,5,5"),
+    "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,10,0"),
     **{f"train.wandb_{name}": ({"wandb_project": "math"}, "other") for name in
        ("entity", "save_dir")},
     "train.lr_decay_style": ({}, "cosine"),

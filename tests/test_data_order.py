@@ -14,6 +14,7 @@ from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, training_dir
+from msrl.workflows.sft.rows import split
 from msrl.workflows.training.settings import check_order, order_state
 from support import mentions
 
@@ -59,3 +60,16 @@ def test_a_run_of_an_earlier_version_is_refused_with_a_remedy(tmp_path: Path) ->
         MsrlError, match=mentions("earlier version", f"checkpoint.load: {tmp_path}")
     ):
         SavedTraining(tmp_path, 3).state()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "parts", "num_trained"),
+    [(10, (90, 10), 9), (3, (50, 50), 1), (13, (99, 1), 13), (1000, (9798, 200), 980)],
+)
+def test_the_last_rows_are_held_out_as_megatron_splits_them(
+    num_rows: int, parts: tuple[int, int], num_trained: int
+):
+    """The numbers are those of Megatron's get_train_valid_test_split_."""
+    trained, held_out = split(num_rows, parts[1] / sum(parts), 0, "last")
+    assert trained == tuple(range(num_trained))
+    assert held_out == tuple(range(num_trained, num_rows))

@@ -33,7 +33,6 @@ REPORTED = {
     "mindspeed_llm": {
         "train.fp16",
         "train.no_load_rng",
-        "train.split",
         "train.lr_decay_iters",
         "train.loss_compute_mode",
         "kl_ctrl.type",

@@ -113,6 +113,11 @@ class DataConfig(Section):
         description="Fraction of data.train to hold out instead of setting data.eval. "
         "run.seed selects the rows.",
     )
+    eval_rows: Literal["random", "last"] = Field(
+        default="random",
+        description="Rows that data.eval_fraction holds out: random ones, or the last ones, "
+        "rounded to the nearest number, as Megatron's --split does.",
+    )
     seq_length: Count | None = Field(
         default=None,
         description="Maximum row length in tokens. Default: the length of the preprocessed data.",

@@ -125,7 +125,7 @@ def _split(translation: Translation, keys: Keys, *, is_text: bool) -> None:
     """Translate the part of the rows that the original does not train on: the last ones."""
     entry = keys.get("split")
     if entry is None or translation.row(entry).is_off(entry.value):
-        return
+        return None
     values = str(entry.value).replace(" ", "").replace("/", ",").split(",")
     if not all(re.fullmatch(r"\d+(\.\d*)?", value) for value in values):
         translation.add_error(entry, "must be up to three numbers, such as 100,0,0")
@@ -136,9 +136,13 @@ def _split(translation: Translation, keys: Keys, *, is_text: bool) -> None:
         translation.difference(entry, text)
     else:
         numbers = [float(value) for value in values]
+        translation.set("data.eval_rows", wrap("last", entry.origin))
+        if not sum(numbers[2:]):
+            return translation.assign(entry, ["data.eval_fraction"], numbers[1] / sum(numbers))
         held_out = round(1 - numbers[0] / sum(numbers), 12)
-        text = "the original holds out the last rows, msrl rows that run.seed selects"
-        translation.approximate(entry, "data.eval_fraction", held_out, text)
+        text = "the original tests the last of these rows after the training, msrl evaluates them"
+        return translation.approximate(entry, "data.eval_fraction", held_out, text)
+    return None
 
 
 def _memory(translation: Translation, keys: Keys) -> None:

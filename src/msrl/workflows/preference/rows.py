@@ -20,7 +20,7 @@ from msrl.data.preferences import PreferenceDataset, PreferenceMixture, fit
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.types import RenderedPreference
-from msrl.workflows.sft.rows import split
+from msrl.workflows.sft.rows import split_rows
 from msrl.workflows.training.data_checks import check_data, check_longest_row, verify_data
 
 
@@ -102,15 +102,9 @@ def _open_split(
     """Return the rows to train on and those that `data.eval_fraction` holds out, if any.
 
     Raises:
-        MsrlError: All rows are held out, or `open_rows` raises it.
+        MsrlError: `split_rows` or `open_rows` raises it.
     """
-    fraction = config.data.eval_fraction
-    trained, held_out = split(len(dataset), fraction, config.run.seed)
-    if held_out and not trained:
-        raise MsrlError(
-            f"data.eval_fraction={fraction}: all {len(held_out)} rows of {dataset.prefix} are held "
-            "out. Lower it, or set data.eval instead."
-        )
+    trained, held_out = split_rows(config, dataset)
     train = open_rows(config, dataset, trained)
     return train, open_rows(config, dataset, held_out) if held_out else None
 

@@ -13,6 +13,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.data.preferences import PreferenceDataset
 from msrl.errors import MsrlError
 from msrl.types import RenderedExample
 
@@ -107,15 +108,40 @@ class MixedRows:
         return notes
 
 
-def split(num_rows: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def split(
+    num_rows: int, fraction: float, seed: int, rows: str = "random"
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the rows to train on and the held-out rows, both ascending.
 
-    At least one row is held out if `fraction` is above 0.
+    At least one row is held out if `fraction` is above 0, unless `rows` is `last`: Megatron's
+    get_train_valid_test_split_ rounds to the nearest number.
     """
+    if rows == "last":
+        first = num_rows - round(num_rows * fraction)
+        return tuple(range(first)), tuple(range(first, num_rows))
     count = math.ceil(num_rows * fraction)
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLIT])))
     held_out = frozenset(generator.permutation(num_rows)[:count].tolist())
     return tuple(i for i in range(num_rows) if i not in held_out), tuple(sorted(held_out))
+
+
+def split_rows(
+    config: Config, dataset: SftDataset | PreferenceDataset
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the rows to train on and those that `data.eval_fraction` holds out, if it is set.
+
+    Raises:
+        MsrlError: All rows are held out, or none.
+    """
+    data = config.data
+    trained, held_out = split(len(dataset), data.eval_fraction, config.run.seed, data.eval_rows)
+    if data.eval_fraction and not (trained and held_out):
+        share, remedy = ("all", "Lower") if held_out else ("none", "Raise")
+        raise MsrlError(
+            f"data.eval_fraction={data.eval_fraction}: {share} of the {len(dataset)} rows of "
+            f"{dataset.prefix} are held out. {remedy} it, or set data.eval instead."
+        )
+    return trained, held_out
 
 
 def open_rows(config: Config, dataset: SftDataset, indices: Sequence[int] | None = None) -> Rows:

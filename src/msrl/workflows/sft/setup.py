@@ -5,9 +5,8 @@ from __future__ import annotations
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, check_templates
 from msrl.data.order import BlendOrder, RowOrder
-from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
-from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split
+from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split_rows
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_name
 from msrl.workflows.training.data_checks import check_longest_row
 from msrl.workflows.training.supervised import SupervisedSetup
@@ -34,13 +33,7 @@ def example_rows(
         mixed = tuple(open_rows(config, dataset) for dataset in datasets)
         return MixedRows(mixed), open_rows(config, evaluated) if evaluated else None
     [dataset] = datasets
-    trained, held_out = split(len(dataset), config.data.eval_fraction, config.run.seed)
-    if held_out and not trained:
-        raise MsrlError(
-            f"data.eval_fraction={config.data.eval_fraction}: all {len(held_out)} rows of "
-            f"{config.data.train} are held out. Lower it, or"
-            " set data.eval instead."
-        )
+    trained, held_out = split_rows(config, dataset)
     train = open_rows(config, dataset, trained)
     if evaluated:
         return train, open_rows(config, evaluated)

@@ -33,6 +33,7 @@ _SFT_KEYS = (
     "too_long",
     "pack",
     "eval_fraction",
+    "eval_rows",
 )  # keys of `data` that determine the rows
 
 
