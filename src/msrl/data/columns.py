@@ -18,6 +18,7 @@ from msrl.limits import whole_number
 
 MISSING = object()
 EXTRA = "extra."
+_SIZED = (str, list, dict)
 
 
 class DroppedRow(Exception):  # noqa: N818 - not an error: the row is counted under `reason`
@@ -158,7 +159,7 @@ def is_null(value: Any) -> bool:
 
 def is_empty(value: Any) -> bool:
     """Return True for null and for an empty text, list or object."""
-    return is_null(value) or (isinstance(value, str | list | dict) and not value)
+    return not value if isinstance(value, _SIZED) else is_null(value)
 
 
 def as_text(value: Any) -> str:

@@ -105,7 +105,7 @@ class Renderer:
         return [self._with_names(span) for span in spans if span.text]
 
     def _with_names(self, span: Span) -> Span:
-        if span.is_quoted:
+        if span.is_quoted or "{{" not in span.text:
             return span
         return span._replace(text=self.with_token_names(span.text))
 

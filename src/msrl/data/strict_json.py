@@ -16,7 +16,7 @@ def loads(text: str) -> Any:
         ValueError: the text is not JSON, or an object has a key twice.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=unique_keys)
+    return _DECODER.decode(text)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -27,3 +27,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has {twice!r} more than once")
     return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)

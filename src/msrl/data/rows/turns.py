@@ -58,7 +58,10 @@ _FOLLOWS: dict[Role, tuple[Role, ...]] = {
     "tool": ("assistant", "tool"),
 }
 _CALL_ROLES = ("function_call", "tool_call")
+_CALL_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _CALL_KEYS = frozenset({"id", "type", "index", "function", "name", "call_id", "tool_call_id"})
+_CALLS = ("tool_calls", "function_call")
+_THOUGHTS = (*THOUGHTS, DETAILS)
 _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _PASSED_KEYS = ("name", "tool_call_id")
 CALL = ("<tool_call>", "</tool_call>")
@@ -177,7 +180,7 @@ def _role_name(turn: dict[str, Any], location: str) -> str:
     name = names[0] if names else None
     if not isinstance(name, str) or name not in ROLES:
         raise MsrlError(f"{location}: unknown role {name!r}; {nearest(str(name), ROLES)}")
-    if any(ROLES.get(other) != ROLES[name] for other in names):
+    if len(names) > 1 and ROLES.get(names[1]) != ROLES[name]:
         raise MsrlError(
             f"{location}: from={name}: role={names[1]} is another role. Remove one of them."
         )
@@ -266,8 +269,8 @@ def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
     """Return the text, thought, tool calls and tool results of a turn."""
     content = _field(turn, ("value", "content"), location)
-    calls = tuple(_read_calls(turn, location))
-    thoughts = _thoughts(turn, location)
+    calls = () if turn.keys().isdisjoint(_CALLS) else tuple(_read_calls(turn, location))
+    thoughts = {} if turn.keys().isdisjoint(_THOUGHTS) else _thoughts(turn, location)
     if content is None and (calls or thoughts):
         content = ""
     if isinstance(content, list):
@@ -287,7 +290,7 @@ def _read_content(turn: dict[str, Any], name: str, location: str) -> _Content:
             f"{location}: tool_calls: the content contains {CALL[0]} too. Write each call in one "
             "of them only."
         )
-    return read._replace(calls=(*read.calls, *calls))
+    return read._replace(calls=(*read.calls, *calls)) if calls else read
 
 
 def _with_thoughts(content: _Content, thoughts: dict[str, str], location: str) -> _Content:
@@ -430,11 +433,11 @@ def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
 
 def _id(value: Any, key: str, location: str) -> str | None:
     """Return the id of a call as text, or None. Raises MsrlError if it is neither text nor int."""
+    if value is None or isinstance(value, str):
+        return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if not isinstance(value, str | None):
-        raise MsrlError(f"{location}: {key}: is {kind_name(value)}, not text. Write it as text.")
-    return value
+    raise MsrlError(f"{location}: {key}: is {kind_name(value)}, not text. Write it as text.")
 
 
 def _loads(text: str, location: str, subject: str) -> Any:
@@ -501,7 +504,7 @@ def _call_text(call: ToolCall, location: str) -> str:
     """Return a tool call in tags. Raises MsrlError for numbers that JSON does not have."""
     value = {"name": call.name, "arguments": call.arguments}
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = _CALL_JSON.encode(value)
     except ValueError:
         raise MsrlError(
             f"{location}: the arguments of {call.name} contain NaN or Infinity, which JSON does "
@@ -524,7 +527,8 @@ def _field(part: dict[str, Any], names: Sequence[str], location: str) -> Any:
         MsrlError: two of the names have different values.
     """
     values = {name: part[name] for name in names if part.get(name) is not None}
-    values = {name: value for name, value in values.items() if not is_empty(value)} or values
+    if len(values) > 1:
+        values = {name: value for name, value in values.items() if not is_empty(value)} or values
     first = next(iter(values.values()), None)
     if any(value != first for value in values.values()):
         raise MsrlError(f"{location}: {' and '.join(values)} differ. Remove all but one.")
