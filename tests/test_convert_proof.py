@@ -473,6 +473,8 @@ def test_an_interrupted_verification_is_reported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out.unverified"]
     with pytest.raises(MsrlError, match=mentions("out.unverified")):
         run(command="hf2mcore", load=tmp_path / "hf", save=tmp_path / "out")
+    run(command="inspect", load=tmp_path / "out.unverified")
+    assert_mentions(capsys.readouterr().err, tmp_path / "out.unverified", "not verified")
 
 
 def test_a_conversion_has_its_name_only_after_its_verification(

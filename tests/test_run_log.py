@@ -27,6 +27,11 @@ def _no_room(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def _close_without_room(writer: MetricsWriter) -> None:
+    writer._file.close()
+    _no_room()
+
+
 def _open(folder: Path, *sets: str, start_step: int = 0) -> RunLog:
     config = load(sets=[f"run.dir={folder}", "run.name=full", "log.trackers=[]", *sets]).config
     return RunLog(config, num_steps=3, start_step=start_step, curves=("train/loss",))
@@ -51,7 +56,9 @@ def test_a_full_disk_for_metrics_is_one_message(tmp_path: Path, monkeypatch: pyt
     ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))
         monkeypatch.setattr(MetricsWriter, "log", _no_room)
-        monkeypatch.setattr(MetricsWriter, "close", _no_room)  # close writes the buffered data
+        monkeypatch.setattr(
+            MetricsWriter, "close", _close_without_room
+        )  # close writes the buffered data
         log.log(StepReport(2, {"train/loss": 1.0}, {}))
     RunFolder.check(tmp_path, "full", resume=True)  # raises if the folder is still locked
 
@@ -64,7 +71,7 @@ def test_a_failed_write_at_the_end_of_a_run_is_reported(
         _open(tmp_path) as log,
     ):
         log.log(StepReport(1, {"train/loss": 2.0}, {}))
-        monkeypatch.setattr(MetricsWriter, "close", _no_room)
+        monkeypatch.setattr(MetricsWriter, "close", _close_without_room)
     monkeypatch.undo()
     with (
         pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,6 +16,7 @@ from msrl.errors import MsrlError
 
 _END_BYTES = 1 << 20
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_NAME_BYTES = 255  # of the name of a file on Linux
 MAX_TEXT_BYTES = 2 << 20  # of a file that people write
 

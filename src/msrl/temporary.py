@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from msrl.files import write_text
+
 SHARED_MEMORY = Path("/dev/shm")
 _OWNER, _SEGMENTS = "owner.json", "shared_memory.json"
 
@@ -149,7 +151,7 @@ def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]
     new = [[name, inode] for name, inode in segments() - before if name in mapped]
     file = folder / _SEGMENTS
     listed: list[list[Any]] = json.loads(file.read_text()) if file.is_file() else []
-    file.write_text(json.dumps(listed + [entry for entry in new if entry not in listed]))
+    write_text(file, json.dumps(listed + [entry for entry in new if entry not in listed]))
 
 
 def _mapped(pid: int) -> set[str]:

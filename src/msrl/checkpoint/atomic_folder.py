@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from msrl.errors import MsrlError
-from msrl.files import take_lock
+from msrl.files import FULL_DISK, take_lock
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_BYTES = 512  # unit of `st_blocks`, independent of the file system's block size
 
 
@@ -125,7 +123,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
             for folder in created_parents:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL_DISK:
                 raise MsrlError(
                     f"{target}: {error.strerror}; the partial result was removed. "
                     "Free disk space or name another folder."

@@ -28,6 +28,7 @@ from msrl.cli import (
 )
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, RunFailedError, VerificationError
+from msrl.files import FULL_DISK
 from msrl.limits import printable
 from msrl.packages import missing_package
 
@@ -169,9 +170,14 @@ def main() -> None:
         typer.echo(printable(str(error)), err=True)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            typer.echo(f"{error.strerror}: raise the limit with `ulimit -n 65536`.", err=True)
+        elif error.errno in FULL_DISK:
+            place = f"{error.filename}: " if error.filename else ""
+            line = f"{place}{error.strerror}. Free disk space, and repeat the command."
+            typer.echo(printable(f"{line} A training continues with --resume auto."), err=True)
+        else:
             raise
-        typer.echo(f"{error.strerror}: raise the limit with `ulimit -n 65536`.", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

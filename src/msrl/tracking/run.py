@@ -121,6 +121,8 @@ class RunFolder:
         num_steps: int | None,
     ) -> RunFolder:
         try:
+            for left in path.rglob(".*.part"):  # by a process that was killed in `atomic_write`
+                left.unlink(missing_ok=True)
             attempt = _attempts(path) + 1
             if not resume:
                 _refuse_used(path)
@@ -322,8 +324,9 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
 def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> None:
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     file = path / CONFIG
-    if file.exists() and file.read_text(encoding="utf-8") != text:
-        file.replace(path / f"config.{attempt - 1}.yaml")
+    before = file.read_text(encoding="utf-8") if file.exists() else text
+    if before != text:
+        write_text(path / f"config.{attempt - 1}.yaml", before)
     write_text(file, text)
 
 

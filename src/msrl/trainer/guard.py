@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from msrl.errors import MsrlError
+from msrl.files import atomic_write
 from msrl.types import MicroBatch
 
 
@@ -76,7 +77,8 @@ class GradientGuard:
             for number, batch in enumerate(micro_batches)
             for name, array in _arrays(number, batch).items()
         }
-        np.savez(path, allow_pickle=False, **arrays)
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
         return path
 
 

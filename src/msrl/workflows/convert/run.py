@@ -38,7 +38,7 @@ from msrl.workflows.convert.inspection import (
     verify_checkpoint,
 )
 from msrl.workflows.convert.plan import target_from
-from msrl.workflows.training.integrity import verify_files
+from msrl.workflows.training.integrity import UNVERIFIED, verify_files
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
 
@@ -147,7 +147,7 @@ def _written(convert: ConvertConfig, save: Path) -> Path:
 
 def _unverified(save: Path) -> Path:
     target = save.resolve()  # a link to an empty folder stays
-    return target.with_name(f"{target.name}.unverified")
+    return target.with_name(f"{target.name}{UNVERIFIED[0]}")
 
 
 def _publish(written: Path, save: Path) -> None:
@@ -158,7 +158,7 @@ def _publish(written: Path, save: Path) -> None:
 
 def _reject(written: Path) -> Path:
     """Rename a result that is not exact, and return its path."""
-    rejected = written.with_suffix(".failed-verification")
+    rejected = written.with_suffix(UNVERIFIED[1])
     shutil.rmtree(rejected, ignore_errors=True)
     return written.rename(rejected)
 

@@ -60,12 +60,20 @@ def export_hf(
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """Yield a folder that replaces `target` once it is complete."""
-    fresh = target.with_name(f"{target.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
+    """Yield a folder that replaces `target` once it is complete.
+
+    A killed process leaves `target` complete or absent. The next one removes what it left.
+    """
+    fresh, old = (target.with_name(f"{target.name}.{name}") for name in ("new", "old"))
+    for folder in (fresh, old):
+        shutil.rmtree(folder, ignore_errors=True)
     yield fresh
-    target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
+        target.rename(old)
     fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def export_critic(saved: SavedTraining, target: Path, shape: Shape, hf_dir: Path) -> Path:

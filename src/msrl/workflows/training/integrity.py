@@ -5,15 +5,18 @@ Each file is read once, on this machine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msrl.limits import printable
 from msrl.tracking.progress import progress
 
 if TYPE_CHECKING:
     from msrl.checkpoint.integrity import FileCheck
 
+UNVERIFIED = (".unverified", ".failed-verification")  # suffixes of folders
 SHOWN_BYTES = 1 << 28  # smaller amounts take at most seconds and show no progress bar
 
 
@@ -31,10 +34,15 @@ def verify_models(folders: Iterable[Path]) -> None:
 def verify_files(checks: list[FileCheck]) -> None:
     """Verify files, with a progress bar if there is much to read.
 
-    Raises MsrlError as `refuse_damaged` does.
+    Warns about folders of conversions that were not verified. Raises MsrlError as `refuse_damaged`
+    does.
     """
     from msrl.checkpoint.integrity import refuse_damaged
 
+    for folder in sorted({check.folder for check in checks}):
+        if folder.suffix in UNVERIFIED:
+            line = f"{folder}: was not verified after its conversion. Convert it again."
+            print(printable(line), file=sys.stderr)
     num_bytes = sum(check.num_bytes for check in checks)
     if num_bytes < SHOWN_BYTES:
         refuse_damaged(checks)

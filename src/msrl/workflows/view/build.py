@@ -102,6 +102,7 @@ def _prepare(output: Path) -> None:
         raise MsrlError(
             f"--output={output}: the folder is not empty and contains no view. Choose a new folder."
         )
+    (output / INDEX).unlink(missing_ok=True)  # without its data, it is no view
     shutil.rmtree(output / "data", ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
-    write_text(output / _MARK, "Folder of msrl view, which replaces its contents.\n")
+    (output / _MARK).write_text("Folder of msrl view, which replaces its contents.\n")
