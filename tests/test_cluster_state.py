@@ -14,11 +14,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from msrl import temporary
-from msrl.cluster import launch, probe, processes, state
+from msrl.cluster import launch, probe, processes, ray_loss, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
@@ -255,6 +256,32 @@ def test_a_head_that_starts_later_is_found():
     finally:
         timer.join()
         server.stop(None)
+
+
+def test_the_loss_of_a_head_or_of_the_own_node_is_noticed(tmp_path, bystander, monkeypatch):
+    node = ProcessRecord(bystander.pid, temporary.start_ticks(bystander.pid) or 0, "raylet")
+    with socket.create_server(("127.0.0.2", 0)) as listening:
+        head = probe.Address("127.0.0.2", listening.getsockname()[1])
+        record = replace(node_record(node, tmp_path), address=str(head), host="127.0.0.3")
+        save(record)
+        watch = ray_loss.ClusterWatch(head, "127.0.0.3")
+        other_node = ray_loss.ClusterWatch(head, "127.0.0.4")
+        watch(True)
+        bystander.kill()
+        bystander.wait()
+        with pytest.raises(ray_loss.RayLostError, match=mentions(head, "raylet", "join")):
+            watch(False)
+        other_node(True)
+    with pytest.raises(ray_loss.RayLostError, match=mentions(head, "head has ended")):
+        other_node(True)
+    unreachable = Mock(side_effect=OSError)
+    monkeypatch.setattr(ray_loss.socket, "create_connection", unreachable)
+    silent = ray_loss.ClusterWatch(head, "127.0.0.4")
+    silent(True)
+    monkeypatch.setattr(ray_loss, "_SILENCE_S", 0.0)
+    with pytest.raises(ray_loss.RayLostError, match=mentions(head, "not answered")):
+        silent(True)
+    assert unreachable.call_count == 2
 
 
 def test_joining_a_server_that_is_not_ray_fails_immediately():

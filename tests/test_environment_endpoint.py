@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from msrl.types import Prompt
 from support import HANG_S, assert_mentions
 from test_episodes import END, ids, run_one
 from tiny_qwen2 import make_tokenizer
+from training_runs import children, listening_hosts
 
 pytest.importorskip("openai")
 AGENT = Path(__file__).with_name("chat_agent.py")
@@ -35,6 +37,8 @@ def play(agent: str, answers: Sequence[str], **row: Any) -> list[Any]:
     source = EnvironmentSource("endpoint", options=options, timeout_s=60.0)
     with EnvironmentPool({"endpoint": source}) as environments:
         opening = environments.open("episode", dict(row)).result(HANG_S)
+        hosts = set().union(*listening_hosts(children(os.getpid())).values())
+        assert hosts == {"127.0.0.1"} or isinstance(opening, EpisodeFault)
         return [opening, *(environments.step("episode", a).result(HANG_S) for a in answers)]
 
 

@@ -33,6 +33,7 @@ from training_runs import (
     shared_memory,
     still_running,
     succeed,
+    wait_for_end,
     write_config,
     write_rows,
 )
@@ -149,6 +150,59 @@ def test_ranks_that_die_continue_from_the_newest_checkpoint_and_the_curve_is_und
     assert "initial weights" in command.output() and "checkpoint of step 2" in command.output()
     assert_equal(run, undisturbed)
     assert left == []
+
+
+def kill_after_a_save(command: Command, pattern: str) -> dict[int, str]:
+    """Kill a process after the save of step 2; return the command lines of all processes."""
+    command.when(lambda: "Saved checkpoint of step 2" in command.output())
+    started = children(command.process.pid)
+    if pattern == "driver":
+        os.kill(command.process.pid, signal.SIGKILL)
+    else:
+        os.kill(next(pid for pid, line in started.items() if pattern in line), signal.SIGKILL)
+    return started
+
+
+@pytest.mark.parametrize("process", ["gcs_server", "raylet", "RuntimeEnvAgent"])
+def test_a_run_that_loses_ray_names_the_command_that_resumes_it_and_leaves_nothing(
+    inputs: Path, undisturbed: Path, process: str
+):
+    file, tmp = write_config(inputs / f"{process}.yaml", config(inputs, process)), make_tmp()
+    arguments = ("train-grpo", "-c", str(file))
+    command = Command(*arguments, log=inputs / f"{process}.log", tmp=tmp)
+    pattern = "ray::RuntimeEnvAgent" if process == "RuntimeEnvAgent" else f"/{process} --"
+    started = kill_after_a_save(command, pattern)
+    mapped = shared_memory(started)
+    assert command.wait() == 1
+    assert_mentions(command.output(), "checkpoint of step 2", "--resume auto", "log.txt")
+    assert "Traceback" not in command.output() and "(raylet)" not in command.output()
+    assert not still_running(started) and not [path for path in mapped if path.exists()]
+    assert files_in(tmp) == []
+    succeed(*arguments, "--resume", "auto", log=inputs / f"{process}-2.log")
+    assert_equal(inputs / "runs" / process, undisturbed)
+
+
+def test_a_reward_worker_that_is_killed_is_replaced(inputs: Path, undisturbed: Path):
+    file, tmp = write_config(inputs / "reward.yaml", config(inputs, "reward")), make_tmp()
+    command = Command("train-grpo", "-c", str(file), log=inputs / "reward.log", tmp=tmp)
+    kill_after_a_save(command, "msrl.rewards.worker")
+    assert command.wait() == 0, command.output()
+    assert_equal(inputs / "runs" / "reward", undisturbed)
+    assert files_in(tmp) == []
+
+
+def test_a_killed_command_leaves_no_process_and_the_next_one_removes_its_files(
+    inputs: Path, undisturbed: Path
+):
+    file, tmp = write_config(inputs / "driver.yaml", config(inputs, "driver")), make_tmp()
+    arguments = ("train-grpo", "-c", str(file))
+    command = Command(*arguments, log=inputs / "driver.log", tmp=tmp)
+    started = kill_after_a_save(command, "driver")
+    assert command.wait() == -signal.SIGKILL
+    wait_for_end(started, limit_s=90.0)  # Ray's agents look for their head for a minute
+    succeed(*arguments, "--resume", "auto", log=inputs / "driver-2.log", tmp=tmp)
+    assert_equal(inputs / "runs" / "driver", undisturbed)
+    assert files_in(tmp) == []
 
 
 def long_run(inputs: Path, name: str) -> dict[str, Any]:

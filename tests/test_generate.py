@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from datetime import datetime
 
 import pytest
@@ -19,6 +21,7 @@ from msrl.workflows.serve import generate
 from support import assert_each_mentions, assert_mentions, mentions, shared_data
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer, save_model
+from training_runs import Command, children, files_in, make_tmp, shared_memory, wait_for_end
 
 GREEDY = 24
 
@@ -325,6 +328,26 @@ def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, 
     assert rows[1]["messages"] == DIALOGUE
     assert set(rows[0]["completions"][0]) == {"text", "finish_reason", "num_tokens"}
     assert [p.name for p in out.parent.iterdir()] == ["out.jsonl"]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_an_engine_that_loses_a_process_ends_the_command_with_one_message(folder, tmp_path):
+    out, tmp = tmp_path / "out.jsonl", make_tmp()
+    path = rows_file(tmp_path, *({"prompt": f"{i}"} for i in range(2000)))
+    options = ["--input", str(path), "--output", str(out), "--max-tokens", "100", "--tp", "2"]
+    arguments = ("generate", "--model", str(folder), "--platform", "cpu", *options)
+    command = Command(*arguments, log=tmp_path / "log", tmp=tmp)
+    command.when(lambda: "generating" in command.output())
+    started = children(command.process.pid)
+    segments = shared_memory(started)
+    os.kill(next(pid for pid, line in started.items() if "Worker_TP1" in line), signal.SIGKILL)
+    assert command.wait() == 1 and not out.exists()
+    assert_mentions(command.output(), "engine", "VLLM::Worker", "killed", "same command")
+    assert "Traceback" not in command.output() and "ERROR" not in command.output()
+    wait_for_end(started)
+    assert not [segment for segment in segments if segment.exists()]
+    assert not [name for name in files_in(tmp) if "msrl" in name]
 
 
 @pytest.mark.slow

@@ -553,13 +553,19 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_second_start_reuses_the_conversion_calls_tools_and_a_kill_leaves_no_server(
+def test_a_second_start_reuses_the_conversion_calls_tools_and_kills_leave_nothing(
     mcore: Path, tmp_path: Path
 ):
     cache = ("--cache", str(tmp_path / "cache"))
     first = Server(tmp_path / "first", str(mcore), *cache)
-    first.command.process.send_signal(signal.SIGINT)
-    assert first.command.wait() == 130
+    started = children(first.command.process.pid)
+    segments = shared_memory(started)
+    os.kill(next(pid for pid, line in started.items() if "EngineCore" in line), signal.SIGKILL)
+    assert first.command.wait() == 1
+    assert_mentions(first.command.output(), "engine", "killed", "same command")
+    assert "Traceback" not in first.command.output()
+    assert not still_running(started) and not [path for path in segments if path.exists()]
+    assert files_in(first.tmp) == []
     second = Server(tmp_path / "second", str(mcore), "--template", "qwen", *cache)
     assert "Converted" in first.command.output() and "Converted" not in second.command.output()
     client = pytest.importorskip("openai").OpenAI(base_url=second.url, api_key="none")

@@ -27,7 +27,7 @@ from msrl.cli import (
     train,
 )
 from msrl.cli.help import Command, Group, examples
-from msrl.errors import MsrlError, RunFailedError, VerificationError
+from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
 from msrl.files import FULL_DISK
 from msrl.limits import printable
 from msrl.packages import missing_package
@@ -166,7 +166,7 @@ def main() -> None:
             raise
         typer.echo(message, err=True)
         sys.exit(2)
-    except RunFailedError as error:
+    except (RunFailedError, ProcessFailedError) as error:
         typer.echo(printable(str(error)), err=True)
         sys.exit(1)
     except OSError as error:

@@ -17,9 +17,17 @@ from typing import Any
 # Option of new processes. The resource tracker warns about what a killed process has left.
 _LEAKS = "ignore::UserWarning:multiprocessing.resource_tracker"
 
+
+def _is_own_failure(record: logging.LogRecord) -> bool:
+    """Return False for the failure of a call because another process of the engine has ended."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "closed by peer" not in str(error) and "reset by peer" not in str(error)
+
+
 if __name__ == "__mp_main__":
     warnings.simplefilter("ignore")
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_is_own_failure)
 
 
 @contextlib.contextmanager

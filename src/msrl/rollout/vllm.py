@@ -473,9 +473,11 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         if not settings.verbose:
             warnings.simplefilter("ignore")
             logging.getLogger("vllm").setLevel(logging.ERROR)
+        import vllm
+
+        if not settings.verbose:  # the import configures the loggers
             for name in _LOSS_LOGGERS:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-        import vllm
 
         _check_supported(settings)
         share_gloo_devices()
