@@ -410,8 +410,22 @@ def test_a_chinese_page_has_the_commands_and_settings_of_its_english_page(page: 
     assert ours == theirs
 
 
+# --- tests
+
+
+def test_every_test_that_a_page_names_exists():
+    defined = {
+        name
+        for file in (ROOT / "tests").glob("**/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    named = {name for page in DOCS.glob("*.md") for name in _TEST_NAME.findall(page.read_text())}
+    assert len(named) > 20 and named <= defined, named - defined
+
+
 # --- site
 
+_TEST_NAME = re.compile(r"`(test_\w+)`")
 # Searches of users, collected from issue trackers of similar tools, and a page with the answer.
 SEARCHES = {
     **{query: f"docs/{page}" for query, (page, _) in QUESTIONS.items()},

@@ -371,6 +371,21 @@ def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
     assert {path.name[:2] for path in (tmp_path / "out").iterdir()} == {"h_"}
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_command_with_one_message_and_leaves_nothing(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os\n\n\ndef conversation(row):\n    os.kill(os.getpid(), 9)\n"
+    )
+    with pytest.raises(MsrlError, match=mentions("killed", "memory", "preprocess.workers")):
+        preprocess(
+            tmp_path / "out" / "x",
+            input=jsonl(tmp_path / "x.jsonl", gsm8k(3)),
+            handler=f"{tmp_path / 'own.py'}:conversation",
+            workers=2,
+        )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_preference_data_is_refused_and_nothing_is_written(tmp_path):
     for name, word in (("kto_en_demo.json", "KTO"), ("dpo_en_demo.json", "DPO")):
         with pytest.raises(MsrlError, match=mentions(name, word)):
