@@ -473,11 +473,9 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         if not settings.verbose:
             warnings.simplefilter("ignore")
             logging.getLogger("vllm").setLevel(logging.ERROR)
+            for name in _LOSS_LOGGERS:  # vLLM resets their levels, but not their filters
+                logging.getLogger(name).addFilter(_drop)
         import vllm
-
-        if not settings.verbose:  # the import configures the loggers
-            for name in _LOSS_LOGGERS:
-                logging.getLogger(name).setLevel(logging.CRITICAL)
 
         _check_supported(settings)
         share_gloo_devices()
@@ -505,6 +503,11 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         finally:
             registry.removeFilter(inspection)
             temporary.list_segments(folder, _own_processes(), before)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    """Drop every record of a logger."""
+    return False
 
 
 class _Inspection(logging.Filter):
