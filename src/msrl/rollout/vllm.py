@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 1 << 26  # of weights for the processes of several devices
 _TRANSFER_S = 600.0  # until such a process must have read the next bucket
 _FINISHED = ("stop", "length")
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # by default in the temporary folder
 # They report the loss of a process in this one, with all settings. msrl has a message for it.
 _LOSS_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.logging_utils.dump_input")
 
@@ -389,6 +390,9 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     """Set the variables that vLLM reads when it is imported, unless the user has set them."""
     for name, value in engine_variables(platform, settings).items():
         os.environ.setdefault(name, value)
+    # This process compiles too, after the engine has started.
+    if cache := temporary.environment(Path()).get(_COMPILED):
+        os.environ.setdefault(_COMPILED, cache)
     for override in platform.engine_overrides(os.environ):
         change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
         print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
