@@ -425,7 +425,7 @@ def test_every_test_that_a_page_names_exists():
 
 # --- site
 
-_TEST_NAME = re.compile(r"`(test_\w+)`")
+_TEST_NAME = re.compile(r"`(test_\w+_\w+_\w+)`")  # keys have fewer words
 # Searches of users, collected from issue trackers of similar tools, and a page with the answer.
 SEARCHES = {
     **{query: f"docs/{page}" for query, (page, _) in QUESTIONS.items()},
