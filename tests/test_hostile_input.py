@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from msrl import chat_rendering
 from msrl.checkpoint.hf.manifest import HF_MANIFEST, hf_manifest_files
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import FileCheck, weight_checks
@@ -21,6 +24,9 @@ from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, run_within, whole_number
+from msrl.rewards.models.worker import text_ids
+from msrl.rollout.episodes.template import open_template
+from msrl.rollout.vllm_server import limit_templates
 from msrl.tracking.metrics import read_metrics
 from msrl.types import Conversation, Message
 from support import assert_mentions, mentions
@@ -210,6 +216,9 @@ LOOP = (
 )
 
 
+TEN_MILLION = "('a\n' * 5000000)"
+
+
 @pytest.mark.parametrize(
     ("template", "keyword"),
     [
@@ -220,26 +229,54 @@ LOOP = (
         ("{{ messages.x.y }}", "fails"),
         ("{{ raise_exception('\x1b[2J') }}", "x1b"),
         ("{% generation %}" + RECURSION + "{% endgeneration %}", "fails"),
+        ("{{ 7 ** 50000000 }}", "longer"),
+        ("{% set n = 10 %}{{ n ** (n ** 9) }}", "longer"),
+        (f"{{{{ {TEN_MILLION} | wordwrap(1) }}}}", "longer"),
+        (f"{{{{ {TEN_MILLION} | indent(10**5) }}}}", "fails"),
+        ("{{ ('a' * 2*10**9) | length }}", "memory"),
+        ("{{ '%1000000000d' % 1 }}", "memory"),
+        ("{{ '{:>1000000000}'.format(1) }}", "memory"),
+        ("{% set t = namespace(x='aa') %}{% for i in range(40) %}{% set t.x = t.x ~ t.x %}"
+         "{% endfor %}", "memory"),
     ],
-    ids=["recursion", "loop", "size", "division", "attribute", "escape", "generation"],
-)
+)  # fmt: skip
 def test_a_hostile_chat_template_is_one_message(
     template: str, keyword: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("msrl.data.native._TIME_LIMIT_S", 2.0 if template == LOOP else 60.0)
-    monkeypatch.setattr("msrl.data.native._MAX_CHARACTERS", 1000)
+    limits = chat_rendering.Limits(time_s=1.0, characters=1000, memory_bytes=1 << 27)
+    monkeypatch.setattr(chat_rendering, "LIMITS", limits)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
-    text_tokenizer = open_tokenizer(tmp_path)
-    start = time.monotonic()
+    render = native_examples if "generation" in template else native_prompts
     with pytest.raises(MsrlError, match=mentions(tmp_path, keyword)) as caught:
-        if "generation" in template:
-            native_examples(text_tokenizer, [QUESTION], None)
-        else:
-            native_prompts(text_tokenizer, [QUESTION], None)
-    assert time.monotonic() - start < 20
+        render(open_tokenizer(tmp_path), [QUESTION], None)
     assert "\x1b" not in str(caught.value)
+
+
+def test_every_process_renders_chat_templates_within_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Episodes, reward models and the server render the template of a model too."""
+    limits = chat_rendering.Limits(time_s=0.2)
+    monkeypatch.setattr(chat_rendering, "LIMITS", limits)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ 7 ** 50000000 }}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(MsrlError, match=mentions("longer")):
+        open_template(tmp_path, "").conversation(QUESTION.messages)
+    with pytest.raises(chat_rendering.RenderingError, match=mentions("longer")):
+        text_ids(tokenizer, "chat", "2+2?", "4", "")
+    # transformers renders in the server, and vLLM a part of what it shows.
+    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", None)
+    limit_templates()
+    with pytest.raises(TemplateError, match=mentions("longer")):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    shown = "{{ messages[0].content }}{{ eos_token }}{{ add_generation_prompt }}"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], chat_template=shown, tokenize=False
+    )
+    assert text == f"a{tokenizer.eos_token}False"
 
 
 def test_a_time_limit_restores_the_timer_that_was_set_before():

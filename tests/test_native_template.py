@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from msrl.chat_rendering import Chat, render_chats, template_variables
 from msrl.data.handlers import make_handler
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
@@ -175,6 +176,35 @@ def test_masks_equal_those_of_generation_blocks(name: str, tmp_path: Path):
     example = renderer.examples([converse(row)])[0]
     assert example.token_ids.tolist() == expected["input_ids"]
     assert example.loss_mask.astype(int).tolist() == expected["assistant_masks"]
+
+
+# Functions, filters and statements of transformers, and white space around statements.
+FEATURES = """
+{%- macro call(f) %}{{ f | tojson(indent=2, sort_keys=true) }}{{ f | tojson }}{% endmacro -%}
+{% for m in messages %}
+  {% if loop.index0 == 3 %}{% break %}{% endif %}
+  {% if m.role == 'user' %}{% continue %}{% endif %}
+  {{- call({'b': '<é>', 'a': [1.0, none]}) }} {{ strftime_now('%Y') | int > 2000 }}
+  {% generation %}
+    {{ m.content | trim }}{% generation %}{{ eos_token }}{% endgeneration %}
+  {% endgeneration %}
+  {{- tools }}{{ documents is none }}{{ undefined }}{{ (x.y is defined) if x }}
+{% endfor %}
+"""
+
+
+def test_every_feature_of_chat_templates_is_rendered_as_by_transformers() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [user("a"), answer(" b\n"), user("c"), answer("d")]
+    variables = template_variables(hf_tokenizer(NAMES[0]), messages, {}, generation=True)
+    chat = render_chats([Chat(FEATURES, variables)])[0]
+    expected = {**variables, "conversations": [variables.pop("messages")]}
+    del expected["messages"]
+    text, blocks = render_jinja_template(
+        **expected, chat_template=FEATURES, return_assistant_tokens_mask=True
+    )
+    assert (chat.text, chat.blocks) == (text[0], blocks[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

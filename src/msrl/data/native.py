@@ -10,28 +10,35 @@ encoded as text.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
+from msrl.chat_rendering import (
+    Chat,
+    RenderedChat,
+    RenderingError,
+    named_template,
+    render_chats,
+    template_variables,
+)
 from msrl.data.spans import encode_with_offsets
 from msrl.data.template_date import dated, writes_date
 from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.errors import MsrlError
-from msrl.limits import printable, run_within
+from msrl.limits import printable
 from msrl.thoughts import THOUGHT, SplitAnswer, split_thought, split_trained_answer
 from msrl.types import Conversation, Ints, Message, RenderedExample
 
 # A noncharacter of Unicode. It divides each control token of a row after its first character.
 MARK = "\ufdd0"
-_TIME_LIMIT_S = 10.0  # for one conversation, which takes milliseconds
-_MAX_CHARACTERS = 50_000_000
 _THOUGHT_FIELDS = ("reasoning_content", "thinking")  # of Qwen, GLM and others; of gpt-oss
 _Bounds = tuple[int, int]  # first character of an answer, and the one after its last
 
@@ -40,6 +47,7 @@ _Bounds = tuple[int, int]  # first character of an answer, and the one after its
 class _Turns:
     """A conversation for the chat template, with marked control tokens."""
 
+    template: str
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     opens_thought: bool = False  # the generation prompt begins a thought
@@ -93,13 +101,13 @@ def native_prompts(
     tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None
 ) -> list[Ints]:
     """Return the token ids [P] of each conversation, including the generation prompt."""
-    controls = tokenizer.special_tokens()
-    rows: list[list[str]] = []
-    for conversation in conversations:
-        turns = _prepare(tokenizer, conversation, enable_thinking)
-        text = _render(tokenizer, turns, len(turns.messages), generation=True)
-        rows.append(text.split(MARK))
-    return [ids for ids, _ in encode_with_offsets(tokenizer, controls, rows)]
+    prepared = [_prepare(tokenizer, item, enable_thinking) for item in conversations]
+    chats = [
+        Chat(turns.template, _variables(tokenizer, turns, len(turns.messages), generation=True))
+        for turns in prepared
+    ]
+    rows = [chat.text.split(MARK) for chat in _render(tokenizer, chats)]
+    return [ids for ids, _ in encode_with_offsets(tokenizer, tokenizer.special_tokens(), rows)]
 
 
 def native_examples(
@@ -117,16 +125,19 @@ def native_examples(
     Raises:
         MsrlError: the template does not allow to locate the answers.
     """
-    rows: list[list[str]] = []
+    prepared = [_prepare(tokenizer, item, enable_thinking) for item in conversations]
+    for turns, conversation in zip(prepared, conversations, strict=True):
+        is_open = turns.opens_thought
+        _check_thoughts(turns.template, conversation, opens_thought=is_open)
+    chats = [_chat(tokenizer, turns) for turns in prepared]
+    rendered = _render(tokenizer, chats)
     answers: list[list[_Bounds]] = []
-    for conversation in conversations:
-        turns = _prepare(tokenizer, conversation, enable_thinking)
-        template = _template(tokenizer, has_tools="tools" in turns.options)
-        has_blocks = re.search(r"\{%-?\s*generation\b", template)
-        locate = _locate_blocks if has_blocks else _locate_answers
-        _check_thoughts(template, conversation, opens_thought=turns.opens_thought)
-        text, located = locate(tokenizer, turns)
-        rows.append(text.split(MARK))
+    for conversation, turns, chat in zip(conversations, prepared, rendered, strict=True):
+        text = chat.text
+        if _has_blocks(turns.template):
+            located = _without_removed_thoughts(turns, text, _joined(chat.blocks))
+        else:
+            located = _locate_answers(tokenizer, turns, chat)
         located = _without_context_answers(tokenizer, conversation, located)
         chosen = located[-1:] if only_last else located
         bounds = [answer for answer in chosen if answer is not None]
@@ -134,6 +145,7 @@ def native_examples(
         answers.append(
             [(a - text.count(MARK, 0, a), b - text.count(MARK, 0, b)) for a, b in bounds]
         )
+    rows = [chat.text.split(MARK) for chat in rendered]
     encoded = encode_with_offsets(tokenizer, tokenizer.special_tokens(), rows)
     return [
         RenderedExample(ids, _mask(offsets, bounds))
@@ -177,29 +189,42 @@ def _mask(offsets: Ints, bounds: Sequence[_Bounds]) -> np.ndarray[Any, Any]:
     return mask
 
 
-def _locate_blocks(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_Bounds | None]]:
-    """Return the text and the bounds of the template's generation blocks.
+def _has_blocks(template: str) -> bool:
+    """Return True if a template marks answers with generation blocks."""
+    return re.search(r"\{%-?\s*generation\b", template) is not None
 
-    Blocks without text between them, such as a thought and its answer, are one answer.
+
+def _chat(tokenizer: TextTokenizer, turns: _Turns) -> Chat:
+    """Return a conversation to render, with the prompts that locate its answers."""
+    variables = _variables(tokenizer, turns, len(turns.messages), generation=False)
+    prompts: list[list[dict[str, Any]]] = []
+    if not _has_blocks(turns.template):
+        roles = [message["role"] for message in turns.messages]
+        numbers = [number for number, role in enumerate(roles) if role == "assistant"]
+        prompts = [_prompts(tokenizer, turns, number) for number in numbers]
+    return Chat(turns.template, variables, prompts)
+
+
+def _prompts(tokenizer: TextTokenizer, turns: _Turns, number: int) -> list[dict[str, Any]]:
+    """Return the variables of the prompt of turn `number`.
+
+    Templates may render earlier answers as for another thinking mode.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    modes: list[dict[str, Any]] = [turns.options]
+    if "enable_thinking" in turns.options:
+        unset = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
+        modes += [unset, {**unset, "enable_thinking": True}]
+    variants = (replace(turns, options=options) for options in modes)
+    return [_variables(tokenizer, variant, number, generation=True) for variant in variants]
 
-    hf = _hf(tokenizer.folder, tokenizer.date)
-    texts, bounds = _guarded(
-        tokenizer.folder,
-        lambda: render_jinja_template(
-            conversations=[turns.messages],
-            chat_template=_template(tokenizer, has_tools="tools" in turns.options),
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=False,
-            **{**hf.special_tokens_map, "tools": None, **turns.options},
-        ),
-    )
+
+def _joined(blocks: Sequence[_Bounds]) -> list[_Bounds]:
+    """Return blocks of which those without text between them, a thought and its answer, are one."""
     joined: list[_Bounds] = []
-    for start, end in bounds[0]:
+    for start, end in blocks:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
-        joined.append((int(first), int(end)))
-    return texts[0], _without_removed_thoughts(turns, texts[0], joined)
+        joined.append((first, end))
+    return joined
 
 
 def _without_removed_thoughts(
@@ -216,19 +241,17 @@ def _without_removed_thoughts(
     return bounds
 
 
-def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[_Bounds | None]]:
-    """Return the text and the bounds of every answer; None for answers that are not trained.
+def _locate_answers(
+    tokenizer: TextTokenizer, turns: _Turns, chat: RenderedChat
+) -> list[_Bounds | None]:
+    """Return the bounds of every answer; None for answers that are not trained.
 
     An answer whose thought the template removes is not trained: the model would learn to answer
     without the thought.
     """
-    text = _render(tokenizer, turns, len(turns.messages), generation=False)
-    bounds: list[_Bounds | None] = []
-    position = 0
-    for number, message in enumerate(turns.messages):
-        if message["role"] != "assistant":
-            continue
-        start = _find_answer_start(tokenizer, turns, number, text)
+    text, bounds, position = chat.text, list[_Bounds | None](), 0
+    answers = [item for item in enumerate(turns.messages) if item[1]["role"] == "assistant"]
+    for (number, message), start in itertools.zip_longest(answers, chat.starts):
         if start is None or start < position:
             raise MsrlError(
                 f"template native: the chat template of {tokenizer.folder} changes the text before "
@@ -239,26 +262,7 @@ def _locate_answers(tokenizer: TextTokenizer, turns: _Turns) -> tuple[str, list[
         thought, content = _thought_and_content(message, opens_thought=turns.opens_thought)
         _check_answer(tokenizer, text[start:position], content, number)
         bounds.append((start, position) if thought in text[start:position] else None)
-    return text, bounds
-
-
-def _find_answer_start(
-    tokenizer: TextTokenizer, turns: _Turns, number: int, text: str
-) -> int | None:
-    """Return the end of the prompt of turn `number` in the text, or None.
-
-    Templates may render earlier answers as for another thinking mode.
-    """
-    modes: list[dict[str, Any]] = [turns.options]
-    if "enable_thinking" in turns.options:
-        unset = {k: v for k, v in turns.options.items() if k != "enable_thinking"}
-        modes += [unset, {**unset, "enable_thinking": True}]
-    for options in modes:
-        mode = replace(turns, options=options)
-        prompt = _render(tokenizer, mode, number, generation=True)
-        if text.startswith(prompt):
-            return len(prompt)
-    return None
+    return bounds
 
 
 def _find_answer_end(text: str, start: int, eos: str | None) -> int:
@@ -335,24 +339,21 @@ def _prepare(
         options["enable_thinking"] = enable_thinking
     pattern = control_pattern(tokenizer.special_tokens())
     marked = [mark_controls(message, pattern) for message in messages]
-    return _Turns(marked, mark_controls(options, pattern), is_open)
+    return _Turns(template, marked, mark_controls(options, pattern), is_open)
 
 
 @lru_cache(maxsize=8)
 def _opens_thought(folder: str, day: str | None, enable_thinking: bool | None) -> bool:
     """Return True if the generation prompt of a chat template begins a thought."""
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    hf, options = _hf(folder, day), {}
+    if enable_thinking is not None:
+        options["enable_thinking"] = enable_thinking
+    template = named_template(hf.chat_template, has_tools=False)
     question = [{"role": "user", "content": "q"}]
-    apply = partial(
-        _hf(folder, day).apply_chat_template,
-        question,
-        **options,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    variables = template_variables(hf, question, options, generation=True)
     try:
-        text: str = run_within(_TIME_LIMIT_S, apply)
-    except Exception:  # rendering the rows reports what is wrong with the template
+        text = render_chats([Chat(template or "", variables)])[0].text
+    except RenderingError:  # rendering the rows reports what is wrong with the template
         return False
     return text.rstrip().endswith(THOUGHT[0])
 
@@ -414,44 +415,26 @@ def control_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
     return re.compile(f"(?={forms})(.)", re.DOTALL) if forms else None
 
 
-def _render(tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generation: bool) -> str:
-    """Return the first `num_turns` turns as text.
+def _variables(
+    tokenizer: TextTokenizer, turns: _Turns, num_turns: int, *, generation: bool
+) -> dict[str, Any]:
+    """Return the variables of the chat template for the first `num_turns` turns."""
+    hf, messages = _hf(tokenizer.folder, tokenizer.date), turns.messages[:num_turns]
+    return template_variables(hf, messages, turns.options, generation=generation)
+
+
+def _render(tokenizer: TextTokenizer, chats: Sequence[Chat]) -> list[RenderedChat]:
+    """Return the texts of conversations.
 
     Raises:
         MsrlError: the chat template raises an error, takes too long or writes too much.
     """
-    text: str = _guarded(
-        tokenizer.folder,
-        lambda: _hf(tokenizer.folder, tokenizer.date).apply_chat_template(
-            turns.messages[:num_turns],
-            **turns.options,
-            tokenize=False,
-            add_generation_prompt=generation,
-        ),
-    )
-    if len(text) > _MAX_CHARACTERS:
-        raise MsrlError(
-            f"template native: the chat template of {tokenizer.folder} writes {len(text):,} "
-            f"characters for one conversation (limit: {_MAX_CHARACTERS:,}). Use a packaged "
-            "template."
-        )
-    return text
-
-
-def _guarded(folder: str, render: Callable[[], Any]) -> Any:
-    """Return what a chat template renders. Limit its time, and report its errors as MsrlError.
-
-    A template is code of the model's author: it may fail in any way.
-    """
     try:
-        return run_within(_TIME_LIMIT_S, render)
-    except MsrlError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return render_chats(chats)
+    except RenderingError as error:
         raise MsrlError(
-            f"template native: the chat template of {folder} fails for this conversation: "
-            f"{printable(reason)}. Use a packaged template."
+            f"template native: the chat template of {tokenizer.folder} fails for this "
+            f"conversation: {printable(str(error))}. Use a packaged template."
         ) from error
 
 
@@ -470,18 +453,6 @@ def _template(tokenizer: TextTokenizer, *, has_tools: bool) -> str:
             "template."
         )
     return template
-
-
-def named_template(templates: Any, *, has_tools: bool) -> str | None:
-    """Return the chat template that transformers and vLLM choose, or None.
-
-    Of named templates, it is `tool_use` for conversations with tools, else `default`.
-    """
-    if not isinstance(templates, dict):
-        return templates
-    sources = cast("dict[str, str]", templates)
-    default = sources.get("default")
-    return sources.get("tool_use", default) if has_tools else default
 
 
 @lru_cache(maxsize=2)

@@ -15,6 +15,13 @@ import os
 import runpy
 import signal
 import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import Environment, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from msrl.chat_rendering import Chat, RenderingError, render_chats
 
 _PR_SET_PDEATHSIG = 1
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
@@ -27,11 +34,36 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True)
+class LimitedTemplate:
+    """Template of Jinja that another process renders, with limits of time and memory."""
+
+    environment: Environment
+    source: str
+
+    def render(self, **variables: Any) -> str:
+        """Return the text. Raises TemplateError, which the server reports to the client."""
+        try:
+            return render_chats([Chat(self.source, variables)])[0].text
+        except RenderingError as error:
+            raise TemplateError(str(error)) from error
+
+
+def limit_templates() -> None:
+    """Let transformers and vLLM render chat templates of models in another process."""
+
+    def from_string(environment: Environment, source: str) -> LimitedTemplate:
+        return LimitedTemplate(environment, source)
+
+    cast("Any", ImmutableSandboxedEnvironment).from_string = from_string
+
+
 def main() -> None:
     """Run the server with the arguments after the pid of the parent."""
     parent = int(sys.argv.pop(1))
     # vLLM ends its engine and the processes of the engine at SIGTERM.
     end_with_parent(parent, signal.SIGTERM)
+    limit_templates()
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         runpy.run_module(_BEFORE_0_32, run_name="__main__", alter_sys=True)
         return

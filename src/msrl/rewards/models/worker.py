@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msrl.chat_rendering import Chat, render_chats, template_variables
 from msrl.rewards.worker import leave_signals_to_parent, read, send
 
 Answer = tuple[float | None, str | None]
@@ -59,7 +60,8 @@ def text_ids(
     if template == "chat":
         user = {"role": "user", "content": prompt}
         assistant = {"role": "assistant", "content": response}
-        text = tokenizer.apply_chat_template([user, assistant], tokenize=False)
+        variables = template_variables(tokenizer, [user, assistant], {}, generation=False)
+        text = render_chats([Chat(tokenizer.get_chat_template(), variables)])[0].text
     else:
         text = prompt + full_response
     return tokenizer(text, add_special_tokens=False)["input_ids"]

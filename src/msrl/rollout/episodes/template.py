@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from msrl.data.native import MARK, control_pattern, mark_controls, named_template, turn_fields
+from msrl.chat_rendering import (
+    Chat,
+    RenderingError,
+    named_template,
+    render_chats,
+    template_variables,
+)
+from msrl.data.native import MARK, control_pattern, mark_controls, turn_fields
 from msrl.data.spans import encode_with_offsets
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
@@ -229,18 +236,13 @@ class EpisodeTemplate:
         prompts: bool = True,
     ) -> str:
         """Return the text of turns, with `prompts` including the generation prompt."""
-        thinking = self.enable_thinking
-        options = {} if thinking is None else {"enable_thinking": thinking}
+        options: JsonObject = {"tools": list(tools) or None}
+        if self.enable_thinking is not None:
+            options["enable_thinking"] = self.enable_thinking
+        variables = template_variables(self._tokenizer, turns, options, generation=prompts)
         try:
-            return self._tokenizer.apply_chat_template(
-                list(turns),
-                tools=list(tools) or None,
-                chat_template=self.source,
-                tokenize=False,
-                add_generation_prompt=prompts,
-                **options,
-            )
-        except Exception as error:  # a template is code of the model's author
+            return render_chats([Chat(self.source, variables)])[0].text
+        except RenderingError as error:
             raise self._failure(error) from error
 
     def _encode(self, text: str) -> Ints:

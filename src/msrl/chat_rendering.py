@@ -1,0 +1,144 @@
+"""Rendering of chat templates in a separate process with limits of memory and time.
+
+A chat template is code of a model's author in Jinja. Jinja's sandbox keeps it from everything but
+the conversation, but not from computing `7 ** 50000000`, which nothing can interrupt but the end of
+the process. Each process that renders has one such process, which it starts when it needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, cast
+
+from msrl.user_files import python_command
+
+
+class Limits(NamedTuple):
+    """Limits of one rendering: CPU time, characters, and memory beyond that of the process."""
+
+    time_s: float = 5.0  # a conversation takes milliseconds
+    characters: int = 50_000_000
+    memory_bytes: int = 1 << 30
+
+
+LIMITS = Limits()
+
+
+class Chat(NamedTuple):
+    """A conversation to render, and the prompts that begin its answers.
+
+    Attributes:
+        template: Source of the template.
+        variables: Its variables, such as `messages`.
+        prompts: For each answer, variables of the prompt before it. The first ones are used whose
+            text begins the text of the conversation.
+    """
+
+    template: str
+    variables: Mapping[str, Any]
+    prompts: Sequence[Sequence[Mapping[str, Any]]] = ()
+
+
+class RenderedChat(NamedTuple):
+    """Text of a conversation.
+
+    Attributes:
+        text: The text.
+        blocks: First character of each generation block, and the one after its last.
+        starts: Length of the prompt before each answer, up to the first one that has none.
+    """
+
+    text: str
+    blocks: list[tuple[int, int]]
+    starts: list[int]
+
+
+class RenderingError(Exception):
+    """A chat template fails for a conversation, or needs more than its limits."""
+
+
+def render_chats(chats: Sequence[Chat]) -> list[RenderedChat]:
+    """Return the texts of conversations.
+
+    Raises:
+        RenderingError: A template fails for one of them.
+    """
+    with _LOCK:
+        process = _process(os.getpid(), LIMITS)
+        try:
+            process.connection.send(chats)
+            answer = process.connection.recv()
+        except BaseException as error:
+            _process.cache_clear()
+            reason = process.end()
+            if isinstance(error, (EOFError, OSError)):
+                raise RenderingError(reason) from error
+            raise  # such as Ctrl-C
+    if isinstance(answer, str):
+        raise RenderingError(answer)
+    return answer
+
+
+def template_variables(
+    hf: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, generation: bool
+) -> dict[str, Any]:
+    """Return the variables that transformers passes to the chat template of a tokenizer."""
+    own = {"messages": list(messages), "documents": None, "add_generation_prompt": generation}
+    return {**hf.special_tokens_map, "tools": None, **own, **options}
+
+
+def named_template(templates: Any, *, has_tools: bool) -> str | None:
+    """Return the chat template that transformers and vLLM choose, or None.
+
+    Of named templates, it is `tool_use` for conversations with tools, else `default`.
+    """
+    if not isinstance(templates, dict):
+        return templates
+    sources = cast("dict[str, str]", templates)
+    default = sources.get("default")
+    return sources.get("tool_use", default) if has_tools else default
+
+
+_LOCK = threading.Lock()
+
+
+class _Process:
+    """A process that renders. It ends when its connection is closed."""
+
+    def __init__(self, limits: Limits) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = python_command("-m", "msrl.chat_template_process", str(theirs.fileno()))
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._limits = limits
+        self.connection = Connection(ours.detach())
+        self.connection.send(limits)
+
+    def end(self) -> str:
+        """End the process and return why it ended."""
+        self.connection.close()
+        self._process.kill()
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            return f"takes longer than {self._limits.time_s:g} s"
+        return f"its process ended with code {code}"
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int, limits: Limits) -> _Process:
+    """Return the process of process `pid`, since a fork needs another one than its parent."""
+    return _Process(limits)
