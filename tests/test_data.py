@@ -185,16 +185,32 @@ def test_a_damaged_file_of_any_format_is_named(tmp_path, name, content, fragment
     assert_mentions(caught.value, name, *fragments)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.txt.gz", "x.jsonl"])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.txt.gz", "x.jsonl", "x.csv"])
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
     content = b'{"text": "a"}\n{"text": "' + b"x" * 1000
     if name == "x.json.gz":  # rows in lines too
         content = b'{"text": "a"}\n' * 2 + content
+    if name == "x.csv":  # a row in several lines, of fields within their limit
+        content = b"a,b\n1,2\n" + b'"\n' + b"x" * 600 + b'",' + b'"\n' + b"x" * 600
     content = gzip.compress(content) if name.endswith(".gz") else content
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError, match=mentions(name, "line", "bytes")):
         list(read_batches(find_files([str(tmp_path / name)])))
+
+
+def test_rows_of_csv_are_read_in_batches_of_limited_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_BYTES", 1000)
+    (tmp_path / "x.csv").write_text("a,b\n" + f"{'x' * 300},2\n" * 10)
+    batches = list(read_batches([tmp_path / "x.csv"]))
+    assert [(batch.first, len(batch.rows)) for batch in batches] == [(1, 4), (5, 4), (9, 2)]
+
+
+def test_a_compressed_array_that_expands_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_MAX_COMPRESSED_JSON_BYTES", 1000)
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(b"[" + b" " * 2000 + b"]"))
+    with pytest.raises(MsrlError, match=mentions("x.json.gz", "1,000", "line")):
+        list(read_batches([tmp_path / "x.json.gz"]))
 
 
 # --- handlers ---

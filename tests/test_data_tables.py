@@ -205,14 +205,21 @@ def test_parts_of_a_split_in_folders_are_one_subset(tmp_path: Path):
     assert len(read(tmp_path)) == 3
 
 
-def test_rows_that_repeat_a_large_text_are_decoded_a_few_at_a_time(tmp_path: Path):
-    entry = "x" * (32 << 20)
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 600, pa.int32()), [entry])
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_rows_that_repeat_a_large_text_are_decoded_a_few_at_a_time(tmp_path: Path, encoding: str):
+    has_dictionary = encoding == "RLE_DICTIONARY"
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"text": column}), path)
-    assert path.stat().st_size < 8 << 20
-    batches = [len(batch.rows) for batch in read_batches((path,)) if batch.first < 100]
-    assert max(batches) <= 33
+    pq.write_table(
+        pa.table({"text": ["x" * (8 << 20)] * 30}),
+        path,
+        use_dictionary=has_dictionary,
+        column_encoding=None if has_dictionary else {"text": encoding},
+        dictionary_pagesize_limit=1 << 30,
+        compression="zstd",
+    )
+    assert path.stat().st_size < 1 << 16
+    batches = [len(batch.rows) for batch in read_batches((path,)) if batch.first < 10]
+    assert max(batches) <= 8
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from msrl import chat_rendering
+from msrl.chat_rendering import client as chat_rendering
 from msrl.checkpoint.hf.manifest import HF_MANIFEST, hf_manifest_files
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import FileCheck, weight_checks

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msrl.chat_rendering import Chat, render_chats, template_variables
+from msrl.chat_rendering.client import Chat, render_chats, template_variables
 from msrl.data.handlers import make_handler
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template

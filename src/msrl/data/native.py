@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from msrl.chat_rendering import (
+from msrl.chat_rendering.client import (
     Chat,
     RenderedChat,
     RenderingError,

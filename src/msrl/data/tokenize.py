@@ -52,6 +52,9 @@ ALL = "all"
 _QUOTED = re.compile(r"(columns? |for )?'[^']*'")
 
 
+MAX_TEXT_BYTES = 16 << 20  # of one row
+
+
 @dataclass(frozen=True)
 class TokenizeSettings:
     """Settings for the tokenization of every row."""
@@ -194,7 +197,7 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
             if not (is_user or kind in TEXTS):
                 row = with_turn_lists(row)
             item = convert(without(row, job.ignored) if job.ignored else row)
-            _check_characters(item)
+            _check_texts(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
             rows.items.append(item if is_fitted else _fit_to_kind(item, kind))
             rows.offsets.append(offset)
@@ -272,29 +275,36 @@ def _with_extra(
     return replace(conversation, extra={**extra, **conversation.extra})
 
 
-def _check_characters(item: str | StepRow | Conversation | PreferenceRow) -> None:
-    r"""Raise MsrlError if a text contains an unpaired surrogate.
+def _check_texts(item: str | StepRow | Conversation | PreferenceRow) -> None:
+    r"""Raise MsrlError if a text is too long to tokenize, or contains an unpaired surrogate.
 
     JSON can contain one (`\ud83d` alone), but it can be neither tokenized nor written to a file.
     """
+    kept: list[str] = []
     if isinstance(item, str | StepRow):
         texts = [item if isinstance(item, str) else item.text]
     else:
         sides = item.conversations if isinstance(item, PreferenceRow) else (item,)
-        texts = [text for side in sides for text in _conversation_texts(side)]
+        texts = [text for side in sides for text in _tokenized_texts(side)]
+        kept = [text for side in sides for text in side.extra.values()]
     try:
-        "".join(texts).encode()
+        size = len("".join(texts).encode())
+        "".join(kept).encode()
     except UnicodeEncodeError as error:
         code = ascii(error.object[error.start])[1:-1]
         raise MsrlError(
             f"contains {code}, which is only half of a character (an unpaired surrogate). "
             "Remove it, or write both halves."
         ) from None
+    if size > MAX_TEXT_BYTES:  # a tokenizer needs a hundred bytes for each
+        raise MsrlError(
+            f"has {size:,} bytes of text to tokenize (limit: {MAX_TEXT_BYTES:,}). Split the row."
+        )
 
 
-def _conversation_texts(conversation: Conversation) -> list[str]:
+def _tokenized_texts(conversation: Conversation) -> list[str]:
     contents = [message.content for message in conversation.messages]
-    return [*contents, conversation.answer or "", *conversation.extra.values()]
+    return [*contents, conversation.answer or "", conversation.extra.get("tools", "")]
 
 
 def _render(

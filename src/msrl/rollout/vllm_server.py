@@ -21,7 +21,7 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from msrl.chat_rendering import Chat, RenderingError, render_chats
+from msrl.chat_rendering.client import Chat, RenderingError, render_chats
 
 _PR_SET_PDEATHSIG = 1
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"

@@ -12,7 +12,6 @@ import csv
 import glob
 import gzip
 import io
-import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +29,9 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 MAX_ROWS = 512
 MAX_BYTES = 1 << 20
-MAX_LINE_BYTES = 256 << 20
-_MAX_DECODED_BYTES = 1 << 30
+MAX_LINE_BYTES = 64 << 20  # of a row in any format
+_MAX_DECODED_BYTES = 64 << 20  # of rows of a table that are decoded at once
+_MAX_COMPRESSED_JSON_BYTES = 1 << 30  # decompressed; a small file may hold any number of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,13 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
 def _read_json(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a JSON array, or a single JSON object as the only row."""
     with _open(path) as file:
-        loaded = _parse(file.read(), str(path))
+        content = file.read(_MAX_COMPRESSED_JSON_BYTES if path.suffix in COMPRESSIONS else -1)
+        if path.suffix in COMPRESSIONS and file.read(1):
+            raise MsrlError(
+                f"{path}: has more than {_MAX_COMPRESSED_JSON_BYTES:,} bytes in one JSON array. "
+                "Write one row per line, or decompress it."
+            )
+        loaded = _parse(content, str(path))
     rows = loaded if isinstance(loaded, list) else [loaded]
     for start in range(0, len(rows), MAX_ROWS):
         yield RowBatch(str(path), start + 1, rows[start : start + MAX_ROWS], lines=False)
@@ -259,14 +265,15 @@ def _batch_rows(metadata: Any, path: Path) -> int:
         raise MsrlError(
             f"{path}: its rows have {largest:,} bytes (limit: {MAX_LINE_BYTES:,}). Split them."
         )
-    return min(MAX_ROWS, max(1, MAX_LINE_BYTES // largest), _dictionary_rows(metadata))
+    return min(MAX_ROWS, max(1, _MAX_DECODED_BYTES // largest), _repeated_rows(metadata))
 
 
-def _dictionary_rows(metadata: Any) -> int:
+def _repeated_rows(metadata: Any) -> int:
     """Return the number of rows to decode at once if every row is the largest entry of its column.
 
-    A column with a dictionary writes an entry once for all rows that have it, so that the size of
-    a row group says nothing about its rows. An entry is not larger than the column.
+    A column with a dictionary writes an entry once for all rows that have it, and one of prefixes
+    what a row shares with the one before it, so that the size of a row group says nothing about its
+    rows. An entry is not larger than the column.
     """
     largest = 1
     for number in range(metadata.num_row_groups):
@@ -275,7 +282,8 @@ def _dictionary_rows(metadata: Any) -> int:
         sizes = [
             column.total_uncompressed_size
             for column in columns
-            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
+            if (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings)
+            and column.physical_type.endswith("BYTE_ARRAY")
         ]
         largest = max(largest, sum(sizes))
     return max(1, _MAX_DECODED_BYTES // largest)
@@ -332,24 +340,53 @@ def _read_arrow(path: Path) -> Iterator[RowBatch]:
         ) from error
 
 
+class _RowLines:
+    """Lines of a CSV file. A row may have several, whose size together is limited."""
+
+    def __init__(self, file: io.TextIOWrapper, path: Path) -> None:
+        self._lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), "")
+        self._path, self._size = path, 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._lines:
+            self._size += len(line)
+            if self._size > MAX_LINE_BYTES:
+                raise MsrlError(
+                    f"{self._path}: a line or row has more than {MAX_LINE_BYTES:,} bytes. Split it."
+                )
+            yield line
+
+    def take_size(self) -> int:
+        """Return the number of characters since the last call."""
+        size, self._size = self._size, 0
+        return size
+
+
 def _read_csv(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a CSV or TSV file with the columns of its header, all as text."""
-    csv.field_size_limit(1 << 30)
+    csv.field_size_limit(MAX_LINE_BYTES)
     separator = "\t" if _suffix(path) == ".tsv" else ","
     first = 1
     try:
         with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            reader = csv.DictReader(text, delimiter=separator, strict=True)
+            lines = _RowLines(text, path)
+            reader = csv.DictReader(lines, delimiter=separator, strict=True)
             names = list(reader.fieldnames or ())
             if len(set(names)) < len(names) or not all(names):
                 raise MsrlError(
                     f"{path}: the header must have a different name for each column, not "
                     f"{', '.join(names) or 'nothing'}"
                 )
-            while rows := list(itertools.islice(reader, MAX_ROWS)):
-                checked = [_checked_csv_row(path, n, row) for n, row in enumerate(rows, first)]
-                yield RowBatch(str(path), first, checked, lines=False)
-                first += len(rows)
+            rows: list[Any] = []
+            size = 0
+            for number, row in enumerate(reader, 1):
+                rows.append(_checked_csv_row(path, number, row))
+                size += lines.take_size()
+                if size >= MAX_BYTES or len(rows) >= MAX_ROWS:
+                    yield RowBatch(str(path), first, rows, lines=False)
+                    rows, size, first = [], 0, number + 1
+            if rows:
+                yield RowBatch(str(path), first, rows, lines=False)
     except csv.Error as error:
         raise MsrlError(f"{path}: not CSV: after row {first - 1}: {error}") from error
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msrl.chat_rendering import Chat, render_chats, template_variables
+from msrl.chat_rendering.client import Chat, render_chats, template_variables
 from msrl.rewards.worker import leave_signals_to_parent, read, send
 
 Answer = tuple[float | None, str | None]

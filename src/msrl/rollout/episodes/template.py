@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.chat_rendering import (
+from msrl.chat_rendering.client import (
     Chat,
     RenderingError,
     named_template,

@@ -5,7 +5,7 @@ A template shows the model how it must write a call. Its tool format is detected
 
 from __future__ import annotations
 
-from msrl.chat_rendering import named_template
+from msrl.chat_rendering.client import named_template
 from msrl.data.render import Renderer
 from msrl.data.tokenizer import load_tokenizer
 from msrl.environments.tools import detect_format, tool_format

@@ -116,7 +116,7 @@ class _Process:
     def __init__(self, limits: Limits) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = python_command("-m", "msrl.chat_template_process", str(theirs.fileno()))
+            command = python_command("-m", "msrl.chat_rendering.process", str(theirs.fileno()))
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

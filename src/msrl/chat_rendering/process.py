@@ -1,6 +1,6 @@
-"""Process that renders chat templates, started by `chat_rendering.py`.
+"""Process that renders chat templates, started by `client.py`.
 
-    python -m msrl.chat_template_process FD
+    python -m msrl.chat_rendering.process FD
 
 FD is the number of a connection that carries a `Limits`, then lists of `Chat`, and back lists of
 `RenderedChat` or an error as text. The environment of Jinja is that of transformers (5.5 to 5.19)
@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from msrl.chat_rendering import Chat, Limits, RenderedChat
+from msrl.chat_rendering.client import Chat, Limits, RenderedChat
 
 
 class _Rendering:

@@ -1,0 +1,1 @@
+"""Rendering of the chat templates of models, which are code of strangers."""
