@@ -15,8 +15,11 @@ from tokenizers.models import WordLevel
 
 from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.samples import training_samples
+from msrl.config.sections.reward import RewardSource
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
+from msrl.rewards.sources import Source
+from msrl.rewards.verdicts import Judge
 from msrl.tracking.rollouts import RolloutRecord, read_records, write_records
 from msrl.types import (
     Completion,
@@ -31,6 +34,7 @@ from msrl.types import (
     VersionRun,
 )
 from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.view.samples import read_samples
 from support import mentions
 
 
@@ -40,8 +44,10 @@ def make_tokenizer() -> TextTokenizer:
     return TextTokenizer(backend, None, None, None, "numbers")
 
 
-def make_log(run_dir: Path, *, is_on: bool = True, format: Any = "parquet") -> RolloutLog:
-    return RolloutLog(run_dir, make_tokenizer(), is_on=is_on, format=format)
+def make_log(
+    run_dir: Path, *, is_on: bool = True, format: Any = "parquet", judge: Judge | None = None
+) -> RolloutLog:
+    return RolloutLog(run_dir, make_tokenizer(), is_on=is_on, format=format, judge=judge)
 
 
 def make_record(**changes: Any) -> RolloutRecord:
@@ -182,6 +188,19 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     assert records[1].loss_mask.tolist() == [False, False, True]
     assert [role for role, _ in records[0].messages] == ["prompt", "assistant", "tool", "assistant"]
     assert [turn["num_tokens"] for turn in records[1].turns] == [3, 1] and records[1].success
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
+    source = Source.of(RewardSource(verifier="acc"))
+    group = make_group(4, [1.0, 0.0])
+    samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
+    with make_log(tmp_path, format=format, judge=Judge((source,))) as log:
+        log.write(1, [group], samples)
+    (file,) = (tmp_path / "rollouts").iterdir()
+    rows = read_samples(file)
+    assert [row.verdict for row in rows] == [True, False]
+    assert all("box" in row.reasons["acc"] for row in rows)
 
 
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:

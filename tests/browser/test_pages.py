@@ -346,7 +346,8 @@ def test_a_served_view_follows_the_run(browser: Any, open_page: Open, tmp_path: 
     view.update()
     with open_server(view, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page = open_page(f"http://127.0.0.1:{server.server_address[1]}/", "#/steps")
+        page = open_page(server.link, "")
+        page.goto(page.url + "#/steps")
         page.wait_for_selector("h1:text-is('Step 2')")
         page.wait_for_timeout(3500)
         line = (run / "metrics.jsonl").read_text().splitlines()[-1]
@@ -354,8 +355,32 @@ def test_a_served_view_follows_the_run(browser: Any, open_page: Open, tmp_path: 
             file.write(line.replace('"step": 2,', '"step": 3,', 1) + "\n")
         view.update()
         page.wait_for_selector("h1:text-is('Step 3')", timeout=15000)
+        page.goto(page.url.split("#")[0] + "#/rollouts")
+        page.type("input[type=search]", "boxed{15}")
+        page.wait_for_selector("[role=status]:has-text('12 samples with this text')")
+        assert page.locator(".virtual mark").count() == 12
         assert page.problems == []
         server.shutdown()
+
+
+def test_a_served_overview_saves_tags_and_notes(open_page: Open, tmp_path: Path):
+    import threading
+
+    for name in ("grpo", "dapo"):
+        view_runs.make_run(tmp_path / "runs" / name, num_steps=1)
+    view = View([tmp_path / "runs"], tmp_path / "view", is_live=True)
+    view.update()
+    with open_server(view, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = open_page(server.link)
+        page.get_by_label("note of dapo").fill("<b>best</b>")
+        page.get_by_label("tags of dapo").fill("good, small")
+        page.get_by_label("tags of dapo").press("Enter")
+        page.wait_for_timeout(300)
+        server.shutdown()
+        assert page.problems == []
+    saved = json.loads((tmp_path / "runs" / "dapo" / "notes.json").read_text())
+    assert saved == {"tags": ["good", "small"], "note": "<b>best</b>"}
 
 
 def cpu_seconds(browser: Any) -> float:
@@ -371,6 +396,7 @@ def test_100_000_samples_open_in_three_seconds_and_scroll(
     from big_view import write_big_view
 
     write_big_view(tmp_path / "view", num_steps=200, samples_per_step=500)
+    assert sum(path.is_file() for path in (tmp_path / "view").rglob("*")) <= 100
     before, start = cpu_seconds(browser), time.perf_counter()
     page = open_page(tmp_path / "view", "#/rollouts")
     page.wait_for_selector("[role=status]:has-text('of 100,000')")

@@ -6,11 +6,15 @@ several sources does not tell whether an answer is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from msrl.rewards.sources import Source
 from msrl.types import Episode, Prompt, ScoredGroup
+
+_MAX_CHARACTERS = 20_000  # of a response whose score is explained
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,17 @@ class Judge:
         reporting = reporting_environments([item.episode for item in completions])
         return [self._verdicts(group, reporting) for group in groups]
 
+    def reasons(self, response: str, answer: str, scores: Mapping[str, float]) -> dict[str, str]:
+        """Return why each verifier gave its score, for those that explain it."""
+        if len(response) > _MAX_CHARACTERS:
+            return {}
+        reasons = {
+            source.label: _reason(source, response, answer)
+            for source in self.sources
+            if source.label in scores
+        }
+        return {label: reason for label, reason in reasons.items() if reason}
+
     def _verdicts(self, group: ScoredGroup, reporting: Set[str]) -> Sequence[bool] | None:
         label = self.source_for(group.rollout.prompt)
         if label is not None:
@@ -58,6 +73,23 @@ class Judge:
         if not all(item is not None and item.environment in reporting for item in episodes):
             return None
         return [item is not None and item.success is True for item in episodes]
+
+
+def _reason(source: Source, response: str, answer: str) -> str:
+    explain = getattr(source.module, "explain", None) if source.verifier is not None else None
+    if explain is None:
+        return ""
+    names = _parameters(explain)
+    options = {name: value for name, value in source.options.items() if name in names}
+    try:
+        return explain(response, answer, **options)
+    except Exception:  # a reason is worth less than the training that records it
+        return ""
+
+
+@functools.cache
+def _parameters(function: Callable[..., str]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def reporting_environments(episodes: Iterable[Episode | None]) -> Set[str]:

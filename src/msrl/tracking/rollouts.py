@@ -60,6 +60,8 @@ class RolloutRecord:
         fault: Kind of the environment's failure; empty without one.
         entropies: Entropies of the trainer's distributions before the first update, in nats.
         tag: Tag of the row of the data, which selects its reward sources.
+        is_right: True for a right answer; None if nothing decides.
+        reasons: Why each verifier gave its score, for those that explain it.
     """
 
     step: int
@@ -87,6 +89,8 @@ class RolloutRecord:
     fault: str = ""
     entropies: Floats | None = None  # [T]
     tag: str = ""
+    is_right: bool | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def staleness(self) -> int:
@@ -239,7 +243,25 @@ def read_records(path: Path) -> list[RolloutRecord]:
             f"{path}: JSON lines, which lack values of a record. Read each line as JSON, or train "
             "with log.rollouts=parquet."
         )
-    return [_record(row) for row in pq.read_table(path).to_pylist(maps_as_pydicts="strict")]
+    table = pq.read_table(path)
+    arrays = {name: _arrays(table.column(name)) for name in _DTYPES if name in table.column_names}
+    rows = table.drop_columns([*arrays]).to_pylist(maps_as_pydicts="strict")
+    return [
+        _record(row | {name: rows_of_name[index] for name, rows_of_name in arrays.items()})
+        for index, row in enumerate(rows)
+    ]
+
+
+def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    """Return a column of arrays of numbers, without a Python object per number."""
+    lists = column.combine_chunks()
+    offsets = lists.offsets.to_pylist()
+    values = lists.values.to_numpy(zero_copy_only=False)
+    is_present = lists.is_valid().to_pylist()
+    return [
+        values[start:end] if valid else None
+        for (start, end), valid in zip(pairwise(offsets), is_present, strict=True)
+    ]
 
 
 @functools.cache
@@ -275,6 +297,8 @@ def _schema() -> pa.Schema:
         "fault": pa.string(),
         "entropies": pa.list_(pa.float32()),
         "tag": pa.string(),
+        "is_right": pa.bool_(),
+        "reasons": pa.map_(pa.string(), pa.string()),
     }
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
 
@@ -317,6 +341,7 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])
     values = {**row, **arrays, "versions": versions, "messages": messages}
+    values["reasons"] = row.get("reasons") or {}  # which files of earlier versions do not have
     if "turns" in row:  # which files of earlier versions do not have
         values["turns"] = tuple(row["turns"])
     return RolloutRecord(**values)

@@ -33,7 +33,7 @@ from msrl.types import Ints, StepReport
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
-from msrl.workflows.rl.evaluation import RolloutEvaluator
+from msrl.workflows.rl.evaluation import RolloutEvaluator, judge
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
@@ -212,7 +212,13 @@ def _updater(job: RLSetup, workers: _Workers, state: Mapping[str, Any]) -> Updat
 
 def _rollout_log(job: RLSetup, session: TrainingSession) -> RolloutLog:
     log = job.config.log
-    return RolloutLog(session.run_dir, job.tokenizer, is_on=log.save_rollouts, format=log.rollouts)
+    return RolloutLog(
+        session.run_dir,
+        job.tokenizer,
+        is_on=log.save_rollouts,
+        format=log.rollouts,
+        judge=judge(job.config),
+    )
 
 
 def _token_values(

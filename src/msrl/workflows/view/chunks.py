@@ -6,10 +6,10 @@ which every character is escaped that could end a script element or a line of Ja
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,16 +18,16 @@ import numpy as np
 from msrl.errors import MsrlError
 from msrl.files import write_text
 
-CHUNK_BYTES = 1 << 20  # a chunk ends after the sample that reaches this size
-_UNSAFE = re.compile("[<>&\u007f-\u009f\u2028\u2029\ufeff\ud800-\udfff]")
-_DECIMALS = 6
+PACK_BYTES = 4 << 20  # a pack of rows is written when it reaches this size
+_PACKS_OF_A_SIZE = 48  # after which the size doubles, so that long runs have few files
+_UNSAFE = {character: f"\\u{ord(character):04x}" for character in "<>&\u007f"}
 
 
 class Chunks(Protocol):
     """Receiver of named data."""
 
-    def add(self, name: str, value: object) -> None:
-        """Write a value."""
+    def add(self, name: str, text: str) -> None:
+        """Write a value, which is safe JSON."""
         ...
 
 
@@ -37,11 +37,11 @@ class FolderChunks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "data"
 
-    def add(self, name: str, value: object) -> None:
+    def add(self, name: str, text: str) -> None:
         """Write a value atomically."""
         path = self._folder / f"{name}.js"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, f"msrlChunk({safe_json(name)},{safe_json(value)});\n")
+        write_text(path, f"msrlChunk({safe_json(name)},{text});\n")
 
 
 class InlineChunks:
@@ -51,10 +51,10 @@ class InlineChunks:
         self.values: dict[str, str] = {}
         self._max_bytes, self._num_bytes = max_bytes, 0
 
-    def add(self, name: str, value: object) -> None:
-        """Encode a value. Raises MsrlError if all values are too large for a single file."""
-        self.values[name] = safe_json(value)
-        self._num_bytes += len(self.values[name].encode())
+    def add(self, name: str, text: str) -> None:
+        """Keep a value. Raises MsrlError if all values are too large for a single file."""
+        self.values[name] = text
+        self._num_bytes += len(text)
         self.require_room(0)
 
     def require_room(self, num_bytes: int) -> None:
@@ -68,8 +68,10 @@ class InlineChunks:
 
 def safe_json(value: object) -> str:
     """Return JSON that is safe in a script element and in a JavaScript file."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character, escaped in _UNSAFE.items():
+        text = text.replace(character, escaped)
+    return text
 
 
 def number(value: float) -> float | None:
@@ -79,40 +81,46 @@ def number(value: float) -> float | None:
     return float(value) if value == int(value) else float(f"{value:.7g}")
 
 
-def compact(values: Sequence[float] | np.ndarray) -> list[float | None] | float | None:
-    """Return rounded values for JSON; a single value if all are equal."""
-    array = np.asarray(values, np.float64)
-    if len(array) == 0:
-        return []
-    if np.all(array == array[0]):
-        return number(float(array[0]))
-    rounded: list[float] = np.round(array, _DECIMALS).tolist()
-    if np.isfinite(array).all():
-        return [*rounded]
-    return [value if math.isfinite(value) else None for value in rounded]
-
-
-def add_in_parts(
-    chunks: Chunks, name: str, rows: Sequence[Mapping[str, object]], size: Callable[[int], int]
-) -> list[int]:
-    """Write rows in chunks NAME-0, NAME-1 etc. of about `CHUNK_BYTES`.
+def packed(values: np.ndarray, dtype: str) -> float | str | None:
+    """Return an array as base64; a single number if all values are equal. NaN is a missing value.
 
     Args:
-        chunks: Receiver of the chunks.
-        name: First part of the names.
-        rows: Rows in order.
-        size: Approximate number of bytes of a row by its number.
-
-    Returns:
-        The number of the first row of each chunk.
+        values: Array [T].
+        dtype: Little-endian type of a value that the page decodes: `<f4`, `<i4` or `u1`.
     """
-    starts, total = [0], 0
-    for index in range(len(rows)):
-        if total >= CHUNK_BYTES:
-            starts.append(index)
-            total = 0
-        total += size(index)
-    for index, start in enumerate(starts):
-        end = starts[index + 1] if index + 1 < len(starts) else len(rows)
-        chunks.add(f"{name}-{index}", list(rows[start:end]))
-    return starts
+    if len(values) and values[0] == values[-1] and (values == values[0]).all():
+        return number(float(values[0]))
+    return base64.b64encode(values.astype(dtype).tobytes()).decode()
+
+
+class Packs:
+    """Writer of rows in files NAME-0, NAME-1 and so on, each with rows of many steps."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: list[str] = []
+        self._num_packs = self._num_bytes = 0
+
+    def add(self, rows: Sequence[str], chunks: Chunks) -> list[tuple[int, int, int]]:
+        """Add rows of safe JSON.
+
+        Returns:
+            Number of the pack, position in it, and number of the first row for each part of the
+            rows that one pack holds.
+        """
+        parts: list[tuple[int, int, int]] = []
+        for index, row in enumerate(rows):
+            if not parts or parts[-1][0] != self._num_packs:
+                parts.append((self._num_packs, len(self._rows), index))
+            self._rows.append(row)
+            self._num_bytes += len(row)
+            if self._num_bytes >= PACK_BYTES << (self._num_packs // _PACKS_OF_A_SIZE):
+                self.flush(chunks)
+        return parts
+
+    def flush(self, chunks: Chunks) -> None:
+        """Write the rows of the last pack."""
+        if self._rows:
+            chunks.add(f"{self._name}-{self._num_packs}", f"[{','.join(self._rows)}]")
+            self._num_packs += 1
+            self._rows, self._num_bytes = [], 0

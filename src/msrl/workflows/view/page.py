@@ -30,6 +30,7 @@ MODULES = (
     "rollouts.js",
     "sample.js",
     "evaluation.js",
+    "live.js",  # only in pages of a server
     "main.js",
 )
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
@@ -44,14 +45,14 @@ def page(title: str, inline: Mapping[str, str] | None = None, *, is_live: bool =
         inline: JSON by name, for a view in a single file.
         is_live: True if the data may change while the page is open.
     """
-    scripts = [_static("vendor/uPlot.iife.min.js"), _application()]
+    scripts = [_static("vendor/uPlot.iife.min.js"), _application(is_live=is_live)]
     styles = [_static("vendor/uPlot.min.css"), _static("style.css")]
     data = "\n".join(
         f'<script type="application/json" data-chunk="{_attribute(name)}">{text}</script>'
         for name, text in (inline or {}).items()
     )
     return Template(_static("index.html")).substitute(
-        policy=content_security_policy(scripts, styles, has_files=inline is None),
+        policy=content_security_policy(scripts, styles, has_files=inline is None, is_live=is_live),
         title=_attribute(title),
         options=safe_json({"live": is_live, "inline": inline is not None}),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
@@ -60,11 +61,13 @@ def page(title: str, inline: Mapping[str, str] | None = None, *, is_live: bool =
     )
 
 
-def content_security_policy(scripts: list[str], styles: list[str], *, has_files: bool) -> str:
+def content_security_policy(
+    scripts: list[str], styles: list[str], *, has_files: bool, is_live: bool
+) -> str:
     """Return the policy that allows these scripts and styles, and with `has_files` data files.
 
     On disk, some browsers do not count files beside the page as 'self', so that the scheme file: is
-    allowed too.
+    allowed too. With `is_live`, the page may request answers of its own server.
     """
     allowed = [*(_hash(script) for script in scripts)]
     if has_files:
@@ -74,6 +77,7 @@ def content_security_policy(scripts: list[str], styles: list[str], *, has_files:
             "default-src 'none'",
             f"script-src {' '.join(allowed)}",
             f"style-src {' '.join(_hash(style) for style in styles)}",
+            "connect-src 'self'" if is_live else "connect-src 'none'",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",
@@ -81,8 +85,9 @@ def content_security_policy(scripts: list[str], styles: list[str], *, has_files:
     )
 
 
-def _application() -> str:
-    modules = [_EXPORT.sub("", _IMPORT.sub("", _static(f"app/{name}"))) for name in MODULES]
+def _application(*, is_live: bool) -> str:
+    names = [name for name in MODULES if is_live or name != "live.js"]
+    modules = [_EXPORT.sub("", _IMPORT.sub("", _static(f"app/{name}"))) for name in names]
     return '"use strict";(() => {\n' + "\n".join(modules) + "})();"
 
 

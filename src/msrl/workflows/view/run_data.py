@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,18 +31,17 @@ from msrl.tracking.run import (
     run_state,
 )
 from msrl.types import StepReport
-from msrl.workflows.view.chunks import Chunks, add_in_parts, compact, number
+from msrl.workflows.view.chunks import Chunks, number, safe_json
 from msrl.workflows.view.lineage import lineage
 from msrl.workflows.view.pieces import TokenPieces, open_pieces
 from msrl.workflows.view.recorded import recorded_values
-from msrl.workflows.view.samples import Kind, ViewSample, read_samples, sample_files
+from msrl.workflows.view.samples import Kind, read_samples, sample_files
+from msrl.workflows.view.search import TextIndex
+from msrl.workflows.view.tables import SampleTables
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
 _SAVED = re.compile(SAVED.partition(" to ")[0].format(step=r"(\d+)") + " to ")
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 _OF_EVALUATION = "eval/"  # first part of the names of metrics of an evaluation
-_PREVIEW = 100  # characters of a text in a table
-_BYTES_PER_NUMBER = 8
 # Sections of other commands, which are the same in every run folder.
 _OTHER_SECTIONS = ("convert", "preprocess", "generate", "chat")
 
@@ -55,16 +53,15 @@ class RunData:
     folder: Path
     number: int
     name: str
-    _tables: dict[str, _ConvertedFile] = field(default_factory=dict[str, "_ConvertedFile"])
+    texts: TextIndex | None = None  # which a server searches
+    _tables: dict[Kind, SampleTables] = field(default_factory=dict[Kind, "SampleTables"])
     _token_ids: set[int] = field(default_factory=set[int])
     _is_noted: bool = False
 
     def __post_init__(self) -> None:
-        """Raise MsrlError unless the folder is that of a run."""
-        if not (self.folder / CONFIG).is_file():
-            raise MsrlError(
-                f"{self.folder}: contains no {CONFIG}. Name the folder of a run, as in runs/grpo."
-            )
+        """Prepare the tables of samples."""
+        for kind in KINDS:
+            self._tables[kind] = SampleTables(f"{self.number}/{kind}", self.texts)
 
     def write(self, chunks: Chunks) -> dict[str, Any]:
         """Write all data of the run except its overview, which is returned."""
@@ -110,32 +107,21 @@ class RunData:
     ) -> list[dict[str, Any]]:
         section = config.get("eval" if kind == "eval" else "rollout")
         size = section.get("samples_per_prompt") if isinstance(section, dict) else None
-        entries: list[dict[str, Any]] = []
+        tables = self._tables[kind]
         for path in sample_files(self.folder, kind):
             stat = path.stat()
             state = (stat.st_mtime_ns, stat.st_size)
-            table = self._tables.get(str(path))
-            if table is None or table.state != state:
+            if not tables.is_current(path, state):
                 samples = read_samples(path, size if isinstance(size, int) else None)
-                name = f"{self.number}/{kind}-{path.stem.removeprefix('step_')}"
                 self._token_ids.update(*(sample.token_ids.tolist() for sample in samples))
-                table = _ConvertedFile(state, _write_table(name, samples, verdicts, chunks))
-                self._tables[str(path)] = table
-            entries.append(table.entry)
-        return entries
+                tables.add(path, state, samples, verdicts, chunks)
+        tables.flush(chunks)
+        return tables.entries(sample_files(self.folder, kind))
 
     def _write_pieces(self, config: Mapping[str, Any], chunks: Chunks) -> bool:
         pieces = open_pieces(_tokenizer_folders(self.folder, config)) if self._token_ids else None
-        chunks.add(f"{self.number}/pieces", _pieces(pieces, self._token_ids))
+        chunks.add(f"{self.number}/pieces", safe_json(_pieces(pieces, self._token_ids)))
         return pieces is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _ConvertedFile:
-    """Entry of a converted file; `state` tells whether the file has changed since."""
-
-    state: tuple[int, int]
-    entry: dict[str, Any]
 
 
 KINDS: tuple[Kind, ...] = ("rollout", "eval")
@@ -243,108 +229,3 @@ def _pieces(pieces: TokenPieces | None, token_ids: set[int]) -> dict[str, Any]:
     if pieces is None:
         return {}
     return {str(token): piece for token, piece in pieces.pieces(sorted(token_ids)).items()}
-
-
-def _write_table(
-    name: str, samples: Sequence[ViewSample], verdicts: Verdicts, chunks: Chunks
-) -> dict[str, Any]:
-    """Write the summary and the details of the samples of a step; return the entry of the step."""
-    by_sample = _by_sample(samples)
-    reporting_tags = {sample.tag for sample in samples if sample.success is not None}
-    judged = [
-        verdicts.verdict(sequences[0], is_reported=sequences[0].tag in reporting_tags)
-        for sequences in by_sample
-    ]
-    rows = [_details(sequences, verdicts) for sequences in by_sample]
-    starts = add_in_parts(chunks, name, rows, lambda index: sum(map(_size, by_sample[index])))
-    chunks.add(f"{name}-table", _summary(by_sample, judged))
-    return {
-        "name": name,
-        "step": samples[0].step if samples else 0,
-        "count": len(by_sample),
-        "starts": starts,
-        "times": dict(samples[0].times) if samples else {},
-    }
-
-
-def _by_sample(samples: Sequence[ViewSample]) -> list[Sequence[ViewSample]]:
-    """Return the sequences of each sample. Only episodes whose history was edited have several."""
-    parts = groupby(samples, key=lambda sample: (sample.group, sample.sample))
-    return [list(sequences) for _, sequences in parts]
-
-
-def _size(sample: ViewSample) -> int:
-    text = sum(len(content) for _, content in sample.turns)
-    arrays = (len(sample.values) + 2) * len(sample.token_ids)
-    return text + arrays * _BYTES_PER_NUMBER
-
-
-def _summary(
-    by_sample: Sequence[Sequence[ViewSample]], verdicts: Sequence[bool | None]
-) -> dict[str, Any]:
-    """Return the columns of the table of samples."""
-    samples = [sequences[0] for sequences in by_sample]
-    prompts = {sample.group: sample for sample in samples}
-    codes = {True: 1, False: 0, None: -1}
-    return {
-        "group": [sample.group for sample in samples],
-        "sample": [sample.sample for sample in samples],
-        "prompt": [sample.prompt_index for sample in samples],
-        "reward": [number(sample.reward) for sample in samples],
-        "length": [
-            sum(sequence.num_response_tokens for sequence in sequences) for sequences in by_sample
-        ],
-        "finish": [sample.finish_reason for sample in samples],
-        "tag": [sample.tag for sample in samples],
-        "trained": [
-            int(any(sequence.is_trained for sequence in sequences)) for sequences in by_sample
-        ],
-        "verdict": [codes[verdict] for verdict in verdicts],
-        "staleness": [max(sequence.staleness for sequence in sequences) for sequences in by_sample],
-        "preview": [_preview(sample.response) for sample in samples],
-        "prompts": {str(g): _preview(sample.prompt) for g, sample in prompts.items()},
-        "scores": _scores(samples),
-    }
-
-
-def _scores(samples: Sequence[ViewSample]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for sample in samples for name in sample.scores)
-    missing = math.nan
-    return {
-        name: [number(sample.scores.get(name, missing)) for sample in samples] for name in names
-    }
-
-
-def _preview(text: str) -> str:
-    """Return the beginning and end of a text on one line."""
-    line = " ".join(_SPECIAL_TOKEN.sub(" ", text).split())
-    if len(line) <= _PREVIEW:
-        return line
-    return f"{line[: _PREVIEW // 3]} … {line[-2 * _PREVIEW // 3 :]}"
-
-
-def _details(sequences: Sequence[ViewSample], verdicts: Verdicts) -> dict[str, Any]:
-    """Return everything that the page of a sample shows."""
-    sample = sequences[0]
-    return {
-        "turns": [list(turn) for turn in sample.turns],
-        "answer": sample.answer,
-        "scores": {name: number(score) for name, score in sample.scores.items()},
-        "reasons": dict(verdicts.reasons(sample)),
-        "sequences": [_tokens(sequence) for sequence in sequences],
-    }
-
-
-def _tokens(sample: ViewSample) -> dict[str, Any]:
-    """Return the tokens of a sequence and their values after the first sampled one."""
-    sampled = sample.is_sampled
-    first = int(np.argmax(sampled)) if sampled.any() else len(sampled)
-    return {
-        "ids": sample.token_ids.tolist(),
-        "first": first,
-        "sampled": 1 if sampled[first:].all() else sampled[first:].astype(int).tolist(),
-        "mask": compact(sample.loss_mask[first:]),
-        "advantages": compact(sample.advantages[first:]),
-        "versions": [list(run) for run in sample.versions],
-        "values": {name: compact(values[first:]) for name, values in sample.values.items()},
-    }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic_core import from_json
 
 from msrl.errors import MALFORMED, MsrlError
 from msrl.tracking.rollouts import RolloutRecord, read_records
@@ -41,6 +42,7 @@ class ViewSample:
         response: Text of all answers of the policy, which verifiers score.
         verdict: True for a right answer, None if it is not recorded.
         success: What the environment reports; None without a report.
+        reasons: Recorded reason of the score of each verifier that explains it.
         values: Arrays [T] by name (behavior, trainer, reference, entropy), those that are recorded.
     """
 
@@ -61,12 +63,13 @@ class ViewSample:
     staleness: int
     token_ids: Ints  # [T]
     is_sampled: Bools  # [T]
-    advantages: Floats  # [T]
+    advantages: Floats | float  # [T]; the mean of the sampled tokens in JSONL files
     loss_mask: Bools  # [T]
     values: Mapping[str, Floats] = field(default_factory=dict[str, "Floats"])
     times: Mapping[str, float] = field(default_factory=dict[str, float])
     sequence: int = 0
     success: bool | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def prompt(self) -> str:
@@ -126,7 +129,7 @@ def _from_record(record: RolloutRecord) -> ViewSample:
         finish_reason=record.finish_reason,
         is_trained=bool(record.loss_mask.any()),
         tag=record.tag,
-        verdict=None,
+        verdict=record.is_right,
         versions=record.versions,
         staleness=record.staleness,
         token_ids=record.token_ids,
@@ -137,32 +140,41 @@ def _from_record(record: RolloutRecord) -> ViewSample:
         times=record.times,
         sequence=record.sequence,
         success=record.success,
+        reasons=record.reasons,
     )
 
 
 def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
-    step = step_of(path)
+    step, is_evaluation = step_of(path), path.parent.name == "eval"
     group, sample, previous = -1, 0, None
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
-            if not is_next:
-                group, sample, previous = group + 1, 0, row["prompt_index"]
-            yield from _from_row(row, step, group, sample)
-            sample += 1
+    for line in path.read_bytes().splitlines():
+        row = _parsed(line)
+        is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
+        if not is_next:
+            group, sample, previous = group + 1, 0, row["prompt_index"]
+        yield from _from_row(row, step, group, sample, is_evaluation=is_evaluation)
+        sample += 1
 
 
-def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> Iterator[ViewSample]:
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        return from_json(line)
+    except ValueError:  # of halves of surrogate pairs, which Python's parser reads
+        return json.loads(line)
+
+
+def _from_row(
+    row: Mapping[str, Any], step: int, group: int, sample: int, *, is_evaluation: bool
+) -> Iterator[ViewSample]:
     """Yield a sample per token sequence of a row."""
     # Earlier versions wrote `is_learnt`.
     is_trained = bool(row.get("is_trained", row.get("is_learnt", False)))
-    is_evaluation = "is_right" in row
+    logprobs = np.array(row["logprobs"], np.float32)
     start = 0
     for number, (token_ids, is_sampled) in enumerate(_sequences(row)):
         end = start + int(np.count_nonzero(is_sampled))
         behavior = np.zeros(len(token_ids), np.float32)
-        behavior[is_sampled] = row["logprobs"][start:end]
+        behavior[is_sampled] = logprobs[start:end]
         versions = tuple(_versions(row, step, start, end))
         oldest = min((version for version, _ in versions), default=step - 1)
         start = end
@@ -184,11 +196,12 @@ def _from_row(row: Mapping[str, Any], step: int, group: int, sample: int) -> Ite
             staleness=0 if is_evaluation else step - 1 - oldest,
             token_ids=token_ids,
             is_sampled=is_sampled,
-            advantages=np.where(is_sampled, np.float32(row.get("advantage", 0.0)), np.float32(0)),
-            loss_mask=is_sampled & is_trained,
+            advantages=float(row.get("advantage", 0.0)),
+            loss_mask=is_sampled if is_trained else np.zeros_like(is_sampled),
             values={"behavior": behavior},
             sequence=number,
             success=row.get("success"),
+            reasons=row.get("reasons", {}),
         )
 
 
@@ -216,5 +229,7 @@ def _sequences(row: Mapping[str, Any]) -> Iterator[tuple[Ints, Bools]]:  # [T], 
         is_sampled = np.asarray(sequence["is_sampled"], bool)
         yield np.asarray(sequence["token_ids"], np.int64), is_sampled
     if not row.get("sequences"):
-        token_ids = np.asarray([*row["prompt_ids"], *row["response_ids"]], np.int64)
-        yield token_ids, np.arange(len(token_ids)) >= len(row["prompt_ids"])
+        token_ids = np.array(row["prompt_ids"] + row["response_ids"], np.int64)
+        is_sampled = np.ones(len(token_ids), np.bool_)
+        is_sampled[: len(row["prompt_ids"])] = False
+        yield token_ids, is_sampled

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import io
+import json
 import secrets
 import sys
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -13,20 +17,24 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from pydantic import BaseModel, Field
+
 from msrl.errors import MsrlError
 from msrl.limits import printable
+from msrl.tracking.run import write_notes
 from msrl.workflows.view.build import View
 
 HOST = "127.0.0.1"
 UPDATE_S = 5.0  # seconds between two updates
+_MAX_NOTE_BYTES = 1 << 16
 
 
 class ViewServer(ThreadingHTTPServer):
     """Server of a view. `token` is that of its link; None allows every user of this machine."""
 
-    def __init__(self, port: int, directory: str, token: str | None) -> None:
-        super().__init__((HOST, port), partial(ViewHandler, directory=directory))
-        self.token = token
+    def __init__(self, port: int, view: View, token: str | None) -> None:
+        super().__init__((HOST, port), partial(ViewHandler, directory=str(view.output)))
+        self.view, self.token = view, token
 
     @property
     def link(self) -> str:
@@ -38,6 +46,14 @@ class ViewServer(ThreadingHTTPServer):
         """Print nothing about clients that have disconnected."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+
+class _Note(BaseModel, strict=True):
+    """Tags and note of a run of the view."""
+
+    run: int = Field(ge=0)
+    tags: list[str]
+    note: str
 
 
 class ViewHandler(SimpleHTTPRequestHandler):
@@ -52,30 +68,78 @@ class ViewHandler(SimpleHTTPRequestHandler):
 
     def send_head(self) -> Any:
         """Send the headers of a file, or refuse the request."""
-        port = self.server.server_address[1]
-        own = [f"{name}:{port}" for name in (HOST, "localhost")]
-        origin = self.headers.get("Origin")
-        if self.headers.get("Host") not in own or (
-            origin is not None and origin.removeprefix("http://") not in own
-        ):
-            return self.send_error(HTTPStatus.FORBIDDEN, "unknown host name or origin")
-        url = urlsplit(self.path)
-        name, token = f"msrl_view_{port}", self.server.token
-        if token is not None and _is_equal(parse_qs(url.query).get("token", [""])[-1], token):
-            return self._set_cookie(name, token)
-        if token is not None and not _is_equal(self._cookie(name), token):
-            return self.send_error(HTTPStatus.FORBIDDEN, "open the link that msrl view has printed")
+        url, token = urlsplit(self.path), self.server.token
+        query = parse_qs(url.query)
+        is_link = token is not None and _is_equal(query.get("token", [""])[-1], token)
+        reason = self._refusal(is_link=is_link)
+        if reason is not None:
+            return self.send_error(HTTPStatus.FORBIDDEN, reason)
+        if is_link:
+            return self._set_cookie()
+        if url.path == "/search":
+            return self._search(query)
         if "\0" in unquote(url.path):
             return self.send_error(HTTPStatus.NOT_FOUND)
         return super().send_head()
 
-    def _set_cookie(self, name: str, token: str) -> None:
+    def _refusal(self, *, is_link: bool = False) -> str | None:
+        """Return why a request is refused before its body is read, or None."""
+        own = [f"{name}:{self.server.server_address[1]}" for name in (HOST, "localhost")]
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") not in own or (
+            origin is not None and origin.removeprefix("http://") not in own
+        ):
+            return "unknown host name or origin"
+        token = self.server.token
+        if is_link or token is None or _is_equal(self._cookie(self._cookie_name), token):
+            return None
+        return "open the link that msrl view has printed"
+
+    @property
+    def _cookie_name(self) -> str:
+        return f"msrl_view_{self.server.server_address[1]}"
+
+    def _set_cookie(self) -> None:
         """Keep the token in a cookie, and show the page without it in the address."""
+        cookie = f"{self._cookie_name}={self.server.token}"
         self.send_response(HTTPStatus.SEE_OTHER)
         self.send_header("Location", "/")
-        self.send_header("Set-Cookie", f"{name}={token}; Path=/; HttpOnly; SameSite=Strict")
+        self.send_header("Set-Cookie", f"{cookie}; Path=/; HttpOnly; SameSite=Strict")
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def _search(self, query: Mapping[str, Sequence[str]]) -> io.BytesIO | None:
+        """Send step and row of each sample of a run that contains a text."""
+        run, kind, text = (query.get(name, [""])[-1] for name in ("run", "kind", "text"))
+        if self.server.view.texts is None or not text:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        start = time.perf_counter()
+        hits = [*self.server.view.texts.search(f"{run}/{kind}", text)]
+        answer = json.dumps({"seconds": time.perf_counter() - start, "hits": hits}).encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        return io.BytesIO(answer)
+
+    def do_POST(self) -> None:
+        """Save the tags and the note of a run."""
+        length = self.headers.get("Content-Length", "")
+        # Other sites can send requests without an origin only to be shown as pages.
+        reason = self._refusal() or ("no origin" if not self.headers.get("Origin") else None)
+        if reason is not None:
+            return self.send_error(HTTPStatus.FORBIDDEN, reason)
+        if self.path != "/notes" or not length.isdecimal() or int(length) > _MAX_NOTE_BYTES:
+            return self.send_error(HTTPStatus.BAD_REQUEST)
+        try:
+            note = _Note.model_validate_json(self.rfile.read(int(length)))
+            write_notes(self.server.view.runs[note.run], note.tags, note.note)
+        except (ValueError, IndexError):
+            return self.send_error(HTTPStatus.BAD_REQUEST)
+        except OSError as error:
+            return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, error.strerror)
+        self.send_response(HTTPStatus.NO_CONTENT)
+        return self.end_headers()
 
     def _cookie(self, name: str) -> str:
         try:
@@ -113,7 +177,7 @@ def open_server(view: View, port: int, *, has_token: bool = True) -> ViewServer:
     """
     token = secrets.token_urlsafe(24) if has_token else None
     try:
-        return ViewServer(port, str(view.output), token)
+        return ViewServer(port, view, token)
     except OSError as error:
         raise MsrlError(
             f"--port={port}: cannot listen on {HOST} ({error.strerror}). Choose another port."

@@ -1,25 +1,21 @@
-"""Verdicts and reasons of verifiers for the samples of a run, from its configuration."""
+"""Verdicts of samples: recorded ones, else those of recorded scores and the configuration."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import UserDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msrl.config.loader import load
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
-from msrl.rewards.sources import TAG, Source
+from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.tracking.run import CONFIG
 from msrl.types import Prompt
 from msrl.workflows.rl.evaluation import judge
 from msrl.workflows.view.samples import ViewSample
-
-_MAX_CHARACTERS = 20_000  # of a response whose score is explained
 
 
 class Verdicts:
@@ -27,6 +23,7 @@ class Verdicts:
 
     def __init__(self, config: Config | None) -> None:
         self._judge: Judge | None = None if config is None else judge(config)
+        self._labels: dict[str, str | None] = {}
 
     def verdict(self, sample: ViewSample, *, is_reported: bool = False) -> bool | None:
         """Return True for a right answer; None if neither a source nor an environment decides.
@@ -42,20 +39,15 @@ class Verdicts:
         return sample.scores[label] >= self._judge.right_from
 
     def _label(self, sample: ViewSample) -> str | None:
-        """Return the source that decides about a sample."""
+        """Return the source that decides about a sample, which its tag selects."""
         if self._judge is None:
             return None
-        try:
-            return self._judge.source_for(_prompt(sample))
-        except MsrlError:
-            return None
-
-    def reasons(self, sample: ViewSample) -> Mapping[str, str]:
-        """Return why each verifier gave its score, for those that explain it."""
-        sources = self._judge.sources if self._judge is not None else ()
-        scored = [source for source in sources if source.label in sample.scores]
-        reasons = {source.label: _reason(source, sample) for source in scored}
-        return {label: reason for label, reason in reasons.items() if reason}
+        if sample.tag not in self._labels:
+            try:
+                self._labels[sample.tag] = self._judge.source_for(_prompt(sample))
+            except MsrlError:
+                self._labels[sample.tag] = None
+        return self._labels[sample.tag]
 
 
 class _Environment(UserDict[str, str]):
@@ -80,14 +72,3 @@ def read_config(run_dir: Path) -> Config | str:
 def _prompt(sample: ViewSample) -> Prompt:
     extra = {TAG: sample.tag} if sample.tag else {}
     return Prompt(sample.prompt_index, sample.token_ids[:0], sample.answer, extra)
-
-
-def _reason(source: Source, sample: ViewSample) -> str:
-    if source.verifier is None or len(sample.response) > _MAX_CHARACTERS:
-        return ""
-    explain = getattr(source.module, "explain", None)
-    if explain is None:
-        return ""
-    names = inspect.signature(explain).parameters
-    options = {name: value for name, value in source.options.items() if name in names}
-    return explain(sample.response, sample.answer, **options)

@@ -15,6 +15,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
+from msrl.rewards.verdicts import Judge
 from msrl.tracking.rollouts import Column, LoggedValues, TokenArrays
 from msrl.types import Bools, Completion, Episode, Prompt, Reward, ScoredGroup
 
@@ -76,12 +77,13 @@ class _Row:
         return self.completion.episode or _NO_EPISODE
 
 
-def record_columns(logged: LoggedStep, tokenizer: Tokenizer) -> dict[str, Column]:
+def record_columns(logged: LoggedStep, tokenizer: Tokenizer, judge: Judge) -> dict[str, Column]:
     """Return the columns of `RolloutRecord`. The tokenizer decodes the prompts."""
     arrays = _arrays(logged)
     groups = [*logged.groups, *logged.dropped_groups]
     rows = list(_rows(groups, arrays["token_ids"].lengths.tolist(), tokenizer))
     count = len(rows)
+    verdicts = judge.verdicts(groups)
     return {
         "step": [logged.step] * count,
         "group": [row.group for row in rows],
@@ -102,7 +104,15 @@ def record_columns(logged: LoggedStep, tokenizer: Tokenizer) -> dict[str, Column
         "turns": [_turns(row.episode) for row in rows],
         "success": [row.episode.success for row in rows],
         "fault": [row.episode.fault[0] for row in rows],
+        "is_right": [_verdict(verdicts[row.group], row.sample) for row in rows],
+        "reasons": [
+            judge.reasons(row.completion.text, row.prompt.answer, row.reward.scores) for row in rows
+        ],
     }
+
+
+def _verdict(verdicts: Sequence[bool] | None, sample: int) -> bool | None:
+    return None if verdicts is None else verdicts[sample]
 
 
 def _rows(

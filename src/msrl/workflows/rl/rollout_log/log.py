@@ -22,6 +22,7 @@ from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
+from msrl.rewards.verdicts import Judge
 from msrl.tracking.rollouts import LoggedValues, write_columns
 from msrl.types import Completion, Prompt, ScoredGroup, TrainingSample
 from msrl.workflows.rl.rollout_log.background import BackgroundWriter
@@ -35,7 +36,8 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
 
     Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
     rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL. A thread writes
-    rollouts while the caller continues, at most one step behind.
+    rollouts while the caller continues, at most one step behind. `judge` decides which answers are
+    right, and why.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         *,
         is_on: bool,
         format: RolloutFormat = "jsonl",
+        judge: Judge | None = None,
     ) -> None:
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
+        self._judge = Judge(()) if judge is None else judge
         self._writer = BackgroundWriter()
         self._num_bytes = sum(path.stat().st_size for path in self.folder.glob("*.parquet"))
 
@@ -126,7 +130,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
 
     def _write_record(self, logged: LoggedStep) -> None:
         path = self.folder / f"step_{logged.step:06d}.parquet"
-        columns = record_columns(logged, self._tokenizer.backend)
+        columns = record_columns(logged, self._tokenizer.backend, self._judge)
         with _writing(path):
             write_columns(path, columns)
         self._num_bytes += path.stat().st_size
@@ -139,10 +143,13 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         dropped_groups: Sequence[ScoredGroup],
     ) -> None:
         rows: list[dict[str, object]] = []
-        for row, own in zip(self._rows(groups), _by_completion(groups, samples), strict=True):
-            rows.append({**row, "advantage": _mean_advantage(own), "is_trained": own[0].is_trained})
-        for row in self._rows(dropped_groups):
-            rows.append({**row, "advantage": 0.0, "is_trained": False})
+        verdicts = self._judge.verdicts([*groups, *dropped_groups])
+        judged = self.evaluation_rows([*groups, *dropped_groups], verdicts)
+        own = [*_by_completion(groups, samples)]
+        for row, parts in zip(judged[: len(own)], own, strict=True):
+            trained = {"advantage": _mean_advantage(parts), "is_trained": parts[0].is_trained}
+            rows.append({**row, **trained})
+        rows += [{**row, "advantage": 0.0, "is_trained": False} for row in judged[len(own) :]]
         self._write("rollouts", step, rows)
 
     def write_evaluation(
@@ -161,7 +168,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
     def evaluation_rows(
         self, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
     ) -> list[dict[str, object]]:
-        """Return a row for each answer of an evaluation."""
+        """Return a row for each answer with its verdict."""
         flat: list[bool | None] = []
         for group, verdict in zip(groups, verdicts, strict=True):
             flat += verdict or [None] * len(group.rewards)
@@ -192,6 +199,7 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
             "answer": prompt.answer,
             "reward": reward.total,
             "scores": dict(reward.scores),
+            "reasons": self._judge.reasons(completion.text, prompt.answer, reward.scores),
             **greedy,
             "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,

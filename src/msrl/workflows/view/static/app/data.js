@@ -5,7 +5,7 @@ import { options, state } from "./state.js";
 const loaded = new Map(); // values of files that were not requested yet, by name
 const pending = new Map(); // promises by name
 const recent = []; // names of detail files in the order of their use
-const MAX_RECENT = 48; // detail files in memory
+const MAX_RECENT = 12; // files of samples in memory
 
 window.msrlChunk = (name, value) => loaded.set(name, value);
 
@@ -60,18 +60,16 @@ export function forget(run) {
 /** Return the details of a sample. */
 export async function details(run, kind, step, row) {
   const entry = tableEntry(run, kind, step);
-  if (!entry) throw new Error(`Run ${run} has no ${kind} of step ${step}.`);
-  let part = entry.starts.length - 1;
-  while (part > 0 && entry.starts[part] > row) part -= 1;
-  const rows = await detailPart(entry, part);
-  const sample = rows[row - entry.starts[part]];
-  if (!sample) throw new Error(`Step ${step} has no sample ${row}.`);
+  const [pack, position, first] = entry?.parts.findLast((part) => part[2] <= row) ?? [];
+  if (pack === undefined) throw new Error(`Run ${run} has no ${kind} of step ${step}.`);
+  const rows = await samplePack(`${run}/${kind}-samples-${pack}`);
+  const sample = rows[position + row - first];
+  if (!sample || row >= entry.count) throw new Error(`Step ${step} has no sample ${row}.`);
+  sample.sequences.forEach(unpack);
   return sample;
 }
 
-/** Return the samples of one detail file. */
-export function detailPart(entry, part) {
-  const name = `${entry.name}-${part}`;
+function samplePack(name) {
   const index = recent.indexOf(name);
   if (index >= 0) recent.splice(index, 1);
   recent.push(name);
@@ -79,13 +77,30 @@ export function detailPart(entry, part) {
   return chunk(name);
 }
 
+/** Decode the arrays of a sequence. A number stands for an array of equal values. */
+function unpack(sequence) {
+  if (typeof sequence.ids === "object") return;
+  const ids = decoded(sequence.ids, Int32Array);
+  sequence.ids = typeof ids === "number" ? new Array(sequence.length).fill(ids) : Array.from(ids);
+  sequence.sampled = decoded(sequence.sampled, Uint8Array);
+  sequence.mask = decoded(sequence.mask, Uint8Array);
+  sequence.advantages = decoded(sequence.advantages, Float32Array);
+  for (const name of Object.keys(sequence.values)) sequence.values[name] = decoded(sequence.values[name], Float32Array);
+}
+
+function decoded(value, type) {
+  if (typeof value !== "string") return value;
+  return new type(Uint8Array.from(atob(value), (character) => character.charCodeAt(0)).buffer);
+}
+
 export function tableEntry(run, kind, step) {
   return state.runs[run]?.tables[kind].find((entry) => entry.step === step);
 }
 
 /** Return the columns of all samples of a step. */
-export function stepTable(entry) {
-  return chunk(`${entry.name}-table`);
+export async function stepTable(run, kind, step) {
+  const [pack, position] = tableEntry(run, kind, step).table;
+  return (await chunk(`${run}/${kind}-tables-${pack}`))[position];
 }
 
 /**
@@ -96,7 +111,7 @@ export async function eachTable(run, kind, onStep, isCurrent) {
   const BATCH = 64;
   for (let start = 0; start < entries.length; start += BATCH) {
     const batch = entries.slice(start, start + BATCH);
-    const tables = await Promise.all(batch.map(stepTable));
+    const tables = await Promise.all(batch.map(({ step }) => stepTable(run, kind, step)));
     if (!isCurrent()) return;
     tables.forEach((table, i) => onStep(batch[i], table));
   }

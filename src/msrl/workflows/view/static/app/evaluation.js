@@ -3,7 +3,7 @@
 import { go, route, state } from "./state.js";
 import { el, field, fill, select } from "./dom.js";
 import { count, digits, visible } from "./text.js";
-import { stepTable, tableEntry } from "./data.js";
+import { stepTable } from "./data.js";
 import { curveCard, metricLine } from "./charts.js";
 import { virtualList } from "./list.js";
 
@@ -46,7 +46,7 @@ function accuracy() {
 
 /** Return the problems of two evaluations with the numbers of right answers. */
 async function compare(run, before, after) {
-  const [first, second] = await Promise.all([before, after].map((step) => stepTable(tableEntry(run, "eval", step))));
+  const [first, second] = await Promise.all([before, after].map((step) => stepTable(run, "eval", step)));
   const old = rights(first);
   return [...rights(second)].filter(([prompt]) => old.has(prompt)).map(([prompt, now]) => {
     const then = old.get(prompt);

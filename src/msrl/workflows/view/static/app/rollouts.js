@@ -274,7 +274,7 @@ export async function groupPage(main, words) {
   const [run, kind, step, group] = [Number(words[1]), words[2], Number(words[3]), Number(words[4])];
   const entry = tableEntry(run, kind, step);
   if (!entry) throw new Error(`The run has no ${kind} of step ${step}.`);
-  const table = await stepTable(entry);
+  const table = await stepTable(run, kind, step);
   const rows = table.group.map((number, i) => (number === group ? i : -1)).filter((i) => i >= 0);
   const samples = await Promise.all(rows.map((row) => details(run, kind, step, row)));
   const rights = rows.filter((row) => table.verdict[row] === 1).length;

@@ -8,12 +8,16 @@ import { neighbors } from "./rollouts.js";
 
 const MAX_TOKENS = 20000; // elements on the page; the rest is shown on request
 const LEVELS = 8; // token colors per direction in style.css
-// Calls in the formats of environments/tool_formats/: hermes and glm, deepseek, mistral, llama3.
+// Calls in the formats of environments/tool_formats/.
 const TOOL_CALLS = new RegExp(`(${[
   "<tool_call>[^]*?(?:</tool_call>|(?=<tool_call>)|$)",
   "<\uff5ctool\u2581calls\u2581begin\uff5c>[^]*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|$)",
   "\\[TOOL_CALLS\\][^]*",
-  "<\\|python_tag\\|>[^]*",
+  "<\\|(?:python_tag|tool_call)\\|>[^]*",
+  "<minimax:tool_call>[^]*?(?:</minimax:tool_call>|$)",
+  "<\\|tool_calls_section_begin\\|>[^]*?(?:<\\|tool_calls_section_end\\|>|$)",
+  "^\\s*\\[[A-Za-z_][\\w.]*\\([^]*\\)\\]\\s*$",
+  "(?:<\\|channel\\|>commentary|<\\|start\\|>assistant) to=[^]*?(?:<\\|call\\|>|$)",
 ].join("|")})`);
 
 /**
@@ -32,7 +36,8 @@ const COLORINGS = {
 
 function at(values, i) {
   if (values === undefined || values === null) return null;
-  return Array.isArray(values) ? values[i] : values;
+  const value = typeof values === "object" ? values[i] : values;
+  return Number.isNaN(value) ? null : value;
 }
 
 function logRatio(sample, i) {
@@ -74,7 +79,7 @@ export async function samplePage(main, words) {
   const [run, kind, step, row] = [Number(words[1]), words[2], Number(words[3]), Number(words[4])];
   const entry = tableEntry(run, kind, step);
   if (!entry) throw new Error(`The run has no ${kind} of step ${step}.`);
-  const [sample, columns] = await Promise.all([details(run, kind, step, row), stepTable(entry)]);
+  const [sample, columns] = await Promise.all([details(run, kind, step, row), stepTable(run, kind, step)]);
   const { query } = route();
   const view = query.get("view") ?? setting("sample.view", "text");
   const body = el("div", {});
@@ -120,7 +125,7 @@ function scores(sample, columns, row) {
 }
 
 function about(sample, columns, row) {
-  const values = sample.sequences.flatMap(({ advantages }) => advantages).filter((value) => value !== null);
+  const values = sample.sequences.flatMap(({ advantages }) => (typeof advantages === "number" ? advantages : Array.from(advantages ?? [])));
   const [lowest, highest] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)],
     [Infinity, -Infinity]);
   const several = lowest < highest ? `${digits(lowest)} to ${digits(highest)}` : digits(lowest);

@@ -8,6 +8,7 @@ export const state = {
   smoothing: 0,
   axis: "step", // a name of AXES in charts.js
   isLog: false,
+  search: null, // function that searches in all texts, in pages of a server
   saveNotes: null, // function that saves tags and note of a run, in pages of a server
 };
 

@@ -54,7 +54,7 @@ async function drawStep(body, run, step) {
   const entry = tableEntry(run, "rollout", step);
   const parts = [];
   if (entry) {
-    const data = await stepTable(entry);
+    const data = await stepTable(run, "rollout", step);
     parts.push(rewards(data), lengths(data), groups(data), staleness(data));
   }
   parts.push(allMetrics(metrics, index), timeline(run, index));
