@@ -204,7 +204,7 @@ def test_a_mark_that_trains_a_question_is_refused():
         ("lossMaskOfWords", [0, 1]), ("train_detail", [{"begin_offset": 0}]), ("mask", 1),
         ("no_loss", True), ("is_correct", False), ("images", ["x"]), ("rejected_text", "c"),
         ("channel", "analysis"), ("recipient", "browser"), ("end_turn", False), ("prefix", True),
-        ("refusal", "I cannot."), ("scratchpad", "t"), ("system_note", "s"),
+        ("partial", True), ("refusal", "I cannot."), ("scratchpad", "t"), ("system_note", "s"),
     ],
 )  # fmt: skip
 def test_a_key_of_a_turn_with_a_meaning_is_refused_by_name(key: str, value: Any):

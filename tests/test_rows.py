@@ -610,6 +610,27 @@ def test_a_reward_model_may_be_json_text():
     assert read("auto", [row], "prompts")[0].answer == "4"
 
 
-def test_training_refuses_turns_whose_answer_is_in_another_column():
+@pytest.mark.parametrize("prompt", ["a", CHAT[:1]])
+@pytest.mark.parametrize("name", ["completion", "output", "answer"])
+def test_an_answer_in_turns_is_trained_as_it_is(name: str, prompt: Any):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turns = [
+        {**call, "loss": False},
+        {"role": "tool", "content": "c"},
+        {"role": "assistant", "content": "b", "reasoning_content": "t"},
+    ]
+    row = {"prompt": prompt, name: turns}
+    for handler in ("auto", "r1"):
+        keys = {"prompt": "prompt", "query": "", "response": name} if handler == "r1" else {}
+        messages = read(handler, [row], "sft", **keys)[0].messages
+        assert [message.is_trained for message in messages] == [True, False, True, True]
+        assert messages[-1].content == "<think>\nt\n</think>\n\nb"
+        assert read(handler, [row], "prompts", **keys)[0].answer == "b"
+
+
+@pytest.mark.parametrize("answer", ["b", CHAT[1:2]])
+def test_training_refuses_turns_whose_answer_is_in_another_column(answer: Any):
+    row = {"messages": CHAT[:1], "output": answer}
     with pytest.raises(MsrlError, match=mentions("messages", "output", "--handler r1")):
-        read("auto", [{"messages": CHAT[:1], "output": "b"}])
+        read("auto", [row])
+    assert read("auto", [row], "prompts")[0].answer == "b"

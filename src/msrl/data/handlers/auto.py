@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,9 +44,8 @@ def resolve(row: Any, columns: ColumnMapping, kind: str) -> Resolved:
     mapping = _mapping(
         row_format.handler, tuple(row_format.map_keys.items()), tuple(columns.paths.items())
     )
-    if row_format.messages is not None:
-        row = {**row, "messages": row_format.messages}
-        mapping = replace(mapping, read=mapping.read | row_format.joined)
+    if row_format.handler == "r1":
+        return r1.resolve(row, mapping, kind)
     return row, mapping, _MODULES[row_format.handler].conversation
 
 

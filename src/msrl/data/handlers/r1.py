@@ -1,19 +1,22 @@
 """Prompts with verifiable answers for reinforcement learning.
 
 Examples are DAPO, DeepScaleR and Open-Reasoner-Zero. The prompt is text, or a list of turns that
-ends with the question. The answer is the ground truth that verifiers read.
+ends with the question. The answer is the ground truth that verifiers read. Examples for `train-sft`
+train an answer in turns as it is, with thoughts, calls and marks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from msrl.data.columns import ColumnMapping
+from msrl.data.columns import ColumnMapping, pick
 from msrl.data.handlers.alpaca import prompt_messages, with_tools
+from msrl.data.rows.formats import is_turns
 from msrl.data.rows.turns import check_order, read_messages, with_system
 from msrl.errors import MsrlError
 from msrl.thoughts import without_thought
-from msrl.types import Conversation
+from msrl.types import Conversation, Message
 
 KINDS = ("prompts", "sft")
 COLUMNS = {
@@ -28,12 +31,33 @@ REQUIRED = frozenset({"prompt", "response"})
 ANSWER = "response"
 
 
+def resolve(
+    row: Any, columns: ColumnMapping, kind: str
+) -> tuple[Any, ColumnMapping, Callable[..., Conversation]]:
+    """Return a row, its columns and the function that reads it for a kind of data."""
+    is_example = kind == "sft" and is_turns(pick(row, columns.paths["response"]))
+    return row, columns, _example if is_example else conversation
+
+
+def _example(row: Any, columns: ColumnMapping) -> Conversation:
+    """Return the prompt's turns and those of the answer. Raises MsrlError for unknown formats."""
+    messages = [*_prompt(row, columns), *read_messages(columns.value(row, "response"))]
+    check_order(messages)
+    return Conversation(tuple(messages), extra=with_tools(row, columns))
+
+
 def conversation(row: Any, columns: ColumnMapping) -> Conversation:
     """Return the prompt's turns and the answer.
 
     Raises:
         MsrlError: a column is missing or has an unknown format.
     """
+    answer = _answer(row, columns) if columns.paths["response"] else None
+    return Conversation(_prompt(row, columns), answer, with_tools(row, columns))
+
+
+def _prompt(row: Any, columns: ColumnMapping) -> tuple[Message, ...]:
+    """Return the turns of the prompt. Raises MsrlError if they end with an answer."""
     prompt = columns.value(row, "prompt")
     if isinstance(prompt, list):
         columns.refuse_beside(row, "prompt", ("query", "history"))
@@ -46,8 +70,7 @@ def conversation(row: Any, columns: ColumnMapping) -> Conversation:
             f"column {columns.paths['prompt']!r} (for 'prompt') ends with an answer. A prompt ends "
             "with a question or a tool response: remove the last turn."
         )
-    answer = _answer(row, columns) if columns.paths["response"] else None
-    return Conversation(tuple(messages), answer=answer, extra=with_tools(row, columns))
+    return tuple(messages)
 
 
 def _answer(row: Any, columns: ColumnMapping) -> str:

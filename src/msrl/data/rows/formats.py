@@ -3,10 +3,9 @@
 | columns | handler |
 |---|---|
 | a list of turns under `messages`, `conversations`, `conversation`, ... | sharegpt |
-| `prompt` and `completion`, both lists of turns | sharegpt |
 | `reward_model.ground_truth` beside `prompt` | r1 |
 | `instruction` and `output` | alpaca |
-| a question and an answer, such as `query` and `response` | alpaca |
+| a question and an answer, such as `query` and `response` | alpaca; r1 for lists of turns |
 | for prompts: turns that end with a question, and a ground truth | r1 |
 | for prompts: a question and `label` that is no truth value (slime) | r1 |
 | `text` only | pretrain |
@@ -34,15 +33,10 @@ _GROUND_TRUTHS = ("answer", "ground_truth", "final_answer")
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Handler of a row and the columns of its fields.
-
-    `messages` are turns of several columns, which `joined` names.
-    """
+    """Handler of a row and the columns of its fields."""
 
     handler: str
     map_keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    messages: list[Any] | None = None
-    joined: frozenset[str] = frozenset()
 
 
 def recognize(row: Any, kind: str = "sft") -> RowFormat | None:
@@ -92,17 +86,12 @@ def _recognize_turns(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
     name = _only(
         {name: columns[name] for name in TURN_COLUMNS if is_turns(columns.get(name))}, "turns"
     )
-    if name is not None:
-        truth = _truth_of_turns(columns, name, kind)
-        if truth is not None:
-            return RowFormat("r1", {"prompt": name, "query": "", "response": truth})
-        return RowFormat("sharegpt", {"messages": name})
-    prompt: Any = columns.get("prompt")
-    completion: Any = columns.get("completion", columns.get("response"))
-    if is_turns(prompt) and is_turns(completion):
-        names = frozenset({"prompt", "completion" if "completion" in columns else "response"})
-        return RowFormat("sharegpt", {"messages": "messages"}, [*prompt, *completion], names)
-    return None
+    if name is None:
+        return None
+    truth = _truth_of_turns(columns, name, kind)
+    if truth is not None:
+        return RowFormat("r1", {"prompt": name, "query": "", "response": truth})
+    return RowFormat("sharegpt", {"messages": name})
 
 
 def _truth_of_turns(columns: Mapping[str, Any], name: str, kind: str) -> str | None:
@@ -112,12 +101,11 @@ def _truth_of_turns(columns: Mapping[str, Any], name: str, kind: str) -> str | N
         MsrlError: the turns end with an answer, and a column holds another ground truth; or, for
             training, the turns end with a question, and a column holds an answer.
     """
-    others = {key: value for key, value in columns.items() if not is_turns(value)}
     last = columns[name][-1]
     is_question = last.get("role", last.get("from")) in ("user", "human")
     if kind != "prompts":
-        answer = _answer(others, kind) if is_question else None
-        if answer is not None and not is_empty(others[answer]):
+        answer = _answer(columns, kind) if is_question else None
+        if answer is not None and not is_empty(columns[answer]):
             raise MsrlError(
                 f"column {name} ends with a question, and {answer} could be its answer. To train "
                 f"it, use --handler r1 --kind sft --map-keys "
@@ -126,9 +114,9 @@ def _truth_of_turns(columns: Mapping[str, Any], name: str, kind: str) -> str | N
             )
         return None
     if is_question:
-        return _answer(others, kind)
+        return _answer(columns, kind)
     text = last.get("content", last.get("value"))
-    truths = [key for key, value in _ground_truths(others).items() if as_text(value) != text]
+    truths = [key for key, value in _ground_truths(columns).items() if as_text(value) != text]
     if truths:
         raise MsrlError(
             f"column {name} ends with an answer, and {truths[0]} has another ground truth. Remove "

@@ -240,7 +240,8 @@ MEANINGS = (
     ),
     Meaning(
         "thought",
-        (*THOUGHTS, DETAILS, "cot", "chain_of_thought", "scratchpad", "inner_monologue"),
+        (*THOUGHTS, DETAILS, "tool_plan", "cot", "chain_of_thought", "scratchpad",
+         "inner_monologue"),
         ("thought", "thinking", "think", "reasoning", "cot", "rationale", "scratchpad"), _is_text,
         "a thought would not be trained",
         "Write it into reasoning_content of the answer's turn, or name it with handler alpaca and "
@@ -459,6 +460,7 @@ _TURN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("recipient", ("all", "assistant", "user"), "a call in harmony's form. Write it into "
      "tool_calls"),
     ("end_turn", (True, 1), "answers without an end are not supported. Join the parts of the turn"),
+    ("partial", (False, 0), "the beginning of an answer is not supported. Complete the answer"),
     ("prefix", (False, 0), "the beginning of an answer is not supported. Complete the answer"),
     ("refusal", (), "a refusal is trained only as the content of the turn. Write it there"),
 )  # fmt: skip

@@ -426,7 +426,7 @@ def _call(name: Any, arguments: Any, id_: Any, location: str) -> ToolCall:
     """Return a call with its arguments as an object."""
     if isinstance(arguments, str):
         arguments = _loads(arguments, location, "the arguments of a tool call") if arguments else {}
-    if not isinstance(name, str) or not isinstance(arguments, dict | None):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
         raise MsrlError(f"{location}: a tool call needs a name, and arguments that are an object")
     return ToolCall(name, arguments or {}, _id(id_, "id", location))
 
