@@ -112,6 +112,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Kill processes of every command at random: `-- [--minutes N] [--seed S] [KIND...]`."""
+    install(session, "cpu,dev")
+    python(session, "tests/soak.py", *session.posargs)
+
+
+@nox.session
 def npu(session: nox.Session) -> None:
     """Run tests/npu on simulated Ascend NPUs with the real torch_npu: `-- [PYTEST-OPTION...]`."""
     if sys.platform != "linux" or shutil.which("g++") is None:

@@ -62,6 +62,7 @@ def test_all_documented_nox_sessions_exist() -> None:
         "chain",
         "quickstart",
         "fuzz",
+        "soak",
         "oracles",
         "tests",
         "full",
