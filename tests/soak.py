@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def evaluations(folder: Path) -> Any:
 
 
 def serve(folder: Path) -> list[str]:
-    (folder / "port").write_text(str(free_port("127.0.0.1")))
+    (folder / "port").write_text(str(free_port("127.0.0.1", 0)))
     port = (folder / "port").read_text()
     return ["serve", "--model", str(folder.parent / "tied"), "--port", port]
 
@@ -340,9 +340,12 @@ class Case:
             names = [f"process {self.seen[pid][:60]}" for pid in still_running(self.seen)]
         else:
             names = []
-        names += [f"tmp/{path.relative_to(self.tmp)}" for path in self.tmp.rglob("*")]
+        files = [path.relative_to(self.tmp) for path in self.tmp.rglob("*")]
+        # torch keeps compiled code there, for later processes.
+        names += [f"tmp/{path}" for path in files if not path.parts[0].startswith("torchinductor")]
         names += [str(path) for path in self.segments if path.exists()]
-        names += [path.name for path in self.folder.rglob("*") if path.name.endswith(HIDDEN)]
+        names += [p.name for p in self.folder.rglob("*") if p.name.endswith(HIDDEN)]
+        names += [str(path) for path in self.folder.rglob("msrl-*")]
         shutil.rmtree(self.tmp)
         return names
 
@@ -464,7 +467,7 @@ def main() -> int:
             print(f"{name} (seed {seed})", flush=True)
             row = run_case(name, root, seed, limit)
             with file.open("a") as stream:
-                stream.write(json.dumps(asdict(row)) + "\n")
+                stream.write(json.dumps(vars(row)) + "\n")
         seed += 1
     entries = [json.loads(line) for line in file.read_text().splitlines()]
     all_rows = [Row(**{**entry, "kills": Counter(entry["kills"])}) for entry in entries]

@@ -22,9 +22,9 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training.transport.local import LocalWorkers, local_workers
 from one_process import Runner
 from support import mentions, python_path
-from test_train_from_rows import CHAT
+from test_train_from_rows import CHAT, write
 from tiny_qwen2 import save_model
-from training_runs import rows, write_config, write_rows
+from training_runs import rows, write_config
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 STEPS = 4
@@ -80,7 +80,7 @@ class FullDisk(Runner):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full")
     save_model(folder / "model", tied=True, positions=256)
-    write_rows(folder / "rows.jsonl", CHAT)
+    write(folder / "rows.jsonl", CHAT)
     return folder
 
 

@@ -205,7 +205,7 @@ WRITERS = {
         lambda folder: [len(np.load(path)) for path in folder.rglob("*.npz")],
     ),
     "list of shared memory": Writer(
-        _segments, lambda folder: [json.loads(p.read_text()) for p in folder.glob("*.json")]
+        _segments, lambda folder: [json.loads(p.read_text()) for p in folder.glob("s*.json")]
     ),
 }
 

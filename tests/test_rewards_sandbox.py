@@ -139,7 +139,7 @@ def test_a_fork_bomb_ends_at_its_limits_with_all_its_processes(name):
 
 # Memory that is not among the resident pages of a process with a known id.
 HIDDEN_MEMORY = {
-    "of a thread after the end of the first": "import ctypes, os, threading, time\n"
+    "of a thread without the first one": "import ctypes, os, threading, time\n"
     "os.fork(); os.fork()\ndef hold():\n    x = bytearray(b'x' * (30 << 20)); time.sleep(60)\n"
     "threading.Thread(target=hold).start()\nctypes.CDLL(None).pthread_exit(None)",
     "of connections that nobody accepts": "import socket\nserver = socket.socket(socket.AF_UNIX)\n"

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msrl.files import write_text
-
 SHARED_MEMORY = Path("/dev/shm")
 _OWNER, _SEGMENTS = "owner.json", "shared_memory.json"
 
@@ -57,10 +55,17 @@ def claim(folder: Path) -> Path:
     """
     remove_abandoned({folder.parent, *_usual_folders()})
     process = ProcessRecord(os.getpid(), start_ticks(os.getpid()) or 0, "msrl")
-    temporary = folder / f".{_OWNER}"
-    temporary.write_text(json.dumps({"place": _machine_id(), **asdict(process)}))
-    temporary.replace(folder / _OWNER)
+    _write_json(folder / _OWNER, {"place": _machine_id(), **asdict(process)})
     return folder
+
+
+def _write_json(file: Path, value: object) -> None:
+    temporary = file.with_name(f".{file.name}")
+    try:
+        temporary.write_text(json.dumps(value))
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def release(folder: Path) -> None:
@@ -151,7 +156,7 @@ def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]
     new = [[name, inode] for name, inode in segments() - before if name in mapped]
     file = folder / _SEGMENTS
     listed: list[list[Any]] = json.loads(file.read_text()) if file.is_file() else []
-    write_text(file, json.dumps(listed + [entry for entry in new if entry not in listed]))
+    _write_json(file, listed + [entry for entry in new if entry not in listed])
 
 
 def _mapped(pid: int) -> set[str]:
