@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import urllib.request
 from pathlib import Path
@@ -30,6 +31,7 @@ from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep
 from support import assert_mentions, mentions
+from training_runs import listening_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,6 +51,7 @@ def test_prometheus_reads_the_last_value_of_each_metric():
     tracker.log(StepReport(1, {"reward/mean": 0.5, "eval/pass@1": 0.25}, {"update": 2.0}, ("x",)))
     tracker.log(StepReport(2, {"reward/mean": float("nan")}, {"update": 1.5}))
     lines = read(tracker.port).splitlines()
+    assert set().union(*listening_hosts([os.getpid()]).values()) == {"127.0.0.1"}
     tracker.close()
     assert 'msrl_step{run="grpo"} 2.0' in lines
     assert 'msrl_metric{name="eval/pass@1",run="grpo"} 0.25' in lines
