@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from msrl.tracking.log_file import SAVED
 from msrl.trainer.checkpointing.resume import SavedTraining
 from support import assert_mentions
 from test_train_grpo import SAMPLED, make_inputs, settings
@@ -154,7 +155,7 @@ def test_ranks_that_die_continue_from_the_newest_checkpoint_and_the_curve_is_und
 
 def kill_after_a_save(command: Command, pattern: str) -> dict[int, str]:
     """Kill a process after the save of step 2; return the command lines of all processes."""
-    command.when(lambda: "Saved checkpoint of step 2" in command.output())
+    command.when(lambda: SAVED.format(step=2, folder="") in command.output())
     started = children(command.process.pid)
     if pattern == "driver":
         os.kill(command.process.pid, signal.SIGKILL)
