@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,9 @@ def test_each_environment_of_a_mixture_is_opened_with_a_row_that_may_run_it(tmp_
     assert first_rows(section, [lake, math, unasked]) == {"lake": lake, "math": math}
     drawn = first_rows(section, [lake, unasked])
     assert [drawn[name].index for name in ("lake", "math")] == [0, 2]
+    short = replace(settings, max_prompt_tokens=20)
+    with pytest.raises(MsrlError, match=mentions("rollout.max_prompt_tokens=20", "row 0")):
+        check_openings(short, [lake], 0)
     with pytest.raises(MsrlError, match=mentions("environment.mixture.math", "row 2", "question")):
         check_openings(settings, [lake, unasked], 0)
 

@@ -14,6 +14,7 @@ from msrl.environments.tools import detect_format, unknown_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
+from msrl.rollout.episodes.messages import shortened
 from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate, open_template
@@ -74,7 +75,7 @@ def check_openings(
             )
         if opening.tools and not settings.tool_format:
             raise unknown_format(template.name)
-        _check_opening(opening, rows[name], template)
+        _check_opening(settings, opening, rows[name], template)
         if settings.environment.history == "separate":
             template.separate([Message("user", "q")])
     return openings
@@ -108,12 +109,21 @@ def _selecting(prompt: Prompt, name: str) -> Prompt:
     return replace(prompt, extra={**prompt.extra, ENVIRONMENT_COLUMN: name})
 
 
-def _check_opening(opening: Opening, prompt: Prompt, template: EpisodeTemplate) -> None:
-    """Raise MsrlError if the chat template cannot show an opening."""
+def _check_opening(
+    settings: EpisodeSettings, opening: Opening, prompt: Prompt, template: EpisodeTemplate
+) -> None:
+    """Raise MsrlError if the chat template cannot show an opening, or only in too many tokens."""
     begins = bool(opening.messages)
     template.check(needs_tools=bool(opening.tools), lists_tools=begins)
     if begins:
-        template.conversation(opening.messages, opening.tools)
+        limit, longest = settings.environment.max_message_chars, settings.max_prompt_tokens
+        messages = [shortened(message, limit) for message in opening.messages]
+        length = len(template.conversation(messages, opening.tools))
+        if length > longest:
+            raise MsrlError(
+                f"rollout.max_prompt_tokens={longest}: the environment begins the episode of row "
+                f"{prompt.index} with {length} tokens. Raise it."
+            )
     elif len(prompt.token_ids):
         _check_prompt(prompt, opening, template)
 
