@@ -238,3 +238,13 @@ def test_a_folder_with_missing_or_repeated_parts_of_a_dataset_is_refused(
         (tmp_path / name).write_text("{}\n")
     with pytest.raises(MsrlError, match=mentions(str(tmp_path), "name")):
         find_files([str(tmp_path)])
+
+
+def test_an_arrow_table_that_repeats_a_large_text_is_read_a_few_rows_at_a_time(tmp_path: Path):
+    numbers = pa.array([0] * 600, pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * (8 << 20)])})
+    path = str(tmp_path / "x.arrow")
+    with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    batches = [len(batch.rows) for batch in read_batches((tmp_path / "x.arrow",))]
+    assert max(batches) <= 8 and sum(batches) == 600

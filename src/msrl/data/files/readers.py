@@ -22,8 +22,8 @@ from typing import Any
 
 from msrl.data.files.splits import folder_files
 from msrl.data.files.tables import check_schema, read_rows
-from msrl.data.strict_json import loads
 from msrl.errors import MsrlError
+from msrl.strict_json import loads
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -292,10 +292,12 @@ def _repeated_rows(metadata: Any) -> int:
 def _row_batches(table: Any, path: Path, first: int) -> Iterator[RowBatch]:
     """Yield the rows of a record batch in batches of limited number and size."""
     size = table.nbytes
-    step = max(1, min(MAX_ROWS, table.num_rows * 16 * MAX_BYTES // max(1, size)))
+    step = min(MAX_ROWS, table.num_rows * 16 * MAX_BYTES // max(1, size))
+    repeated = sum(c.dictionary.nbytes for c in table.columns if hasattr(c, "dictionary"))
+    step = max(1, min(step, _MAX_DECODED_BYTES // max(1, repeated)))  # a row may be any entry
     for start in range(0, table.num_rows, step):
         part = table.slice(start, step)
-        if size > MAX_LINE_BYTES:
+        if size > MAX_LINE_BYTES or repeated > MAX_LINE_BYTES:
             _check_row_sizes(part, path, first + start)
         rows = read_rows(part, str(path), first + start)
         yield RowBatch(str(path), first + start, rows, lines=False)
