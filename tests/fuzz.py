@@ -1,8 +1,8 @@
 """Fuzzing of every parser of foreign bytes with hypothesis; `nox -s fuzz` runs it.
 
 A target passes any input that is read or refused with MsrlError. Another exception, more than
-`MAX_SECONDS` for one input or more than `MAX_BYTES` of memory is a finding. Findings become
-ordinary tests.
+`MAX_SECONDS` of computing for one input, `MAX_WAIT_S` of waiting or more than `MAX_BYTES` of memory
+is a finding. Findings become ordinary tests. The table at the end has the largest of each.
 
     python tests/fuzz.py [--seconds N] [TARGET...]
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import io
 import itertools
 import json
+import os
 import pickle
 import random
 import resource
@@ -23,10 +25,12 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -35,34 +39,45 @@ from safetensors.torch import save as save_safetensors
 import tiny_checkpoints as tiny
 from families import FAMILIES
 from mixture_families import MIXTURES
+from msrl.chat_rendering import client as chat_rendering
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.dist.read import GlobalTensors
+from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.weight_files import open_safetensors, open_weight_files
 from msrl.checkpoint.integrity import weight_checks
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import read_torch_file
 from msrl.checkpoint.torch_files.whole_files import check_records
+from msrl.cli.configuration import load_configuration
 from msrl.config.sources import parse
 from msrl.data.columns import DroppedRow
+from msrl.data.files.readers import read_batches
 from msrl.data.handlers import make_handler
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.render import make_renderer
 from msrl.data.templates.files import _read as read_template
 from msrl.data.templates.files import load_template
-from msrl.data.tokenizer import open_tokenizer
+from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
+from msrl.importers import command
 from msrl.importers.command import translate_arguments
+from msrl.limits import run_within
 from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import read_hf_config
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.types import Conversation, Message
+from msrl.workflows.report import run as write_report
+from msrl.workflows.view.build import write_folder
 from tiny_qwen2 import CHATML, make_tokenizer
+from view_runs import make_run
 
-MAX_SECONDS = 5.0  # of computing for one input
-LIMITS = {"chat_templates": 40.0}  # 10 s for each of three renderings, then the message
+MAX_SECONDS = 5.0  # of computing for one input, also in processes that have ended
+# 1 s for each of three renderings, and 2 s of an import, then the message
+LIMITS = {"chat_templates": 10.0, "regular_expressions": 10.0, "sizes": 20.0}
 MAX_BYTES = 2 << 30  # of address space beyond that of the idle process
+MAX_WAIT_S = 180  # for a pipe without a writer
 
 Target = Callable[[Path, Any], object]
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Target]] = {}
@@ -423,6 +438,152 @@ def rows_with_tool_calls(folder: Path, change: Any) -> None:
     RENDERER.examples([conversation])
 
 
+REFERENCES = st.lists(
+    st.sampled_from(["${k%d}", "${k%d}${k%d}", "[ '${k%d}', '${k%d}' ]", "{a: '${k%d}'}", "x",
+                     "${k9}", "${env:HOME}", "${k%d.a}", "${", "${k%d}" * 200]),
+    max_size=60,
+)  # fmt: skip
+
+
+@target(REFERENCES)
+def interpolations(folder: Path, forms: list[str]) -> None:
+    """Load a configuration whose values refer to those before them."""
+    lines = [f"k{n}: {form.replace('%d', str(n - 1))}" for n, form in enumerate(forms, 1)]
+    (folder / "a.yaml").write_text("\n".join(["k0: ab", *lines]))
+    load_configuration([str(folder / "a.yaml")])
+
+
+PATTERNS = st.lists(
+    st.sampled_from(["(", ")", "a", "a+", "+", "*", "(a+)+", "(a|aa)*", "(.*)*", "b", "$", "^",
+                     "{9}", "[a-z]", "?", "(a*)*", r"\\d", "|", "{1,99999}"]),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@target(st.tuples(PATTERNS, st.integers(1, 5000)))
+def regular_expressions(folder: Path, change: Any) -> None:
+    """Import a script that compares a text with a regular expression."""
+    pattern, length = change
+    program = "python pretrain_gpt.py --num-layers 2\n"
+    condition = f"x={'a' * length}\nif [[ $x =~ {pattern} ]]; then y=1; fi\n"
+    (folder / "run.sh").write_text(condition + program)
+    translate_arguments("mindspeed-llm", [str(folder / "run.sh")])
+
+
+SIZED = {
+    "run.sh": (b"x=", b"a", b"\npython pretrain_gpt.py --num-layers 2\n"),
+    "lines.sh": (b"", b"x=1\n", b"python pretrain_gpt.py --num-layers 2\n"),
+    "comment.yaml": (b"# ", b"x", b"\nrun: {name: x}\n"),
+    "text.yaml": (b"run: {name: '", b"x", b"'}\n"),
+    "turns.jsonl": (b'{"messages": [', b'{"role": "user", "content": "a"},', b"1]}"),
+    "text.jsonl": (b'{"messages": [{"role": "user", "content": "', b"a b ", b'"}]}'),
+    "lists.jsonl": (b'{"messages": [', b"[],", b"[]]}"),
+    "deep.jsonl": (b'{"messages": ', b"[", b""),
+    "cell.csv": (b"a,b\n1,", b"x", b"\n"),
+    "row.csv": (b"a,b\n", b"x,", b"\n"),
+    "line.txt": (b"", b"x ", b""),
+    "array.json": (b"[", b"1,", b"1]"),
+}
+
+
+@target(st.tuples(st.sampled_from(sorted(SIZED)), st.integers(1, 24), st.booleans()))
+def sizes(folder: Path, change: Any) -> None:
+    """Read a file of up to 24 MB in which one thing is long: a line, a cell, a comment, a row."""
+    name, megabytes, is_compressed = change
+    head, middle, tail = SIZED[name]
+    content = head + middle * ((megabytes << 20) // len(middle)) + tail
+    path = folder / name
+    if path.suffix in (".sh", ".yaml"):
+        path.write_bytes(content)
+        if path.suffix == ".sh":
+            translate_arguments("mindspeed-llm", [str(path)])
+        else:
+            load_configuration([str(path)])
+        return
+    path = path.with_name(f"{name}.gz") if is_compressed else path
+    path.write_bytes(gzip.compress(content, 1) if is_compressed else content)
+    handler = make_handler("auto", kind=None, map_keys={}, options={})
+    for batch in read_batches([path]):
+        for _, row in batch.values():
+            with suppress(DroppedRow):
+                handler.converter()(row)
+
+
+@target(st.tuples(
+    st.sampled_from(["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY", "arrow"]),
+    st.integers(0, 40 << 20), st.integers(0, 600),
+))  # fmt: skip
+def cells(folder: Path, change: Any) -> None:
+    """Read a table whose rows repeat a long text, in an encoding that writes it once."""
+    encoding, length, num_rows = change
+    if encoding in ("PLAIN", "DELTA_BYTE_ARRAY"):  # pyarrow writes these from all texts
+        num_rows = min(num_rows, (200 << 20) // (length + 1))
+    numbers = pa.array([0] * num_rows, pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * length])})
+    path = folder / "x.parquet"
+    if encoding == "arrow":
+        path = folder / "x.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        has_dictionary = encoding == "RLE_DICTIONARY"
+        if not has_dictionary:
+            table = table.cast(pa.schema({"text": pa.string()}))
+        codings = None if has_dictionary else {"text": encoding}
+        pq.write_table(table, path, use_dictionary=has_dictionary, column_encoding=codings,
+                       dictionary_pagesize_limit=1 << 30, compression="zstd")  # fmt: skip
+    del table
+    for batch in read_batches([path]):
+        for _, row in batch.values():
+            assert len(row["text"]) == length
+
+
+SPECIAL = st.sampled_from(["pipe", "/dev/zero", "/dev/full", "/etc/passwd", "..", "itself", "deep",
+                           "folder", "empty", "huge"])  # fmt: skip
+
+
+def _replace(path: Path, kind: str) -> None:
+    """Put something else in the place of a file."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_text("[" * 100_000)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("empty", "huge"):
+        with path.open("wb") as file:
+            file.truncate(0 if kind == "empty" else 256 << 20)
+    else:
+        path.symlink_to(path if kind == "itself" else kind)
+
+
+@target(st.tuples(st.integers(0, 99), SPECIAL))
+def run_folders(folder: Path, change: Any) -> None:
+    """Show and report a run folder in which a file is a pipe, device, link or something else."""
+    number, kind = change
+    run = make_run(folder / "run", num_steps=1)
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    _replace(files[number % len(files)], kind)
+    with redirect_stdout(io.StringIO()):
+        with suppress(MsrlError):
+            write_folder([run], folder / "view")
+        write_report(run)
+
+
+@target(st.tuples(st.integers(0, 99), SPECIAL))
+def model_files(folder: Path, change: Any) -> None:
+    """Read a model folder in which a file is a pipe, device, link or something else."""
+    number, kind = change
+    for name, data in (HF_FILES | TOKENIZER_FILES).items():
+        (folder / name).write_bytes(data)
+    files = sorted(folder.iterdir())
+    _replace(files[number % len(files)], kind)
+    for read in (open_tokenizer, load_tokenizer, sidecar_files, open_weights, read_hf_config):
+        with suppress(MsrlError):
+            read(folder)
+
+
 JINJA_WORDS = st.lists(
     st.sampled_from([
         "{{", "}}", "{%", "%}", "{#", "#}", "{% for m in messages %}", "{% endfor %}", "{% if ",
@@ -431,6 +592,9 @@ JINJA_WORDS = st.lists(
         "{% macro f() %}", "{% endmacro %}", "{{ f() }}", "{{ messages | tojson }}", "|", "self",
         "{{ ''.__class__ }}", "{{ raise_exception('x') }}", "{% include 'a' %}", "tools", "[", "]",
         "{{ messages[0].content.format(m) }}", "loop", "namespace(a=1)", "<|im_end|>", " ", "\n",
+        "7 ** 50000000", "{{ 10 ** (10 ** 9) }}", "('a b' * 5000000)", "| wordwrap(1)", "| length",
+        "| indent(10**5)", "| center(10**9)", "'%1000000000d' % 1", "'{:>1000000000}'.format(1)",
+        "{% set n.a = n.a ~ n.a %}", "{% set n = namespace(a='aa') %}",
     ]),
     max_size=20,
 )  # fmt: skip
@@ -462,6 +626,8 @@ FOREIGN_YAML = {
 
 def _prepare(root: Path) -> None:
     """Create the valid files that targets change."""
+    chat_rendering.LIMITS = chat_rendering.Limits(1.0, 1_000_000, 256 << 20)
+    command._TIME_LIMIT_S = 2.0
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
     global SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
     tiny.save(root / "hf", shards=2)
@@ -498,22 +664,31 @@ def _prepare(root: Path) -> None:
     TEMPLATE = next((Path(__file__).parents[1] / "templates").rglob("qwen.yaml")).read_bytes()
 
 
-def fuzz(name: str, seconds: float) -> int:
-    """Run a target for some seconds and return the number of inputs.
+def _computing_s() -> float:
+    """Return the CPU time of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
+def fuzz(name: str, seconds: float) -> str:
+    """Run a target for some seconds; return the number of inputs and the largest cost of one.
 
     Raises:
         Exception: whatever an input raises that is not an MsrlError.
     """
     strategy, function = TARGETS[name]
-    count, end = 0, time.monotonic() + seconds
+    count, longest, end = 0, 0.0, time.monotonic() + seconds
+    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of memory
 
     def run(value: Any) -> None:
-        nonlocal count
+        nonlocal count, longest
+        if time.monotonic() > end:
+            return
         count += 1
-        start = time.process_time()  # a busy machine is no finding
+        start = _computing_s()  # a busy machine is no finding
         with tempfile.TemporaryDirectory(dir=SCRATCH) as folder, suppress(MsrlError):
-            function(Path(folder), value)
-        taken_s = time.process_time() - start
+            run_within(MAX_WAIT_S, lambda: function(Path(folder), value))
+        taken_s = _computing_s() - start
+        longest = max(longest, taken_s)
         limit = LIMITS.get(name, MAX_SECONDS)
         assert taken_s < limit, f"{name}: one input took {taken_s:.1f} s"
 
@@ -528,7 +703,9 @@ def fuzz(name: str, seconds: float) -> int:
     for number in itertools.count(SEED):
         seed(number)(options(given(strategy)(run)))()
         if time.monotonic() > end:
-            return count
+            status = Path("/proc/self/status").read_text()
+            peak = int(status.partition("VmHWM:")[2].split()[0]) >> 10
+            return f"{count:6} inputs, at most {longest:4.1f} s and {peak:5} MiB"
     raise AssertionError("unreachable")
 
 
@@ -549,8 +726,8 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, resource.RLIM_INFINITY))
         for name in names:
             try:
-                count = fuzz(name, options.seconds / len(names))
-                print(f"{name}: {count} inputs", flush=True)
+                costs = fuzz(name, options.seconds / len(names))
+                print(f"{name:22} {costs}", flush=True)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
