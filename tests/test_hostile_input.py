@@ -185,6 +185,7 @@ def test_digits_and_nesting_on_the_command_line_are_one_message(
         ["train-sft", "--set", "run.name=" + "[" * 5000],
         ["train-sft", "--steps", "9" * 6000],
         ["preprocess", "--map-keys", '{"a": ' + "9" * 6000 + "}"],
+        ["preprocess", "--map-keys", '{"a": "b", "a": "c"}'],
         ["preprocess", "--map-keys", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"],
     ):
         assert msrl(*arguments) == 2
@@ -346,6 +347,7 @@ def test_a_model_config_of_hostile_values_is_named(
         "[" * 100_000,
         '{"a": ' + "9" * 6000 + "}",
         json.dumps({**valid, "hidden_size": []}),
+        json.dumps(valid)[:-1] + ', "hidden_size": 8}',
         json.dumps({**valid, "use_sliding_window": True, "layer_types": ["x"] * 1_000_000}),
     )
     for text in texts:

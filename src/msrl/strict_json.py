@@ -1,4 +1,4 @@
-"""JSON of rows, in which a key that an object has twice is an error.
+"""JSON of rows and configurations, in which a key that an object has twice is an error.
 
 Python silently keeps the last of both values, and other readers the first one.
 """

@@ -11,6 +11,7 @@ from msrl.cli import options as o
 from msrl.cli.execute import execute
 from msrl.cli.help import examples
 from msrl.errors import MsrlError
+from msrl.strict_json import loads
 
 EXAMPLES = examples(
     "msrl preprocess --input alpaca.json --tokenizer Qwen2.5-7B --handler alpaca \\",
@@ -59,13 +60,13 @@ def preprocess(
 def _column_names(text: str) -> dict[str, Any]:
     """Return the mapping of `--map-keys`. Raises MsrlError when it is not a JSON object."""
     try:
-        value = json.loads(text)
+        value = loads(text)
     except json.JSONDecodeError as error:
         raise MsrlError(
             f"--map-keys: not valid JSON at character {error.pos + 1}: {error.msg}"
         ) from None
-    except (ValueError, RecursionError):
-        raise MsrlError("--map-keys: has a number too long or too many levels") from None
+    except (ValueError, RecursionError) as error:  # a key twice, or a limit of Python
+        raise MsrlError(f"--map-keys: cannot be read: {str(error).partition(';')[0]}") from None
     if not isinstance(value, dict):
         raise MsrlError(
             f'--map-keys={text}: must be a JSON object such as {{"prompt": "question"}}'

@@ -5,12 +5,12 @@ They are in `templates/` of the source tree or of the installed package, or in a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
 import msrl
 from msrl.errors import MsrlError, nearest
+from msrl.strict_json import loads
 
 SUFFIX = ".yaml"
 # Templates of MindSpeed without a counterpart, with the remedy.
@@ -70,7 +70,7 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
         MsrlError: the file is not a list of templates.
     """
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from msrl.data.rows.turns import ToolCall
-from msrl.data.strict_json import unique_keys
+from msrl.strict_json import unique_keys
 
 _MAX_DEPTH = 100  # of the values of a call; replies of environments may be nested deeper
 _MAX_NESTING_ERROR = "too deeply nested"

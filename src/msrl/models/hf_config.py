@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from msrl.errors import MsrlError
+from msrl.strict_json import loads
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -174,7 +175,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     try:
-        values: Any = json.loads(file.read_text(encoding="utf-8"))
+        values: Any = loads(file.read_text(encoding="utf-8"))
         token_ids: Any = values.get("eos_token_id")
     except (ValueError, RecursionError, AttributeError) as error:
         raise MsrlError(f"{file}: not a JSON object ({error}). Restore the file.") from error
@@ -196,7 +197,7 @@ def read_hf_config(path: Path) -> HfConfig:
     if file.stat().st_size > MAX_FILE_BYTES:
         raise MsrlError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB. Restore the file.")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{file}: not valid JSON ({error}). Restore the file.") from error
     if not isinstance(values, dict):

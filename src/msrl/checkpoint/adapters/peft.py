@@ -26,6 +26,7 @@ from msrl.checkpoint.hf.weight_files import open_safetensors, open_torch
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.shape import Shape
+from msrl.strict_json import loads
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -93,7 +94,7 @@ def read_peft(folder: Path) -> Adapter:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

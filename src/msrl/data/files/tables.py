@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from msrl.data.strict_json import loads
 from msrl.errors import MsrlError
+from msrl.strict_json import loads
 
 _Convert = Callable[[Any], Any]
 

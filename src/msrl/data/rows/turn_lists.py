@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from msrl.data.columns import is_null
 from msrl.data.rows.formats import TURN_COLUMNS, is_turns
-from msrl.data.strict_json import loads
+from msrl.strict_json import loads
 
 _COLUMNS = (*TURN_COLUMNS, "prompt")
 _PAIR = {"human", "assistant"}

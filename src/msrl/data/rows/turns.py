@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, cast
 
 from msrl.data.columns import DroppedRow, is_empty, kind_name
 from msrl.data.rows.keys import DETAILS, THOUGHTS, check_block, check_turn, is_trained
-from msrl.data.strict_json import loads
 from msrl.errors import MsrlError, nearest
+from msrl.strict_json import loads
 from msrl.thoughts import THOUGHT, split_thought
 from msrl.types import Message, Role
 
