@@ -27,6 +27,9 @@ SCRIPTS = {
     "axolotl": "axolotl train config.yaml",
     "OpenRLHF": "python3 -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-7B",
     "NeMo-RL": "uv run examples/run_grpo_math.py cluster.gpus_per_node=8",
+    "slime": "A=(--prompt-data a)\nray job submit -- python3 train.py --hf-checkpoint b ${A[@]}",
+    "--from lightrft": "torchrun examples/gsm8k_geo3k/train_colocate.py --pretrain a",
+    "--from roll": "python examples/start_rlvr_pipeline.py --config_name rlvr_config",
 }
 
 
@@ -50,7 +53,8 @@ def test_a_script_of_another_system_is_named(system: str, importer: str, tmp_pat
     script.write_text(f"set -x\n{SCRIPTS[system]}\n")
     with pytest.raises(MsrlError) as caught:
         translate_arguments(importer, [str(script)])
-    assert_mentions(caught.value, system)
+    if system != f"--from {importer}":
+        assert_mentions(caught.value, system)
 
 
 def test_a_file_of_verl_names_its_import(tmp_path: Path) -> None:

@@ -115,12 +115,36 @@ def _translate_script(system: str, file: Path, text: str, arguments: Sequence[st
         return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
     except MsrlError as error:
         commands = parse_script(text, str(file), arguments).commands
-        if system != "verl" and any(verl.is_program(words) for words in commands):
-            raise MsrlError(f"{file}: is a script of verl. Use --from verl.") from error
+        own = _own_system(commands)
+        if own and own.partition("-")[0] != system.partition("-")[0]:
+            of = " with the YAML file that it names" if own == "roll" else ""
+            raise MsrlError(f"{file}: is a script of {own}. Use --from {own}{of}.") from error
         other = other_program([[word.text for word in words] for words in commands])
         if other is not None:
             raise MsrlError(f"{file}: is a script of {other.name}. {other.advice}") from error
         raise
+
+
+_OWN_PROGRAMS = {
+    **dict.fromkeys(("train_colocate", "train_srm_al", "train_srm_vl", "train_grm_vl"), "lightrft"),
+    **dict.fromkeys(("convert_ckpt", "posttrain_gpt", "pretrain_gpt", "ray_gpt"), "mindspeed-llm"),
+}
+
+
+def _own_system(commands: Sequence[Sequence[Word]]) -> str:
+    """Return the system of the first program that only one system has; empty without one."""
+    for words in commands:
+        if verl.is_program(words):
+            return "verl"
+        for word in words:
+            stem = Path(word.text).stem if word.text.endswith(".py") else ""
+            if stem in _OWN_PROGRAMS:
+                return _OWN_PROGRAMS[stem]
+            if word.text.startswith("cli/train_"):
+                return "mindspeed-rl"
+            if stem.startswith("start_") and stem.endswith("_pipeline"):
+                return "roll"
+    return ""
 
 
 def native_yaml(translation: Translation) -> str:

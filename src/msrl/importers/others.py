@@ -40,9 +40,11 @@ OTHERS = (
     _other(
         "LLaMA-Factory",
         "model_name_or_path",
-        "stage finetuning_type dataset_dir cutoff_len quantization_bit adapter_name_or_path",
+        "stage finetuning_type dataset_dir cutoff_len quantization_bit adapter_name_or_path "
+        "template infer_backend",
         "llamafactory-cli", "llamafactory.cli", "lmf",
     ),
+    _other("LLaMA-Factory", "model model_class", "train_dataset template sample_backend"),
     _other(
         "axolotl",
         "base_model",
@@ -86,8 +88,12 @@ def other_system(keys: Iterable[str], model: object = "") -> Other | None:
 
 
 def other_program(commands: Sequence[Sequence[str]]) -> Other | None:
-    """Return the system whose program one of the commands runs; None for no known one."""
+    """Return the system whose program or flags one of the commands has; None for no known one."""
     for words in commands:
+        flags = (word.lstrip("-").partition("=")[0] for word in words if word.startswith("--"))
+        other = other_system(flag.replace("-", "_") for flag in flags)
+        if other is not None and other.name != "OpenRLHF":  # whose flags its forks have
+            return other
         for word, following in zip(words, (*words[1:], ""), strict=True):
             name = word.rpartition("/")[2]
             for other in OTHERS:
