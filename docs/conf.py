@@ -7,6 +7,7 @@ are MathML, and the search runs in the browser.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ html_theme = "furo"
 html_title = "msrl"
 html_static_path = ["static"]
 html_css_files = ["print.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
@@ -46,6 +48,9 @@ html_search_language = "en_zh"
 html_math_renderer = "mathml"
 html_theme_options = {"top_of_page_buttons": []}
 
+_CODE_OF_CELL = re.compile(r"(<td>.*?</td>)", re.DOTALL)
+_LITERAL = re.compile(r'<span class="pre">([^<]*)</span>')
+_MAIN = re.compile(r'<article role="main".*?</article>', re.DOTALL)
 _SYMBOLS = re.compile(r"[一-鿿]")
 
 
@@ -114,6 +119,29 @@ def set_language(
         context["language"] = "zh-CN"
 
 
+def break_keys(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object
+) -> None:
+    """Let keys in tables wrap after a dot, underscore, slash or equals sign only."""
+    if "body" in context:
+        context["body"] = _CODE_OF_CELL.sub(
+            lambda cell: _LITERAL.sub(
+                lambda code: re.sub(r"([._/=])(?=\w)", r"\1<wbr>", code[0]), cell[0]
+            ),
+            context["body"],
+        )
+
+
+def write_texts(app: Sphinx, error: Exception | None) -> None:
+    """Write the texts of all pages as a script, which the search reads from disk."""
+    if error is None and app.builder.format == "html":
+        pages = {name: Path(app.outdir, f"{name}.html") for name in sorted(app.env.found_docs)}
+        texts = {name: _MAIN.search(path.read_text("utf-8")) for name, path in pages.items()}
+        found = {name: match[0] for name, match in texts.items() if match}
+        script = f"window.siteTexts = {json.dumps(found)};\n"
+        Path(app.outdir, "_static", "texts.js").write_text(script, encoding="utf-8")
+
+
 def write_entry(app: Sphinx, error: Exception | None) -> None:
     """Write an index.html that leads from the top folder to the first page."""
     if error is None and app.builder.format == "html":
@@ -128,4 +156,6 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("source-read", drop_absent_pages)
     app.connect("html-page-context", set_language)
+    app.connect("html-page-context", break_keys)
     app.connect("build-finished", write_entry)
+    app.connect("build-finished", write_texts)

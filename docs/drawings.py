@@ -12,6 +12,7 @@ from html import escape
 INK, LINE, PAPER = "#1f2933", "#52606d", "#fbfcfd"
 BLUE, GREEN, ORANGE, VIOLET, GRAY = "#dbeafe", "#dcfce7", "#ffedd5", "#ede9fe", "#eef1f4"
 FONT = "system-ui, 'Noto Sans', 'Noto Sans SC', sans-serif"
+_WIDEST = 7.8  # average width of a character of a wide font at 13 pixels, bold
 MARKER = (
     '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
     f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
@@ -33,14 +34,25 @@ class Drawing:
         self.elements.append(f"<rect {shape}/>")
         top = y + h / 2 - 8 * (len(lines) - 1)
         for number, line in enumerate(lines):
-            self.text(x + w // 2, round(top + 16 * number) + 4, line, is_bold=number == 0)
+            y_of_line = round(top + 16 * number) + 4
+            self.text(x + w // 2, y_of_line, line, is_bold=number == 0, room=w - 12)
 
     def text(
-        self, x: int, y: int, line: str, *, is_bold: bool = False, anchor: str = "middle"
+        self,
+        x: int,
+        y: int,
+        line: str,
+        *,
+        is_bold: bool = False,
+        anchor: str = "middle",
+        room: int | None = None,
     ) -> None:
-        """Draw one line of text around, from or up to a point."""
+        """Draw one line of text around, from or up to a point, in at most `room` pixels."""
         weight = ' font-weight="600"' if is_bold else ""
-        position = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}'
+        # Fonts differ. A text that is too wide in one of them is set to the width of its box.
+        is_wide = room is not None and _WIDEST * len(line) > room
+        fitted = f' textLength="{room}" lengthAdjust="spacingAndGlyphs"' if is_wide else ""
+        position = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}{fitted}'
         self.elements.append(f"<text {position}>{escape(line)}</text>")
 
     def arrow(
