@@ -48,8 +48,9 @@ html_search_language = "en_zh"
 html_math_renderer = "mathml"
 html_theme_options = {"top_of_page_buttons": []}
 
-_CODE_OF_CELL = re.compile(r"(<td>.*?</td>)", re.DOTALL)
-_LITERAL = re.compile(r'<span class="pre">([^<]*)</span>')
+_CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
+_LITERAL = re.compile(r'(?<=<span class="pre">)[^<]*')
+_END_OF_WORD = re.compile(r"[._/=](?=\w)")
 _MAIN = re.compile(r'<article role="main".*?</article>', re.DOTALL)
 _SYMBOLS = re.compile(r"[一-鿿]")
 
@@ -99,18 +100,6 @@ def block_math(self: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def drop_absent_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Remove patterns of the navigation that match no page yet, which Sphinx warns about."""
-    if page == root_doc:
-        folder = Path(app.srcdir, "docs")
-        lines = source[0].splitlines(keepends=True)
-        source[0] = "".join(
-            line
-            for line in lines
-            if not line.strip().endswith("*") or any(folder.glob(f"{line.strip()}.md"))
-        )
-
-
 def set_language(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object
 ) -> None:
@@ -123,13 +112,10 @@ def break_keys(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object
 ) -> None:
     """Let keys in tables wrap after a dot, underscore, slash or equals sign only."""
-    if "body" in context:
-        context["body"] = _CODE_OF_CELL.sub(
-            lambda cell: _LITERAL.sub(
-                lambda code: re.sub(r"([._/=])(?=\w)", r"\1<wbr>", code[0]), cell[0]
-            ),
-            context["body"],
-        )
+    context["body"] = _CELL.sub(
+        lambda cell: _LITERAL.sub(lambda code: _END_OF_WORD.sub(r"\g<0><wbr>", code[0]), cell[0]),
+        context.get("body", ""),
+    )
 
 
 def write_texts(app: Sphinx, error: Exception | None) -> None:
@@ -154,7 +140,6 @@ def setup(app: Sphinx) -> None:
     """Register the search language, the formulas and the hooks."""
     app.add_search_language(EnglishAndChinese)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
-    app.connect("source-read", drop_absent_pages)
     app.connect("html-page-context", set_language)
     app.connect("html-page-context", break_keys)
     app.connect("build-finished", write_entry)

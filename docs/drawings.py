@@ -12,7 +12,8 @@ from html import escape
 INK, LINE, PAPER = "#1f2933", "#52606d", "#fbfcfd"
 BLUE, GREEN, ORANGE, VIOLET, GRAY = "#dbeafe", "#dcfce7", "#ffedd5", "#ede9fe", "#eef1f4"
 FONT = "system-ui, 'Noto Sans', 'Noto Sans SC', sans-serif"
-_WIDEST = 7.8  # average width of a character of a wide font at 13 pixels, bold
+_SIZE = 13  # of texts, in pixels
+_WIDEST, _WIDEST_BOLD = 7.6, 8.3  # average width of a character in a wide font of this size
 MARKER = (
     '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
     f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
@@ -49,9 +50,10 @@ class Drawing:
     ) -> None:
         """Draw one line of text around, from or up to a point, in at most `room` pixels."""
         weight = ' font-weight="600"' if is_bold else ""
-        # Fonts differ. A text that is too wide in one of them is set to the width of its box.
-        is_wide = room is not None and _WIDEST * len(line) > room
-        fitted = f' textLength="{room}" lengthAdjust="spacingAndGlyphs"' if is_wide else ""
+        # Fonts differ: a text that is too wide in one of them is smaller.
+        width = (_WIDEST_BOLD if is_bold else _WIDEST) * len(line)
+        is_wide = room is not None and width > room
+        fitted = f' font-size="{_SIZE * room / width:.1f}"' if is_wide else ""
         position = f'x="{x}" y="{y}" text-anchor="{anchor}"{weight}{fitted}'
         self.elements.append(f"<text {position}>{escape(line)}</text>")
 
@@ -72,7 +74,7 @@ class Drawing:
         )
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="{FONT}" '
-            f'font-size="13" fill="{INK}">',
+            f'font-size="{_SIZE}" fill="{INK}">',
             f"<title>{escape(self.title)}</title>",
             f"<defs>{MARKER}</defs>",
             f'<rect width="100%" height="100%" rx="8" fill="{PAPER}" stroke="#cbd2d9"/>',
