@@ -243,7 +243,7 @@ KINDS: dict[str, Kind] = {
     ),
     "conversion": Kind(convert, lambda folder: digests(folder / "mcore"), (), remove_unverified),
     "preprocess": Kind(preprocess, lambda folder: digests(folder / "out"), ("--overwrite",)),
-    "eval": Kind(evaluate, evaluations),
+    "evaluation": Kind(evaluate, evaluations),
     "serve": Kind(serve, answer),
 }
 
@@ -415,7 +415,7 @@ def run_case(name: str, root: Path, seed: int, limit: float) -> Row:
     row.is_equal = found == expected
     if not row.is_equal:
         row.problems.append(f"{folder}: the result differs")
-    if name not in ("conversion", "preprocess", "eval", "serve"):
+    if name not in ("conversion", "preprocess", "evaluation", "serve"):
         numbers = Counter(line["step"] for line in rows(folder / "run"))
         row.lost = len(rows(root / name / "run")) - len(numbers)
         row.repeated = sum(numbers.values()) - len(numbers)
