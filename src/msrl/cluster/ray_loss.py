@@ -1,14 +1,18 @@
 """Loss of Ray itself, which ends a run: of its control store, or of the node of this process.
 
 Ray reacts to it by ending this process in native code, without a word about the run. `check` raises
-an error before that happens. It is called whenever this process calls Ray or waits for it.
+an error before that happens. It is called whenever this process calls Ray or waits for it. A call
+of Ray that is running at the loss may never return: a thread then ends this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,12 +20,14 @@ from msrl import temporary
 from msrl.cluster import state
 from msrl.cluster.probe import Address
 from msrl.errors import ProcessFailedError
+from msrl.limits import printable
 
 # Processes without which Ray cannot work, and their names in messages.
 _CORE = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's node (raylet)"}
 _WITHOUT_CRASH = (0, -signal.SIGKILL, -signal.SIGTERM)  # exit codes
 _ASK_EVERY_S, _CONNECT_S = 5.0, 3.0
 _SILENCE_S = 60.0  # of the head; Ray gives up after the same time
+_LOOK_EVERY_S, _GRACE_S = 1.0, 30.0  # time for this process to end by itself
 
 
 class RayLostError(ProcessFailedError):
@@ -36,6 +42,48 @@ class RayLostError(ProcessFailedError):
 # failure, of which the loss may be the reason.
 Finder = Callable[[bool], None]
 _find: Finder | None = None
+_describe: list[Callable[[RayLostError], str]] = []  # by the log of the run, if there is one
+
+
+@contextlib.contextmanager
+def described_by(describe: Callable[[RayLostError], str]) -> Iterator[None]:
+    """Let `describe` return the message of a process that ends in a call of Ray, in the body."""
+    _describe.append(describe)
+    try:
+        yield
+    finally:
+        _describe.remove(describe)
+
+
+@contextlib.contextmanager
+def ended_if_stuck(find: Finder, clean: Callable[[], None]) -> Iterator[None]:
+    """End this process if the body does not end by itself after a loss. `clean` removes traces."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LOOK_EVERY_S):
+            try:
+                find(False)
+            except RayLostError as error:
+                if not is_over.wait(_GRACE_S):
+                    _end(error, clean)
+                return
+
+    threading.Thread(target=watch, name="msrl-ray-loss", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _end(error: RayLostError, clean: Callable[[], None]) -> None:
+    """Print the message of the run and end this process, whose other threads may be blocked."""
+    try:
+        text = _describe[-1](error) if _describe else str(error)
+        print(printable(text), file=sys.stderr, flush=True)
+        clean()
+    finally:
+        os._exit(1)
 
 
 def check(*, has_failed: bool = False) -> None:

@@ -190,7 +190,7 @@ def ray_settings(
         **{name: os.environ.get(name, value) for name, value in _BACKGROUND_SETTINGS.items()},
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would end this process after a minute without its control store, before `ray_loss`.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "180",
     }
     settings["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     names = {*settings, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"}

@@ -14,8 +14,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -345,20 +346,33 @@ def ray_session(
     )
     before = temporary.segments()
     with opened as (folder, find_loss):
-        session, is_lost = Session(resource_name, local=address is None), False
-        try:
-            with ray_loss.watched(find_loss):
-                yield session
-        except ray_loss.RayLostError:
-            is_lost = True  # calls would wait for it
-            raise
-        finally:
-            if folder is not None:
-                # An engine that was killed during its startup has not listed its shared memory.
-                pids = [process.pid for process in processes.descendants(os.getpid())]
-                temporary.list_segments(folder, pids, before)
-            if not is_lost:
-                session.close()
+        clean = partial(_remove_traces, folder)
+        with ray_loss.ended_if_stuck(find_loss, clean):
+            session, is_lost = Session(resource_name, local=address is None), False
+            try:
+                with ray_loss.watched(find_loss):
+                    yield session
+            except ray_loss.RayLostError:
+                is_lost = True  # calls would wait for it
+                raise
+            finally:
+                if folder is not None:
+                    _list_segments(folder, before)
+                if not is_lost:
+                    session.close()
+
+
+def _list_segments(folder: Path, before: Set[tuple[str, int]]) -> None:
+    """List shared memory of workers: an engine killed during its startup has not listed its own."""
+    pids = [process.pid for process in processes.descendants(os.getpid())]
+    temporary.list_segments(folder, pids, before)
+
+
+def _remove_traces(folder: Path | None) -> None:
+    """Kill all processes that this one has started, and remove the folder of a local Ray."""
+    _kill_workers([])
+    if folder is not None:
+        temporary.remove(folder.parent)
 
 
 @contextlib.contextmanager

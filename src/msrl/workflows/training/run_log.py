@@ -6,11 +6,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from msrl.cluster.ray_loss import RayLostError, described_by
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
@@ -208,6 +209,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         self._stack.enter_context(logged_output(self._log_file))
+        self._stack.enter_context(described_by(self._describe_loss))
         return self
 
     def __exit__(
@@ -229,6 +231,12 @@ class RunLog:
             self._folder.close()
         if isinstance(error, ProcessFailedError):
             raise RunFailedError(self._failure_text(error)) from error
+
+    def _describe_loss(self, error: RayLostError) -> str:
+        """Record the end of a process that is blocked in a call of Ray, and return its message."""
+        with suppress(OSError):
+            self._record_end(error)
+        return self._failure_text(error)
 
     def _failure_text(self, error: ProcessFailedError) -> str:
         """Return the message on a failed process: cause, checkpoint, command that resumes, log."""
