@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from config_inputs import make_model
+from msrl.data import tokenize
 from msrl.data.columns import DroppedRow
 from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.files import readers
@@ -197,6 +198,17 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
     (tmp_path / name).write_bytes(content)
     with pytest.raises(MsrlError, match=mentions(name, "line", "bytes")):
         list(read_batches(find_files([str(tmp_path / name)])))
+
+
+def test_a_row_with_too_much_text_is_refused_before_it_is_tokenized(monkeypatch):
+    monkeypatch.setattr(tokenize, "MAX_TEXT_BYTES", 100)
+    turns = (Message("user", "x" * 60), Message("assistant", "y" * 60))
+    tools = Conversation((Message("user", "x"),), extra={"tools": "z" * 120})
+    for item in ("\u00e9" * 60, Conversation(turns), tools):
+        with pytest.raises(MsrlError, match=mentions("bytes", "100")):
+            tokenize._check_texts(item)
+    tokenize._check_texts("x" * 100)
+    tokenize._check_texts(Conversation((Message("user", "x"),), extra={"kept": "z" * 120}))
 
 
 def test_rows_of_csv_are_read_in_batches_of_limited_bytes(tmp_path, monkeypatch):
