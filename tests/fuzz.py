@@ -475,6 +475,7 @@ SIZED = {
     "lines.sh": (b"", b"x=1\n", b"python pretrain_gpt.py --num-layers 2\n"),
     "comment.yaml": (b"# ", b"x", b"\nrun: {name: x}\n"),
     "text.yaml": (b"run: {name: '", b"x", b"'}\n"),
+    "list.yaml": (b"run: [", b"1,", b"]\n"),
     "turns.jsonl": (b'{"messages": [', b'{"role": "user", "content": "a"},', b"1]}"),
     "text.jsonl": (b'{"messages": [{"role": "user", "content": "', b"a b ", b'"}]}'),
     "lists.jsonl": (b'{"messages": [', b"[],", b"[]]}"),
@@ -491,7 +492,8 @@ def sizes(folder: Path, change: Any) -> None:
     """Read a file of up to 24 MB in which one thing is long: a line, a cell, a comment, a row."""
     name, megabytes, is_compressed = change
     head, middle, tail = SIZED[name]
-    content = head + middle * ((megabytes << 20) // len(middle)) + tail
+    size = megabytes << (16 if name.endswith("yaml") else 20)
+    content = head + middle * (size // len(middle)) + tail
     path = folder / name
     if path.suffix in (".sh", ".yaml"):
         path.write_bytes(content)

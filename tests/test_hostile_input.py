@@ -19,6 +19,7 @@ from msrl.checkpoint.hf.manifest import HF_MANIFEST, hf_manifest_files
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import FileCheck, weight_checks
 from msrl.cli.configuration import load_configuration as load
+from msrl.config import sources
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
@@ -134,6 +135,12 @@ def test_a_hostile_configuration_is_one_message(
     assert keyword in error
     assert len(error) < 5000
     assert "Traceback" not in error
+
+
+def test_a_configuration_is_not_read_beyond_its_limit_of_values(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "_MAX_NODES", 100)
+    with pytest.raises(MsrlError, match=mentions("a.yaml", "values")):
+        sources.parse("run: [" + "1," * 200 + "]]]", "a.yaml")  # the end is not valid
 
 
 _PROGRAM = "python pretrain_gpt.py --num-layers 2\n"

@@ -124,8 +124,9 @@ def parse(text: str, name: str, *, located: bool = True, is_old: bool = False) -
 
 def _parsed(text: str, name: str, *, located: bool, is_old: bool) -> Node:
     try:
-        loader = yaml.SafeLoader(text)
-        document = loader.get_single_node()
+        document = _Loader(text).get_single_node()
+    except _TooManyValuesError:
+        raise _too_many_values(Origin(name)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and located else name
@@ -145,6 +146,30 @@ def _parsed(text: str, name: str, *, located: bool, is_old: bool) -> Node:
     return tree
 
 
+class _TooManyValuesError(Exception):
+    """A file has more values than a configuration may have."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that stops at too many values: PyYAML needs a minute for a million."""
+
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node."""
+        self.num_nodes += 1
+        if self.num_nodes > _MAX_NODES:
+            raise _TooManyValuesError
+        return super().compose_node(parent, index)
+
+
+def _too_many_values(origin: Origin) -> MsrlError:
+    return MsrlError(
+        f"{origin}: the file has more than {_MAX_NODES:,} values with its aliases expanded. Use "
+        "fewer values, or fewer aliases (*NAME)."
+    )
+
+
 class _Builder:
     """Converter of PyYAML nodes to `Node`, which collects errors."""
 
@@ -162,10 +187,7 @@ class _Builder:
         origin = Origin(self.name, line + 1 if self.lines else None)
         self._num_nodes += 1
         if self._num_nodes > _MAX_NODES:
-            raise MsrlError(
-                f"{origin}: the file has more than {_MAX_NODES:,} values with its aliases "
-                "expanded. Use fewer aliases (*NAME)."
-            )
+            raise _too_many_values(origin)
         if id(node) in self._open:
             self.errors.append(f"{origin}: an anchor contains itself")
             return Node(None, origin)
