@@ -139,6 +139,13 @@ def test_showing_rows_writes_nothing_and_needs_no_prefix(folder: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_showing_a_file_without_rows_is_refused(folder: Path, tmp_path: Path):
+    file = write(tmp_path / "rows.jsonl", [])
+    command = ["preprocess", "--input", str(file), "--tokenizer", str(folder), "--show", "2"]
+    result = CliRunner().invoke(app.app, [*command, "--handler", "pretrain"])
+    assert_mentions(result.exception, "preprocess.input", "rows")
+
+
 def test_long_texts_are_visibly_abbreviated(folder: Path):
     tokenizer = open_tokenizer(folder)
     ids = np.full(1444, 70)

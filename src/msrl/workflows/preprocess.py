@@ -72,7 +72,11 @@ def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
         MsrlError: a setting or a row is not valid.
     """
     files = find_files(settings.input, settings.split)
-    yield from show_rows(make_job(settings), files, settings.show or 0)
+    count = 0
+    for example in show_rows(make_job(settings), files, settings.show or 0):
+        count += 1
+        yield example
+    _check_not_empty(count, {}, files)
 
 
 def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, list[str]]:
