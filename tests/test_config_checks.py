@@ -140,6 +140,7 @@ def test_missing_files_are_reported_by_key(folder: Path):
         (("train.optimizer.min_lr=1.0",),
             ("--set: train.optimizer.min_lr=1.0", "train.optimizer.lr=1e-05")),
         (("eval.every_steps=5",), ("--set: eval.every_steps=5", "data.eval", "data.eval_fraction")),
+        (("data.eval_rows=last",), ("--set: data.eval_rows=last", "data.eval_fraction")),
         (("train.freeze=['*']",), ('--set: train.freeze=["*"]',)),
         (("train.freeze=['*.bias']", "train.lora.rank=2"),
             ('--set: train.freeze=["*.bias"]', "train.lora")),

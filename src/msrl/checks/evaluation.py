@@ -25,6 +25,8 @@ def check_evaluation(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "data.eval_fraction", "conflicts with data.eval. Set only one of them."
         )
+    if config.data.eval_rows == "last" and not config.data.eval_fraction:
+        yield resolved.mistake("data.eval_rows", "has no effect without data.eval_fraction.")
     for key, is_set in (
         ("eval.patience", config.eval.patience is not None),
         ("checkpoint.keep_best", config.checkpoint.keep_best),

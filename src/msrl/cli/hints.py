@@ -189,10 +189,12 @@ _NUMBERS = {"valid integer": "a whole number", "valid number": "a number"}
 
 
 def explain_value(error: Exception, words: Sequence[str]) -> None:
-    """Name the value in an error about an option whose value is not a number."""
+    """Name a value that is not a number in an error about an option, without words of pydantic."""
     names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
     text = str(getattr(error, "message", ""))
     kind = next((kind for phrase, kind in _NUMBERS.items() if phrase in text), None)
+    if text.startswith("Value error, "):
+        error.message = text.removeprefix("Value error, ")  # pyright: ignore[reportAttributeAccessIssue]
     if kind is None:
         return
     for index, word in enumerate(words):
