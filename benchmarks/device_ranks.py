@@ -42,6 +42,7 @@ from msrl.trainer.model import fused_attention
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.objective.losses import SftLoss
 from msrl.trainer.rank import TrainingRank
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import MicroBatch
 
@@ -158,7 +159,7 @@ def _steps(
     reports: list[dict[str, float]] = []
     for _ in range(steps):
         reports.append(
-            worker.train_step(batches, SftLoss(), num_tokens=num_loss_tokens(batch), lr=lr)
+            worker.update(batches, UpdateRequest(SftLoss(), lr, divisor=num_loss_tokens(batch)))
         )
         worker.offload()
     return reports
@@ -196,7 +197,7 @@ def _measure(work: Work, job: Speed, init: str) -> Measured:
 
     def step() -> float:
         started = time.perf_counter()
-        worker.train_step(batches, SftLoss(), num_tokens=num_trained, lr=1e-5)
+        worker.update(batches, UpdateRequest(SftLoss(), 1e-5, divisor=num_trained))
         worker.position.platform.synchronize()
         return time.perf_counter() - started
 

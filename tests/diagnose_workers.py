@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from msrl.types import Floats, MicroBatch
+from msrl.trainer.requests import RankValues, TokenRequest
+from msrl.types import MicroBatch
 from msrl.workflows.diagnose.worker import DiagnoseWorker
 
 
@@ -41,13 +42,11 @@ class FaultyWorker(DiagnoseWorker):
             for adapted in adapters.all:
                 adapted.parameter("B").fill_(value)
 
-    def logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
-    ) -> list[Floats] | None:
+    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
         """Forget the boundaries of sequences, if that is the fault."""
         if self._fault == "boundaries":
             micro_batches = [_without_boundaries(batch) for batch in micro_batches]
-        return super().logprobs(micro_batches, temperature, of_reference)
+        return super().forward(micro_batches, request)
 
 
 def _without_boundaries(batch: MicroBatch) -> MicroBatch:

@@ -17,6 +17,7 @@ import numpy as np
 from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 
@@ -70,10 +71,10 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
         ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple
     )
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
-    loss = SftLoss()
-    worker.train_step(batches, loss, num_tokens=count, lr=1e-4)  # allocates AdamW's moments
+    request = UpdateRequest(SftLoss(), 1e-4, divisor=count)
+    worker.update(batches, request)  # allocates AdamW's moments
     with LiveMemory() as live:
-        worker.train_step(batches, loss, num_tokens=count, lr=1e-4)
+        worker.update(batches, request)
     resident = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - base
     worker.close()
     return Measurement(

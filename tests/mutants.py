@@ -29,6 +29,9 @@ import grimp
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 3600
 LARGEST_DISTANCE = 2  # imports between a quick test and the changed module
+PLUGIN_PACKAGES = {
+    f"msrl.algorithms.{kind}" for kind in ("advantages", "divergences", "losses", "preference")
+}
 _IGNORED = shutil.ignore_patterns("__pycache__", ".*")
 
 
@@ -324,7 +327,7 @@ def near_files(mutant: Mutant, graph: grimp.ImportGraph) -> list[tuple[int, str]
     A plugin is loaded by its name, so files that contain its name are near.
     """
     away = distances(graph, mutant.module)
-    plugins = (name for name in away if not graph.find_modules_that_directly_import(name))
+    plugins = (name for name in away if name.rpartition(".")[0] in PLUGIN_PACKAGES)
     names = re.compile("|".join(rf"\b{name.rpartition('.')[2]}\b" for name in plugins) or r"\Z.")
     ranked: list[tuple[int, str]] = []
     for path in (ROOT / "tests").glob("test_*.py"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 from training_ranks import sequences
@@ -69,5 +70,6 @@ def _step(worker: TrainingRank, step: int) -> int:
             return super().__call__(outputs, fields, num_tokens)
 
     batch = micro_batch(*sequences(step))
-    worker.train_step([batch], MeasuredLoss(), num_tokens=int(batch.loss_mask.sum()), lr=1e-3)
+    request = UpdateRequest(MeasuredLoss(), 1e-3, divisor=int(batch.loss_mask.sum()))
+    worker.update([batch], request)
     return sum(sizes)

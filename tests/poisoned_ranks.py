@@ -19,6 +19,7 @@ from msrl.algorithms.packing import Sequences, micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
+from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 
@@ -135,15 +136,11 @@ def _step(worker: Any, pack: Sequences, kind: str = "sft") -> StepResult:
     if kind != "sft":
         pack = with_weights(pack, "token-mean")
     batch = micro_batch(*pack, pad_to_multiple=worker.sequence_multiple)
-    report = worker.train_step(
-        [batch],
-        SftLoss() if kind == "sft" else PolicyLoss(0.7),
-        num_tokens=num_loss_tokens(pack),
-        lr=0.0,
-    )
+    loss = SftLoss() if kind == "sft" else PolicyLoss(0.7)
+    report = worker.update([batch], UpdateRequest(loss, 0.0, divisor=num_loss_tokens(pack)))
     gradients = {name: tensor.numpy() for name, tensor in gathered_gradients(worker.policy).items()}
     all_tokens = replace(
         batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={}
     )
-    logprobs = worker.logprobs([all_tokens], 1.0)
-    return StepResult(report["loss"], gradients, logprobs[0][: sum(LENGTHS)])
+    (logprobs,) = worker.forward([all_tokens], TokenRequest()).by_name["logprobs"]
+    return StepResult(report["loss"], gradients, logprobs[: sum(LENGTHS)])

@@ -24,6 +24,7 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import (
     Layout,
     RankSettings,
@@ -133,9 +134,8 @@ def _step(worker, case: Product, name: str, ratio: str, mode: Mode) -> Step:
     rows = balanced(lengths, worker.position.dp_size)[worker.position.dp_rank]
     limits = BatchLimits(1, case.max_tokens, worker.sequence_multiple)
     groups = [[rows[i] for i in group] for group in limits.group([lengths[i] for i in rows])]
-    report = worker.train_step(
-        micro_batches(batch, groups, limits), loss, num_tokens=num_loss_tokens(batch), lr=0.0
-    )
+    request = UpdateRequest(loss, 0.0, divisor=num_loss_tokens(batch))
+    report = worker.update(micro_batches(batch, groups, limits), request)
     random = np.random.default_rng(0)
     products: dict[str, float] = {}
     for key, tensor in sorted(gathered_gradients(worker.policy).items()):

@@ -20,6 +20,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import OptimizerConfig, RouterConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, select, with_weights
+from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import Routes
 from msrl.workflows.training.train_worker import SavePlan, TrainWorker
@@ -113,12 +114,15 @@ def run_replay(context: RankContext, case: Replay, init_method: str) -> ReplayRe
     trainers.start(None, SavePlan(case.model / "unused", case.model, in_background=False))
     batch = case.batch or sequences(0, with_fields=True)
     limits, temperature = case.forward_limits, case.temperature
-    logprobs, routes = trainers.begin_routed_logprobs(batch, limits, temperature).wait()
+    request = TokenRequest(temperature=temperature, records_routes=True)
+    recorded = trainers.forward(request, batch, limits)
     if case.replays:
-        batch = batch._replace(routes=case.routes or routes)
-    replayed = trainers.logprobs(batch, limits, temperature)
+        batch = batch._replace(routes=case.routes or recorded.routes)
+    replayed = trainers.forward(TokenRequest(temperature=temperature), batch, limits)["logprobs"]
     batch = with_weights(select(batch, range(len(batch.token_ids))[::-1]), "token-mean")
-    reports = [trainers.update(batch, case.limits, PolicyLoss(temperature), LR) for _ in range(2)]
+    update = UpdateRequest(PolicyLoss(temperature), LR)
+    reports = [trainers.update(update, batch, case.limits) for _ in range(2)]
     gradients = _gather(gathered_gradients(worker._training_rank.policy), context.rank, case.world)
     trainers.close()
+    logprobs, routes = recorded["logprobs"], recorded.routes
     return ReplayResult(case.name, logprobs, replayed, routes, reports, gradients)

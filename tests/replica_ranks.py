@@ -14,8 +14,9 @@ from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import select, with_weights
+from msrl.trainer.requests import TokenRequest, TokenValue, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
-from msrl.types import MicroBatch, TokenStatistic
+from msrl.types import MicroBatch
 from support import HANG_S
 from training_ranks import sequences
 
@@ -59,11 +60,13 @@ def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
     report["logits are the same"] = bool((before[0] == after[0]).all())
     report["statistics"] = {
         name: _statistic_error(rank, first, before[0], name)
-        for name in ("entropy", "squared_probability")
+        for name in ("entropies", "squared_probabilities")
     }
-    critic, reward_model = rank.values([first]), rank.scores("judge", [first])
-    assert critic is not None and reward_model is not None
-    report["values are the scores"] = np.array_equal(critic[0], reward_model[0])
+    critic, reward_model = (
+        _values(rank, first, TokenRequest(("values",), model))["values"]
+        for model in ("critic", "reward:judge")
+    )
+    report["values are the scores"] = np.array_equal(critic, reward_model)
     rank.offload()
     report["bytes after offload"] = [_bytes(replica) for replica in rank.replicas()]
     report["trained"] = [replica.settings.model.name for replica in rank.trained_replicas()]
@@ -81,25 +84,33 @@ def _kl(rank: TrainingRank, batches: list[MicroBatch]) -> float:
 
     loss = PolicyLoss(0.7, kl_coef=0.1, kl_estimator="full")
     num_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-    return rank.train_step(batches, loss, num_tokens=num_tokens, lr=0.0)["kl"]
+    return rank.update(batches, UpdateRequest(loss, 0.0, divisor=num_tokens))["kl"]
 
 
 def _statistic_error(
-    rank: TrainingRank, batch: MicroBatch, logits: Tensor, name: TokenStatistic
+    rank: TrainingRank, batch: MicroBatch, logits: Tensor, name: TokenValue
 ) -> float:
     """Return the largest difference of a statistic from that of the logits, at temperature 0.7."""
     probabilities = (logits.double() / 0.7).softmax(-1)
     values = {
-        "entropy": -(probabilities * probabilities.log()).sum(-1),
-        "squared_probability": probabilities.square().sum(-1),
+        "entropies": -(probabilities * probabilities.log()).sum(-1),
+        "squared_probabilities": probabilities.square().sum(-1),
     }[name]
     expected = np.where(batch.loss_mask, values.numpy(), 0.0)
-    (statistic,) = rank.token_statistic([batch], 0.7, name) or []
-    if name == "entropy":  # the pass that computes both gives the same values
-        both = rank.logprobs_and_entropies([batch], 0.7)
-        assert both is not None and np.array_equal(both[1][0], statistic)
-        np.testing.assert_allclose(both[0][0], (rank.logprobs([batch], 0.7) or [])[0], atol=1e-6)
+    statistic = _values(rank, batch, TokenRequest((name,), temperature=0.7))[name]
+    # One pass may compute several values.
+    several = TokenRequest(("logprobs", "squared_probabilities", "entropies"), temperature=0.7)
+    values = _values(rank, batch, several)
+    assert np.array_equal(values[name], statistic)
+    logprobs = _values(rank, batch, TokenRequest(temperature=0.7))["logprobs"]
+    np.testing.assert_allclose(values["logprobs"], logprobs, atol=1e-6)
     return float(np.abs(statistic - expected).max())
+
+
+def _values(rank: TrainingRank, batch: MicroBatch, request: TokenRequest) -> dict[str, np.ndarray]:
+    by_name = rank.forward([batch], request).by_name
+    assert by_name is not None
+    return {name: rows[0] for name, rows in by_name.items()}
 
 
 def _bytes(replica) -> int:

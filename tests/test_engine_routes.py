@@ -36,6 +36,7 @@ from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
 from msrl.rollout.runtime.engine_loop import EngineLoop
 from msrl.rollout.vllm_routes import ROUTES_KEY, RouteRecorder, StepRecorder
+from msrl.trainer.requests import TokenRequest
 from msrl.types import (
     Completion,
     Episode,
@@ -52,6 +53,7 @@ from msrl.workflows.rl.rollouts import greedy_sampling
 from msrl.workflows.rl.setup import rollout_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
+from msrl.workflows.training.trainer_group import TokenValues
 from support import mentions
 from test_engine_loop import ScriptedEngine, group_request
 from test_grpo_update import Ranks, group
@@ -397,10 +399,10 @@ class RoutedPolicy(Ranks):
         super().__init__()
         self.with_routes = list[bool]()
 
-    def begin_logprobs(self, sequences: Any, *arguments: Any, **options: Any) -> Any:
-        if not options.get("of_reference"):
+    def forward(self, request: TokenRequest, sequences: Any, limits: object) -> TokenValues:
+        if request.model == "policy":
             self.with_routes.append(sequences.routes is not None)
-        return super().begin_logprobs(sequences, *arguments, **options)
+        return super().forward(request, sequences, limits)
 
 
 def test_all_passes_of_the_policy_replay_the_routes_of_the_engine(folder: Path):

@@ -21,15 +21,14 @@ from msrl.algorithms.packing import Sequences
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
-from msrl.trainer.objective.batches import BatchLimits
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
-from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import TokenValues, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from support import mentions
 from tiny_qwen2 import make_tokenizer
@@ -46,51 +45,33 @@ class Ranks:
 
     def __init__(self, **report: float) -> None:
         self.report, self.losses = report, list[Any]()
-        self.sequences, self.statistics = list[Sequences](), list[str]()
-        self.observed = list[int]()  # number of updates before each observation
+        self.sequences, self.requests = list[Sequences](), list[TokenRequest]()
 
-    def begin_logprobs(
-        self,
-        sequences: Sequences,
-        limits: object,
-        temperature: float,
-        *,
-        of_reference: bool = False,
-    ) -> Any:
-        values = tuple(
-            np.full(len(ids), -1.5 if of_reference else -1.0, np.float32)
-            for ids in sequences.token_ids
-        )
+    def begin_forward(self, *arguments: Any) -> Any:
+        values = self.forward(*arguments)
         return SimpleNamespace(wait=lambda: values)
 
-    def token_statistic(
-        self, sequences: Sequences, limits: object, temperature: float, name: str
-    ) -> tuple[Floats, ...]:
-        """Return 0.25 for the sum of squared probabilities, or entropies of 1, 2, 3 and so on."""
-        self.statistics.append(name)
-        if name == "squared_probability":
-            return tuple(np.full(len(ids), 0.25, np.float32) for ids in sequences.token_ids)
-        return tuple(
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> TokenValues:
+        """Return 0.25 as sums of squared probabilities, and entropies of 1, 2, 3 and so on."""
+        self.requests.append(request)
+        entropies = tuple(
             np.arange(1, len(ids) + 1, dtype=np.float32) + 10 * number
             for number, ids in enumerate(sequences.token_ids)
         )
+        logprob = -1.5 if request.model == "reference" else -1.0
+        values: dict[str, tuple[Floats, ...]] = {
+            "logprobs": tuple(np.full_like(row, logprob) for row in entropies),
+            "squared_probabilities": tuple(np.full_like(row, 0.25) for row in entropies),
+            "entropies": entropies,
+        }
+        return TokenValues({name: values[name] for name in request.values})
 
     def update(
-        self, sequences: Sequences, limits: object, loss: object, lr: float
+        self, request: UpdateRequest, sequences: Sequences, limits: object
     ) -> dict[str, float]:
-        self.losses.append(loss)
+        self.losses.append(request.loss)
         self.sequences.append(sequences)
         return self.report
-
-    def observed_update(
-        self, observation: Observation, *arguments: Any
-    ) -> tuple[dict[str, float], Observed]:
-        self.observed.append(len(self.losses))
-        return self.update(*arguments), Observed(observation, (), (), 0.5)
-
-    def observe(self, observation: Observation) -> Observed:
-        self.observed.append(len(self.losses))
-        return Observed(observation, (), (), 0.0)
 
 
 @pytest.fixture
@@ -179,29 +160,7 @@ ADAPTIVE = (
 
 def run_step(updater: Updater) -> dict[str, float]:
     prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 1.0, 0.0)], Clock())
-    metrics, _ = updater.update(prepared, 0, Clock())
-    return metrics
-
-
-@pytest.mark.parametrize(
-    ("sets", "num_updates"),
-    [
-        ((), 1),
-        (("train.updates.samples_per_update=2", "train.updates.epochs=2"), 4),
-        (("rollout.filter.kind=all_equal",), 0),
-    ],
-)
-def test_a_step_observes_the_policy_once_before_its_first_update(
-    folder: Path, sets: tuple[str, ...], num_updates: int
-):
-    ranks, clock = Ranks(), Clock()
-    updater = make_updater(ranks, *sets)
-    second = 1.0 if num_updates == 0 else 0.0
-    prepared = updater.prepare([group(0, 1.0, second), group(1, 1.0, second)], Clock())
-    _, observed = updater.update(prepared, 0, clock, Observation((), (), BatchLimits(1), 1.0))
-    assert ranks.observed == [0] and len(ranks.losses) == num_updates
-    assert observed is not None and observed.seconds == (0.5 if num_updates else 0.0)
-    assert clock.seconds["token_values"] >= observed.seconds
+    return updater.update(prepared, 0, Clock())
 
 
 @pytest.mark.parametrize("measured", [float("nan"), float("inf")])
@@ -279,14 +238,15 @@ def test_only_the_tokens_with_the_highest_entropy_of_an_update_are_selected(fold
         ranks, "algo.top_entropy=0.3", "train.updates={samples_per_update: 2, shuffle: false}"
     )
     run_step(updater)
-    assert ranks.statistics == ["entropy"] and len(ranks.sequences) == 2
+    assert [request.values for request in ranks.requests] == [("logprobs", "entropies")]
+    assert len(ranks.sequences) == 2
     for sequences in ranks.sequences:
         selected = [row.tolist() for row in sequences.fields["selected"]]
         assert selected == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
         assert "entropies" not in sequences.fields
     ranks = Ranks()
     run_step(make_updater(ranks))
-    assert ranks.statistics == [] and "selected" not in ranks.sequences[0].fields
+    assert ranks.requests == [] and "selected" not in ranks.sequences[0].fields
 
 
 def test_importance_weights_are_normalized_by_the_mean_of_each_update(folder: Path):
@@ -307,7 +267,7 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
     ranks = Ranks()
     updater = make_updater(ranks, "algo.advantage.estimator=optimal_token_baseline")
     prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 1.0)], Clock())
-    assert ranks.statistics == ["squared_probability"]
+    assert [request.values for request in ranks.requests] == [("logprobs", "squared_probabilities")]
     # Equal norms: the baseline of the first token is the mean, that of the second is 0.
     values = [sample.advantages.tolist() for sample in prepared.samples]
     assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]
@@ -330,7 +290,7 @@ class RecordedRank(FakeWorkers):
         if method == "start":
             return [(WorkerPosition(0, True, 1), {})]
         lengths = [int(batch.cu_seqlens[-1]) for batch in arguments[0]]
-        return [[np.full(length, self.value, np.float32) for length in lengths]]
+        return [RankValues({"logprobs": [np.full(n, self.value, np.float32) for n in lengths]})]
 
 
 def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: Path):

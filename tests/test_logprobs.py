@@ -144,7 +144,7 @@ def test_the_divergence_from_itself_is_zero_and_is_only_computed_on_request(grou
 
 @pytest.mark.parametrize("elements_at_once", [16, 10_000])
 def test_the_sum_of_squared_probabilities_follows_from_two_normalizers(group, elements_at_once):
-    """Z(T / 2) / Z(T)^2, as in `LanguageModelReplica.token_statistic`."""
+    """Z(T / 2) / Z(T)^2, as in `LanguageModelReplica.forward`."""
     torch.manual_seed(0)
     shard, logits = columns(group, elements_at_once), 5 * torch.randn(ROWS, PADDED)
     half = replace(shard, temperature=TEMPERATURE / 2)

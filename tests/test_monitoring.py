@@ -24,12 +24,13 @@ from msrl.platforms import get
 from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker
-from msrl.tracking.rollouts import TokenArrays
+from msrl.trainer.requests import TokenRequest
 from msrl.types import StepReport, TrainingSample
 from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.training.trainer_group import TokenValues as Values
 from support import assert_mentions, mentions
 from training_runs import listening_hosts
 
@@ -128,22 +129,13 @@ class Ranks:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def logprobs(self, sequences: Sequences, *_: Any, of_reference: bool = False) -> Any:
-        return self._arrays("reference" if of_reference else "policy", sequences)
-
-    def observation(self, sequences: Sequences, *_: Any) -> Any:
-        return self._arrays("observation", sequences)
-
-    def _arrays(self, name: str, sequences: Sequences) -> Any:
-        self.calls.append((name, len(sequences.token_ids)))
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> Values:
+        """Return the first token of a sequence as log-probabilities, its negative as entropies."""
+        self.calls.append((request.model, len(sequences.token_ids)))
         assert all(mask.sum() == 2 for mask in sequences.loss_masks)
-        return tuple(np.full(len(ids), ids[0], np.float32) for ids in sequences.token_ids)
-
-
-def observed(observation: Any) -> Any:
-    """Return the values of `Ranks` for log-probabilities, and their negatives for entropies."""
-    arrays = TokenArrays.of(observation, np.float32)
-    return SimpleNamespace(values=lambda: (arrays, TokenArrays(-arrays.values, arrays.lengths)))
+        rows = tuple(np.full(len(ids), ids[0], np.float32) for ids in sequences.token_ids)
+        values = {"logprobs": rows, "entropies": tuple(-row for row in rows)}
+        return Values({name: values[name] for name in request.values})
 
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
@@ -165,10 +157,8 @@ def token_values(config: Config, notes: list[str], num_bytes: int = 0) -> tuple[
 @pytest.mark.parametrize(("tokens", "count"), [("none", 0), ("sampled", 4), ("all", 64)])
 def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp_path: Path):
     values, ranks = token_values(config(tmp_path, f"log.tokens={tokens}"), [])
-    request = values.request(prepared_step(64), Clock())
-    padded = count + -count % 3
-    assert ranks.calls == ([("observation", padded)] if count else [])
-    columns = request.values(observed(request.observation) if count else None)
+    columns = values.of_step(prepared_step(64), Clock())
+    assert ranks.calls == ([("policy", count)] if count else [])
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
     for name, arrays in columns.items():
         sign = 1 if name == "trainer_logprobs" else -1
@@ -180,23 +170,22 @@ def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp
 )
 def test_only_the_missing_values_are_recorded(has: str, missing: str, tmp_path: Path):
     values, _ = token_values(config(tmp_path, "log.tokens=all"), [])
-    request = values.request(prepared_step(6, **{has: ()}), Clock())
-    assert [*request.values(observed(request.observation))] == [missing]
+    assert [*values.of_step(prepared_step(6, **{has: ()}), Clock())] == [missing]
 
 
-def test_values_of_the_reference_are_computed_without_an_observation(tmp_path: Path):
+def test_values_of_the_reference_are_computed_alone_if_the_step_has_the_others(tmp_path: Path):
     settings = ("log.tokens=all", "algo.kl.reward.coef=0.1", "model.path=policy")
     values, ranks = token_values(config(tmp_path, *settings), [])
     clock = Clock()
-    request = values.request(prepared_step(6, old_logprobs=(), entropies=()), clock)
+    columns = values.of_step(prepared_step(6, old_logprobs=(), entropies=()), clock)
     assert ranks.calls == [("reference", 6)] and "token_values" in clock.seconds
-    assert request.observation is None and [*request.values(None)] == ["reference_logprobs"]
+    assert [*columns] == ["reference_logprobs"]
 
 
 def test_values_that_the_step_has_are_not_computed_again(tmp_path: Path):
     values, ranks = token_values(config(tmp_path, "log.tokens=all"), [])
-    request = values.request(prepared_step(6, old_logprobs=(), entropies=()), Clock())
-    assert ranks.calls == [] and request.values(None) == {}
+    assert values.of_step(prepared_step(6, old_logprobs=(), entropies=()), Clock()) == {}
+    assert ranks.calls == []
 
 
 def test_values_end_at_the_size_limit_with_one_note(tmp_path: Path):
@@ -204,7 +193,7 @@ def test_values_end_at_the_size_limit_with_one_note(tmp_path: Path):
     limited = config(tmp_path, "log.tokens=all", "log.tokens_max_gb=0.000001")
     values, ranks = token_values(limited, notes, num_bytes=2000)
     for _ in range(2):
-        assert values.request(prepared_step(6), Clock()).observation is None
+        assert values.of_step(prepared_step(6), Clock()) == {}
     assert ranks.calls == []
     (note,) = notes
     assert_mentions(note, "log.tokens_max_gb", "limit")

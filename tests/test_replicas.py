@@ -189,4 +189,4 @@ def test_a_critic_starts_with_the_values_of_the_reward_model_that_it_is_loaded_f
 @pytest.mark.slow
 def test_statistics_of_tokens_are_those_of_the_logits(report: dict[str, Any]) -> None:
     errors = report["statistics"]
-    assert set(errors) == {"entropy", "squared_probability"} and max(errors.values()) < 1e-5
+    assert set(errors) == {"entropies", "squared_probabilities"} and max(errors.values()) < 1e-5

@@ -30,11 +30,12 @@ from msrl.models.shape import Moe
 from msrl.plan.run_plan import resolve
 from msrl.trainer.objective.batches import BatchLimits, padded, select
 from msrl.trainer.objective.losses import ComparedModel
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import TokenValues, TrainerGroup
 from support import mentions
 from test_grpo_update import Ranks, group
 
@@ -91,13 +92,13 @@ class Stages(FakeWorkers):
     def start(self, rank: int, *_: object) -> tuple[WorkerPosition, dict[str, Any]]:
         return WorkerPosition(rank // 2, rank % 2 == 1, sequence_multiple=4), {}
 
-    def routed_logprobs(
-        self, rank: int, batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[np.ndarray] | None, StageRoutes]:
+    def forward(
+        self, rank: int, batches: Sequence[MicroBatch], request: TokenRequest
+    ) -> RankValues:
         layers = self.layers[rank % 2]
         recorded = tuple(routes(batch.token_ids)[:, list(layers)] for batch in batches)
-        values = [batch.labels.astype(np.float32) for batch in batches] if rank % 2 else None
-        return values, StageRoutes(layers, recorded)
+        labels = [batch.labels.astype(np.float32) for batch in batches]
+        return RankValues({"logprobs": labels} if rank % 2 else None, StageRoutes(layers, recorded))
 
     def update(self, rank: int, batches: Sequence[MicroBatch], *_: object) -> dict[str, float]:
         self.updates += batches
@@ -110,13 +111,15 @@ def test_routes_belong_to_sequences_whatever_the_micro_batches(limits: BatchLimi
     trainers = TrainerGroup(stages)
     saves: Any = None
     trainers.start(None, saves)
-    logprobs, recorded = trainers.begin_routed_logprobs(SEQUENCES, limits, 1.0).wait()
-    for ids, values, own in zip(SEQUENCES.token_ids, logprobs, recorded, strict=True):
-        np.testing.assert_array_equal(values[1:], ids[1:])
+    values = trainers.forward(TokenRequest(records_routes=True), SEQUENCES, limits)
+    recorded = values.routes
+    assert recorded is not None
+    for ids, logprobs, own in zip(SEQUENCES.token_ids, values["logprobs"], recorded, strict=True):
+        np.testing.assert_array_equal(logprobs[1:], ids[1:])
         np.testing.assert_array_equal(own, routes(ids))
     reordered = select(SEQUENCES._replace(routes=recorded), (3, 0, 2, 1))
     loss: Any = None
-    trainers.update(reordered, BatchLimits(8, max_tokens=8), loss, 0.0)
+    trainers.update(UpdateRequest(loss, 0.0), reordered, BatchLimits(8, max_tokens=8))
     for batch in stages.updates:
         assert batch.routes is not None and len(batch.routes) == len(batch.token_ids)
         num_real = len(batch.token_ids) - batch.num_padding
@@ -279,13 +282,13 @@ def test_ranks_that_share_a_micro_batch_record_and_replay_its_tokens_together(
 class RoutedRanks(Ranks):
     """Fake ranks that record the number of every sequence as its routes."""
 
-    def begin_routed_logprobs(
-        self, sequences: Sequences, limits: object, temperature: float
-    ) -> Any:
-        values = self.begin_logprobs(sequences, limits, temperature).wait()
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> TokenValues:
+        values = super().forward(request, sequences, limits)
+        if not request.records_routes:
+            return values
         numbers = enumerate(sequences.token_ids)
         own = tuple(np.full((len(ids), 1, 1), number, np.uint8) for number, ids in numbers)
-        return SimpleNamespace(wait=lambda: (values, own))
+        return replace(values, routes=own)
 
 
 class _RecordingPolicy:
@@ -301,7 +304,7 @@ class _RecordingPolicy:
         self.compared += batches
         return [None] * len(batches)
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: object, **_: object) -> None:
+    def update(self, batches: Sequence[MicroBatch], *_: object) -> None:
         self.trained += batches
 
 
@@ -315,7 +318,7 @@ def test_only_the_policy_of_an_update_replays_routes(teacher: str | None) -> Non
     rank.position = cast("Any", SimpleNamespace(is_last_stage=True))
     batch = micro_batch(*SEQUENCES._replace(routes=tuple(map(routes, SEQUENCES.token_ids))))
     loss: Any = SimpleNamespace(compared=(ComparedModel(teacher),), temperature=1.0)
-    rank.train_step([batch], loss, num_tokens=1.0, lr=0.0)
+    rank.update([batch], UpdateRequest(loss, 0.0, divisor=1.0))
     assert [compared.routes for compared in policy.compared] == [None]
     assert [compared.is_routed for compared in policy.compared] == [None]
     np.testing.assert_array_equal(policy.compared[0].token_ids, batch.token_ids)

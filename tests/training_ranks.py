@@ -22,6 +22,7 @@ from msrl.config.sections.train import OffloadConfig, OptimizerConfig, Recompute
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import ValueLoss
+from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch
 from support import HANG_S
@@ -185,9 +186,8 @@ def _train(context: RankContext, case: Case, init_method: str) -> Result:
         if case.loss != "sft":
             batch = with_weights(batch, case.aggregate, constant=1000.0, groups=GROUPS)
         batches = _local_batches(batch, case, worker.policy)
-        reports.append(
-            worker.train_step(batches, loss, num_tokens=num_loss_tokens(batch), lr=case.lr)
-        )
+        request = UpdateRequest(loss, case.lr, divisor=num_loss_tokens(batch))
+        reports.append(worker.update(batches, request))
         if worker.critic is not None:
             reports[-1] |= _critic_step(case, worker.critic, step)
         if case.is_same_batch and step == case.steps - 1:
@@ -251,14 +251,13 @@ def _critic_step(case: Case, critic: ValueModelReplica, step: int) -> dict[str, 
     """Train the critic; return its report and the sum of squares of all values before the step."""
     batch = value_sequences(step)
     batches = _local_batches(batch, case, critic)
-    values = critic.values(batches)
-    report = critic.train_step(
-        batches, ValueLoss(VALUE_CLIP), num_tokens=num_loss_tokens(batch), lr=VALUE_LR
-    )
+    values = critic.forward(batches, TokenRequest(("values",))).by_name
+    loss = ValueLoss(VALUE_CLIP)
+    report = critic.update(batches, UpdateRequest(loss, VALUE_LR, divisor=num_loss_tokens(batch)))
     squares = (
         None
         if values is None
-        else sum(float((row.astype(np.float64) ** 2).sum()) for row in values)
+        else sum(float((row.astype(np.float64) ** 2).sum()) for row in values["values"])
     )
     totals: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(totals, (critic.position.dp_rank, squares))

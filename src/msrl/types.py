@@ -25,10 +25,6 @@ Their type is the smallest of uint8 and int16 that holds the numbers.
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-TokenStatistic = Literal["entropy", "squared_probability"]
-"""Statistic of a distribution over the vocabulary; squared_probability is the sum of p^2."""
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation.

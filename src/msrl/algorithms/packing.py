@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,47 +21,6 @@ from numpy.typing import NDArray
 
 from msrl.errors import MsrlError
 from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Routes, TrainingSample
-
-
-class JoinedRows(tuple[NDArray[Any], ...]):
-    """Arrays that are consecutive parts of one array, `joined`, with these lengths."""
-
-    joined: NDArray[Any]
-    lengths: Sequence[int]
-
-    @classmethod
-    def split(cls, joined: NDArray[Any], lengths: Sequence[int]) -> JoinedRows:
-        """Split an array into rows of these lengths."""
-        ends = accumulate(lengths, initial=0)
-        rows = cls([joined[start:end] for start, end in pairwise(ends)])
-        rows.joined, rows.lengths = joined, lengths
-        return rows
-
-    def first(self, count: int) -> JoinedRows:
-        """Return the first rows."""
-        lengths = self.lengths[:count]
-        return JoinedRows.split(self.joined[: sum(lengths)], lengths)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle one array instead of many."""
-        return JoinedRows.split, (self.joined, self.lengths)
-
-
-def join(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the concatenation of rows. There must be at least one."""
-    return rows.joined if isinstance(rows, JoinedRows) else np.concatenate(rows)
-
-
-def join_first(rows: Sequence[NDArray[Any]], count: int) -> NDArray[Any]:
-    """Return the concatenation of the first rows. There must be at least one."""
-    if isinstance(rows, JoinedRows):
-        return rows.joined[: sum(rows.lengths[:count])]
-    return np.concatenate(rows[:count])
-
-
-def row_lengths(rows: Sequence[NDArray[Any]]) -> Sequence[int]:
-    """Return the length of every row."""
-    return rows.lengths if isinstance(rows, JoinedRows) else [len(row) for row in rows]
 
 
 class Sequences(NamedTuple):
@@ -145,28 +104,24 @@ def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
     """
     if not samples:
         return Sequences((), (), {"advantages": (), "sampler_logprobs": ()})
-    counts = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
-    lengths = [prompt + response for prompt, response in counts]
-    is_response = np.repeat(np.tile([False, True], len(counts)), np.ravel(counts))
-
-    def behind_prompts(rows: Sequence[NDArray[Any]], dtype: type) -> JoinedRows:
-        for row, (_, response) in zip(rows, counts, strict=True):
-            if len(row) != response:
-                raise ValueError(f"{len(row)} values for a response of {response} tokens")
-        values = np.zeros(len(is_response), dtype)
-        values[is_response] = np.concatenate(rows)
-        return JoinedRows.split(values, lengths)
-
-    token_ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.response_ids)])
     return Sequences(
-        JoinedRows.split(token_ids, lengths),
-        behind_prompts([_response_mask(sample) for sample in samples], np.bool_),
+        tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
+        tuple(_behind_prompt(s, _response_mask(s)) for s in samples),
         {
-            "advantages": behind_prompts([s.advantages for s in samples], np.float32),
-            "sampler_logprobs": behind_prompts([s.sampler_logprobs for s in samples], np.float32),
+            "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
+            "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
         },
         _recorded_routes(samples),
     )
+
+
+def _behind_prompt(sample: TrainingSample, values: NDArray[Any]) -> NDArray[Any]:  # [R] -> [T]
+    """Return the values of the response behind zeros for the prompt."""
+    if len(values) != len(sample.response_ids):
+        raise ValueError(
+            f"{len(values)} values for a response of {len(sample.response_ids)} tokens"
+        )
+    return np.concatenate((np.zeros(len(sample.prompt_ids), values.dtype), values))
 
 
 def _recorded_routes(samples: Sequence[TrainingSample]) -> tuple[Routes, ...] | None:

@@ -115,13 +115,6 @@ class TokenArrays:
         values = np.concatenate([np.zeros(0, dtype), *arrays])  # rows may be missing
         return cls(values.astype(dtype, copy=False), _lengths(arrays))
 
-    def first(self, count: int) -> TokenArrays:
-        """Return the first rows."""
-        if count >= len(self):
-            return self
-        lengths = self.lengths[:count]
-        return TokenArrays(self.values[: int(lengths.sum())], lengths)
-
     def split(self) -> list[np.ndarray]:
         """Return the array of each row."""
         ends = np.cumsum(self.lengths).tolist()

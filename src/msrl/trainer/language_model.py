@@ -7,8 +7,8 @@ context parallelism), P = m + padding, V columns of the vocabulary on this rank,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from msrl.trainer import groups
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.objective.chunked import chunked_logprobs
-from msrl.trainer.objective.device_batch import DeviceBatch, spread
+from msrl.trainer.objective.device_batch import DeviceBatch
 from msrl.trainer.objective.divergence import reference_distribution
 from msrl.trainer.objective.logprobs import (
     Distribution,
@@ -32,7 +32,8 @@ from msrl.trainer.objective.losses import Loss, Outputs
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.objective.token_logits import token_logits
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.types import MicroBatch
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities [M] of the labels; entropies [M] and divergences [M, K] if they are needed."""
@@ -41,125 +42,50 @@ Logprobs = tuple[Tensor, Tensor | None, Tensor | None]
 class LanguageModelReplica(ModelReplica):
     """A replica whose output layer gives logits over the vocabulary."""
 
-    def train_step(
+    def update(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: Loss | StepLoss,
-        *,
-        num_tokens: float,
-        lr: float,
+        request: UpdateRequest,
         comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
-        See `ModelReplica.update`.
+        See `ModelReplica.minimize`.
         """
-        minimize = functools.partial(self._minimize, loss, num_tokens)
-        return self.update(
+        return self.minimize(
             micro_batches,
-            minimize,
-            num_tokens=num_tokens,
-            lr=lr,
-            gives_hidden=self._is_chunked or isinstance(loss, StepLoss),
+            functools.partial(self._loss_and_sums, request),
+            request,
+            gives_hidden=self._is_chunked or isinstance(request.loss, StepLoss),
             comparisons=comparisons,
         )
 
-    def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, *, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the metrics of a training step without an update."""
-        rows = self.run(
-            micro_batches,
-            functools.partial(self._minimize, loss, num_tokens),
-            gives_hidden=self._is_chunked or isinstance(loss, StepLoss),
-        )
-        return self.mean_metrics(rows, num_tokens)
-
-    def logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> list[Floats] | None:
-        """Return the log-probability of every label, [N] per micro-batch, 0 outside of the mask.
-
-        None except on the last stage.
-        """
-
-        def measure(output: Output, batch: DeviceBatch) -> Tensor:
-            return self.label_logprobs(output, batch, temperature)[0]
-
-        return self._value_per_label(micro_batches, measure)
-
-    def routed_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats] | None, StageRoutes | None]:
-        """Return `logprobs`, and the routes of this stage.
-
-        The routes are None except on the first of the ranks that share the micro-batches.
-        """
+    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
+        """Return the requested values of every label, and the routes of this stage."""
+        measure = functools.partial(self._measure, request)
+        if not request.records_routes:
+            return RankValues(self.per_label(micro_batches, measure, gives_hidden=self._is_chunked))
         assert self.replay is not None, "built without routing replay"
         with self.replay.record() as recording:
-            values = self.logprobs(micro_batches, temperature)
-        return values, recording.gather(micro_batches)
+            values = self.per_label(micro_batches, measure, gives_hidden=self._is_chunked)
+        return RankValues(values, recording.gather(micro_batches))
 
-    def token_statistic(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
-    ) -> list[Floats] | None:
-        """Return a statistic of the distribution at every label, [N] per micro-batch.
-
-        Values are 0 where the mask is not set. None except on the last stage.
-        """
-
-        def measure(output: Output, batch: DeviceBatch) -> Tensor:
-            if name == "squared_probability":
-                return self._squared_probability(output, batch, temperature)
-            entropy = self.label_logprobs(output, batch, temperature, with_entropy=True)[1]
-            assert entropy is not None
-            return entropy
-
-        return self._value_per_label(micro_batches, measure)
-
-    def logprobs_and_entropies(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats], list[Floats]] | None:
-        """Return `logprobs` and the entropies at the same labels from one pass."""
-
-        def measure(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
+    def _measure(
+        self, request: TokenRequest, output: Output, batch: DeviceBatch
+    ) -> dict[str, Tensor]:  # [M] each
+        """Return the requested values of the labels of a micro-batch."""
+        measured = dict[str, Tensor]()
+        if "squared_probabilities" in request.values:
+            squares = self._squared_probability(output, batch, request.temperature)
+            measured["squared_probabilities"] = squares
+        if "logprobs" in request.values or "entropies" in request.values:
             logprobs, entropies, _ = self.label_logprobs(
-                output, batch, temperature, with_entropy=True
+                output, batch, request.temperature, with_entropy="entropies" in request.values
             )
-            assert entropies is not None
-            return {"logprobs": logprobs, "entropies": entropies}
-
-        values = self._per_label(micro_batches, measure)
-        return None if values is None else (values["logprobs"], values["entropies"])
-
-    def _value_per_label(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        measure: Callable[[Output, DeviceBatch], Tensor],  # -> [M]
-    ) -> list[Floats] | None:
-        """Return a value of every label, 0 where the mask is not set."""
-
-        def measure_one(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
-            return {"value": measure(output, batch)}
-
-        values = self._per_label(micro_batches, measure_one)
-        return None if values is None else values["value"]
-
-    def _per_label(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        measure: Callable[[Output, DeviceBatch], dict[str, Tensor]],  # -> [M] by name
-    ) -> dict[str, list[Floats]] | None:
-        """Return the values of every label by name, 0 where the mask is not set."""
-        rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
-        if not self.position.is_last_stage:
-            return None
-
-        def spread_values(name: str) -> list[Floats]:
-            pairs = zip(micro_batches, rows, strict=True)
-            return [spread(batch, row[name]).numpy() for batch, row in pairs]
-
-        return {name: spread_values(name) for name in rows[0]}
+            measured["logprobs"] = logprobs
+            if entropies is not None:
+                measured["entropies"] = entropies
+        return {name: measured[name] for name in request.values}
 
     def _squared_probability(
         self, output: Output, batch: DeviceBatch, temperature: float
@@ -255,17 +181,18 @@ class LanguageModelReplica(ModelReplica):
         """True if logits are computed from hidden states, `logit_chunk` positions at a time."""
         return self.settings.logit_chunk is not None
 
-    def _minimize(
-        self, loss: Loss | StepLoss, num_tokens: float, output: Output, batch: DeviceBatch
+    def _loss_and_sums(
+        self, request: UpdateRequest, output: Output, batch: DeviceBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a micro-batch and its sums for the metrics."""
+        loss, divisor = cast("Loss | StepLoss", request.loss), cast("float", request.divisor)
         if isinstance(loss, StepLoss):
-            return loss(self._token_logits(output, batch, loss), batch.fields, num_tokens)
+            return loss(self._token_logits(output, batch, loss), batch.fields, divisor)
         logprobs, entropy, divergences = self.label_logprobs(
             output, batch, loss.temperature, with_entropy=loss.needs_entropy
         )
-        return loss(
-            Outputs(logprobs, batch.sequences, entropy, divergences), batch.fields, num_tokens
-        )
+        outputs = Outputs(logprobs, batch.sequences, entropy, divergences)
+        return loss(outputs, batch.fields, divisor)
 
     def _token_logits(self, output: Output, batch: DeviceBatch, loss: StepLoss) -> Tensor:
         """Return the logits of the reward tokens, [M, K]."""

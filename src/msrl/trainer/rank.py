@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,13 @@ from msrl.platforms import resolve
 from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.objective.logprobs import DistributionComparison
-from msrl.trainer.objective.losses import ComparedModel, Loss, ValuesLoss
+from msrl.trainer.objective.losses import ComparedModel, Loss
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.replica import ModelReplica
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
-from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
+from msrl.types import MicroBatch
 
 
 class TrainingRank:
@@ -109,75 +111,28 @@ class TrainingRank:
         """Divisor of every micro-batch's token count, whichever replica runs it."""
         return math.lcm(*(replica.sequence_multiple for replica in self.replicas()))
 
-    # Policy, reference and teachers
+    # Requests
 
-    def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Loss | StepLoss,
-        *,
-        num_tokens: float,
-        lr: float,
+    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
+        """Return values of every label from one pass of a model."""
+        with self._model(request.model) as model:
+            return model.forward(micro_batches, request)
+
+    def update(
+        self, micro_batches: Sequence[MicroBatch], request: UpdateRequest
     ) -> dict[str, float]:
-        """Run one optimizer step of the policy over this data-parallel rank's micro-batches.
+        """Run one optimizer step of a model over this data-parallel rank's micro-batches.
 
-        See `ModelReplica.update`.
+        See `ModelReplica.minimize`.
         """
+        if request.model == "critic":
+            return self._trained_critic().update(micro_batches, request)
+        loss = cast("Loss | StepLoss", request.loss)
         columns = [
             self._comparisons(micro_batches, model, loss.temperature) for model in loss.compared
         ]
-        return self.policy.train_step(
-            micro_batches,
-            loss,
-            num_tokens=num_tokens,
-            lr=lr,
-            comparisons=list(zip(*columns, strict=True)) if self.position.is_last_stage else (),
-        )
-
-    def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, *, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the policy's metrics of a training step without an update."""
-        return self.policy.evaluate(micro_batches, loss, num_tokens=num_tokens)
-
-    def logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, *, of_reference: bool = False
-    ) -> list[Floats] | None:
-        """Return the log-probability of every label, 0 where the mask is not set.
-
-        [N] per micro-batch; None except on the last stage.
-        """
-        if not of_reference:
-            return self.policy.logprobs(micro_batches, temperature)
-        with self._reference() as reference:
-            return reference.logprobs(micro_batches, temperature)
-
-    def routed_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats] | None, StageRoutes | None]:
-        """Return the policy's `logprobs`, and the routes of this stage.
-
-        The routes are None except on the first of the ranks that share the micro-batches.
-        """
-        return self.policy.routed_logprobs(micro_batches, temperature)
-
-    def token_statistic(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
-    ) -> list[Floats] | None:
-        """Return a statistic of the policy's distribution at every label, [N] per micro-batch.
-
-        Values are 0 where the mask is not set. None except on the last stage.
-        """
-        return self.policy.token_statistic(micro_batches, temperature, name)
-
-    def logprobs_and_entropies(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats], list[Floats]] | None:
-        """Return the policy's `logprobs` and entropies from one pass.
-
-        None except on the last stage.
-        """
-        return self.policy.logprobs_and_entropies(micro_batches, temperature)
+        comparisons = list(zip(*columns, strict=True)) if self.position.is_last_stage else ()
+        return self.policy.update(micro_batches, request, comparisons)
 
     def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Return the policy's logits, [N, vocabulary] float32 per micro-batch.
@@ -206,6 +161,21 @@ class TrainingRank:
             for other in distributions
             if other is not None
         ]
+
+    @contextmanager
+    def _model(self, name: str) -> Iterator[LanguageModelReplica | ValueModelReplica]:
+        """Provide the model of a request. A reward model is offloaded after its use."""
+        if name == "policy":
+            yield self.policy
+        elif name == "critic":
+            yield self._trained_critic()
+        elif name == "reference":
+            with self._reference() as reference:
+                yield reference
+        else:
+            reward_model = self.reward_models[name.removeprefix("reward:")]
+            yield reward_model
+            reward_model.host.offload()
 
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:
@@ -237,40 +207,6 @@ class TrainingRank:
         else:
             with self._reference() if teacher is None else self._initial_policy() as model:
                 yield model
-
-    # Critic and reward models
-
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the critic's value before each label, 0 where the mask is not set.
-
-        [N] per micro-batch; None except on the last stage.
-        """
-        return self._trained_critic().values(micro_batches)
-
-    def train_critic_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float, lr: float
-    ) -> dict[str, float]:
-        """Run one optimizer step of the critic over this data-parallel rank's micro-batches.
-
-        See `ModelReplica.update`.
-        """
-        return self._trained_critic().train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
-
-    def evaluate_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the critic's metrics of a training step without an update."""
-        return self._trained_critic().evaluate(micro_batches, loss, num_tokens=num_tokens)
-
-    def scores(self, name: str, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return a reward model's value before each label, and offload the model.
-
-        [N] per micro-batch; None except on the last stage.
-        """
-        reward_model = self.reward_models[name]
-        scores = reward_model.values(micro_batches)
-        reward_model.host.offload()
-        return scores
 
     def _trained_critic(self) -> ValueModelReplica:
         assert self.critic is not None, "built without a critic"

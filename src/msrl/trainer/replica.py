@@ -35,12 +35,13 @@ from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.model.routes import RoutingReplay
 from msrl.trainer.objective.batches import filler
-from msrl.trainer.objective.device_batch import DeviceBatch, to_device
+from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
-from msrl.types import MicroBatch
+from msrl.types import Floats, MicroBatch
 
 Output = Tensor | HiddenStates
 Values = dict[str, Any]
@@ -185,13 +186,12 @@ class ModelReplica:
 
     # Passes
 
-    def update(
+    def minimize(
         self,
         micro_batches: Sequence[MicroBatch],
         finish: Finish,
+        request: UpdateRequest,
         *,
-        num_tokens: float,
-        lr: float,
         gives_hidden: bool = False,
         comparisons: Sequence[tuple[DistributionComparison, ...]] = (),
     ) -> dict[str, float]:
@@ -200,9 +200,7 @@ class ModelReplica:
         Args:
             micro_batches: Micro-batches of this data-parallel rank.
             finish: Function that computes the loss and the sums of a micro-batch.
-            num_tokens: Number of loss tokens in the micro-batches of all ranks, or another
-                divisor that the loss expects.
-            lr: Learning rate.
+            request: Learning rate, without which there is no step, and divisor of the metrics.
             gives_hidden: See `run`.
             comparisons: See `run`.
 
@@ -213,6 +211,12 @@ class ModelReplica:
         Raises:
             MsrlError: Too many consecutive updates were skipped.
         """
+        assert request.divisor is not None
+        if request.lr is None:
+            rows = self.run(
+                micro_batches, finish, gives_hidden=gives_hidden, comparisons=comparisons
+            )
+            return self.mean_metrics(rows, request.divisor)
         assert self.wrapped is not None and self.settings.optimizer is not None, (
             "built without an optimizer"
         )
@@ -232,16 +236,18 @@ class ModelReplica:
             gives_hidden=gives_hidden,
             comparisons=comparisons,
         )
-        grad_norm, is_skipped = self._step(micro_batches, lr, self.settings.optimizer.grad_clip)
+        grad_norm, is_skipped = self._step(
+            micro_batches, request.lr, self.settings.optimizer.grad_clip
+        )
         balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
         replay = self.replay.end() if self.replay is not None else {}
-        metrics = self.mean_metrics(rows, num_tokens)
+        metrics = self.mean_metrics(rows, request.divisor)
         return {
             **metrics,
             **balance,
             **replay,
             "grad_norm": grad_norm,
-            "lr": lr,
+            "lr": request.lr,
             "skipped": float(is_skipped),
         }
 
@@ -374,6 +380,28 @@ class ModelReplica:
         if isinstance(result, tuple):
             return result[0], no_count, result[1]
         return torch.zeros((), device=self.position.device), no_count, result
+
+    def per_label(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        measure: Callable[[Output, DeviceBatch], dict[str, Tensor]],  # -> [M] by name
+        *,
+        gives_hidden: bool = False,
+    ) -> dict[str, list[Floats]] | None:
+        """Return the values of every label by name, 0 where the mask is not set.
+
+        [N] per micro-batch; None except on the last stage.
+        """
+        rows = self.run(micro_batches, measure, gives_hidden=gives_hidden)
+        if not self.position.is_last_stage:
+            return None
+        return {
+            name: [
+                spread(batch, row[name]).numpy()
+                for batch, row in zip(micro_batches, rows, strict=True)
+            ]
+            for name in rows[0]
+        }
 
     def mean_metrics(
         self, rows: Sequence[Mapping[str, Tensor]], num_tokens: float

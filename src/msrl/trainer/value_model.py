@@ -8,8 +8,8 @@ on this rank).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -17,10 +17,10 @@ from msrl.checkpoint.scored import with_score_head
 from msrl.checkpoint.weights import WeightSource
 from msrl.models.reward_head import with_score
 from msrl.models.shape import Shape
-from msrl.trainer.objective.device_batch import DeviceBatch, spread
-from msrl.trainer.objective.losses import ValuesLoss
+from msrl.trainer.objective.device_batch import DeviceBatch
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.types import Floats, MicroBatch
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.types import MicroBatch
 
 
 class ValueModelReplica(ModelReplica):
@@ -38,51 +38,29 @@ class ValueModelReplica(ModelReplica):
         """Copy this rank's tensors of `source`; the head of a language model becomes zero."""
         super().fill_weights(weights, with_score_head(source))
 
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the value before each label, [N] per micro-batch, 0 where the mask is not set.
+    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
+        """Return the value before each label."""
 
-        None except on the last stage.
-        """
-
-        def finish(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
+        def measure(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             return {"values": _values(output, batch)}
 
-        rows = self.run(micro_batches, finish)
-        if not self.position.is_last_stage:
-            return None
-        return [
-            spread(batch, row["values"]).numpy()
-            for batch, row in zip(micro_batches, rows, strict=True)
-        ]
+        return RankValues(self.per_label(micro_batches, measure))
 
-    def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float, lr: float
+    def update(
+        self, micro_batches: Sequence[MicroBatch], request: UpdateRequest
     ) -> dict[str, float]:
         """Run one optimizer step over this data-parallel rank's micro-batches.
 
-        See `ModelReplica.update`.
+        See `ModelReplica.minimize`.
         """
-        return self.update(
-            micro_batches,
-            functools.partial(_minimize, loss, num_tokens),
-            num_tokens=num_tokens,
-            lr=lr,
-        )
 
-    def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, *, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the metrics of a training step without an update."""
-        rows = self.run(micro_batches, functools.partial(_minimize, loss, num_tokens))
-        return self.mean_metrics(rows, num_tokens)
+        def finish(output: Output, batch: DeviceBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            loss: Any = request.loss
+            return loss(_values(output, batch), batch.fields, request.divisor)
+
+        return self.minimize(micro_batches, finish, request)
 
 
 def _values(output: Output, batch: DeviceBatch) -> Tensor:  # [m, 1] -> [M]
     assert isinstance(output, Tensor)
     return batch.gather(output.squeeze(-1).float())
-
-
-def _minimize(
-    loss: ValuesLoss, num_tokens: float, output: Output, batch: DeviceBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return loss(_values(output, batch), batch.fields, num_tokens)

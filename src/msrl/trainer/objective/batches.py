@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from msrl.algorithms.aggregate import AveragingGroup, Mode, sequence_weights
-from msrl.algorithms.packing import JoinedRows, Sequences, bins, micro_batch, per_token
+from msrl.algorithms.packing import Sequences, bins, micro_batch, per_token
 from msrl.types import Floats, MicroBatch
 
 
@@ -38,11 +38,9 @@ class BatchLimits:
 
 
 def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
-    """Return the sequences at `indices`, in that order. The first ones remain joined."""
+    """Return the sequences at `indices`, in that order."""
 
     def pick(rows: Sequence[Any]) -> tuple[Any, ...]:
-        if isinstance(rows, JoinedRows) and indices == range(len(indices)):
-            return rows.first(len(indices))
         return tuple(rows[i] for i in indices)
 
     fields = {name: pick(values) for name, values in sequences.fields.items()}

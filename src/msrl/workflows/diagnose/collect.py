@@ -20,7 +20,8 @@ from msrl.errors import MsrlError
 from msrl.plan.derived import world_size
 from msrl.platforms.base import Platform
 from msrl.rollout.weights.digest import Digests, add_digests, differences, file_digests
-from msrl.trainer.objective.batches import BatchLimits, padded
+from msrl.trainer.objective.batches import BatchLimits
+from msrl.trainer.requests import TokenRequest
 from msrl.types import Floats, Ints, Prompt, SamplingParams
 from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings
@@ -246,9 +247,9 @@ def _trainer_logprobs(
     trainers: TrainerGroup, samples: SampledTokens, per_batch: int, temperature: float
 ) -> Floats:
     """Return the ranks' log-probabilities of all response tokens, [N]."""
-    sequences = padded(samples.sequences(), trainers.dp_size)
-    rows = trainers.logprobs(sequences, BatchLimits(per_batch), temperature)
-    return samples.responses(rows[: len(samples.token_ids)], first=0)
+    request = TokenRequest(temperature=temperature)
+    values = trainers.forward(request, samples.sequences(), BatchLimits(per_batch))
+    return samples.responses(values["logprobs"], first=0)
 
 
 def _one_by_one(engine: VllmEngine, samples: SampledTokens) -> list[Floats]:
@@ -269,16 +270,15 @@ def _recorded(target: Target, trainers: TrainerGroup) -> Recorded | None:
         tuple(record.is_sampled for record in records),
         {},
     )
-    rows = trainers.logprobs(
-        padded(sequences, trainers.dp_size), BatchLimits(1), target.sampling.temperature
-    )
+    request = TokenRequest(temperature=target.sampling.temperature)
+    rows = trainers.forward(request, sequences, BatchLimits(1))["logprobs"]
     masks = [record.is_sampled for record in records]
     behavior = [record.values["behavior"] for record in records]
     return Recorded(
         records[0].step,
         target.version,
         _selected(behavior, masks),
-        _selected(rows[: len(records)], masks),
+        _selected(rows, masks),
     )
 
 
@@ -338,7 +338,7 @@ def _trainer_component(
         (sequences.token_ids[samples.longest],), (sequences.loss_masks[samples.longest],), {}
     )
     trainers.workers.call("begin_recording")
-    trainers.logprobs(padded(alone, trainers.dp_size), BatchLimits(1), 1.0)
+    trainers.forward(TokenRequest(), alone, BatchLimits(1))
     ranks: list[RankRecording] = trainers.workers.call("end_recording")
     num_tokens = len(alone.token_ids[0])
     routed = by_layer(_joined([(rank, rank.experts) for rank in ranks]), num_tokens)

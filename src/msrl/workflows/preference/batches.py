@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from msrl.algorithms.packing import Sequences
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
+from msrl.trainer.requests import TokenRequest
 from msrl.types import Floats, Ints, RenderedExample, RenderedPreference
 from msrl.workflows.preference.rows import PreferenceRows
 from msrl.workflows.training.trainer_group import TrainerGroup
@@ -91,17 +92,13 @@ def answer_logprobs(
     *,
     reference: bool,
 ) -> Sums:  # [S]
-    """Return the log-probability of each answer under the reference or the policy.
-
-    The first sequence is repeated until their number is divisible by the number of data-parallel
-    ranks.
-    """
-    padded = [*sides, *[sides[0]] * (-len(sides) % trainers.dp_size)]
+    """Return the log-probability of each answer under the reference or the policy."""
     sequences = Sequences(
-        tuple(side.token_ids for side in padded), tuple(side.loss_mask for side in padded), {}
+        tuple(side.token_ids for side in sides), tuple(side.loss_mask for side in sides), {}
     )
-    logprobs = trainers.logprobs(sequences, limits, 1.0, of_reference=reference)
-    return np.array([float(values.astype(np.float64).sum()) for values in logprobs[: len(sides)]])
+    request = TokenRequest(model="reference" if reference else "policy")
+    logprobs = trainers.forward(request, sequences, limits)["logprobs"]
+    return np.array([float(values.astype(np.float64).sum()) for values in logprobs])
 
 
 def unrelated_sides(

@@ -18,6 +18,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import ScoreLoss
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
 from msrl.workflows.preference.batches import PreferenceBatch, make_batch
@@ -85,14 +86,8 @@ class RewardModelSteps:
         indices = job.order.of_step(step).tolist()
         batch = make_batch(job.train, indices, len(indices))
         sequences = scored_sequences(batch)
-        metrics = self._trainers.update_critic(
-            sequences,
-            job.limits,
-            self._loss,
-            job.schedule.at(step),
-            rows=batch.rows,
-            total_weight=batch.total_weight,
-        )
+        request = UpdateRequest(self._loss, job.schedule.at(step), "critic", batch.total_weight)
+        metrics = self._trainers.update(request, sequences, job.limits, rows=batch.rows)
         num_scores = len(sequences.token_ids)
         return step_report(job, step + 1, sequences, num_scores, metrics, start_time)
 
@@ -121,12 +116,9 @@ class RewardModelEvaluator:
     def evaluate(self, report: StepReport) -> StepReport:
         """Compute the metrics of the held-out pairs; return the report of the step with them."""
         start_time, batch = time.perf_counter(), self._batch
-        metrics = self._trainers.evaluate_critic(
-            scored_sequences(batch),
-            self._job.limits,
-            self._loss,
-            rows=batch.rows,
-            total_weight=batch.total_weight,
+        request = UpdateRequest(self._loss, None, "critic", batch.total_weight)
+        metrics = self._trainers.update(
+            request, scored_sequences(batch), self._job.limits, rows=batch.rows
         )
         evaluated = {f"eval/{name}": value for name, value in metrics.items()}
         seconds = {**report.seconds, "eval": time.perf_counter() - start_time}

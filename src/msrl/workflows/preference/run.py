@@ -13,6 +13,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import PreferenceLoss
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.preference.batches import (
@@ -120,26 +121,17 @@ class PreferenceSteps:
         loss = self._with_baseline(batch)
         has_passes = self._plan.needs_reference and self._stored is None
         stages = {"reference": time.perf_counter() - start_time} if has_passes else {}
-        metrics = self._trainers.update(
-            sequences,
-            job.limits,
-            loss,
-            job.schedule.at(step),
-            rows=batch.rows,
-            total_weight=batch.total_weight,
-        )
+        request = UpdateRequest(loss, job.schedule.at(step), divisor=batch.total_weight)
+        metrics = self._trainers.update(request, sequences, job.limits, rows=batch.rows)
         metrics, num_tokens = self._reported(metrics, loss), batch.num_loss_tokens
         return step_report(job, step + 1, sequences, num_tokens, metrics, start_time, stages)
 
     def evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
         """Return the metrics of a batch without an update."""
         loss = self._with_baseline(batch)
-        metrics = self._trainers.evaluate(
-            batch.sequences(reference),
-            self._job.limits,
-            loss,
-            rows=batch.rows,
-            total_weight=batch.total_weight,
+        request = UpdateRequest(loss, lr=None, divisor=batch.total_weight)
+        metrics = self._trainers.update(
+            request, batch.sequences(reference), self._job.limits, rows=batch.rows
         )
         return self._reported(metrics, loss)
 

@@ -23,6 +23,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.steps import LABEL, StepLoss
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, Ints, RenderedExample, StepReport
 from msrl.workflows.sft.batches import Batch, make_batch
@@ -89,10 +90,8 @@ class StepRewardSteps:
         batch = step_batch(examples, self._loss.token_ids)
         metrics = dict[str, float]()
         if batch.num_loss_tokens:
-            lr = job.schedule.at(step)
-            metrics = self._trainers.update(
-                batch.sequences, job.limits, self._loss, lr, rows=batch.rows
-            )
+            request = UpdateRequest(self._loss, job.schedule.at(step))
+            metrics = self._trainers.update(request, batch.sequences, job.limits, rows=batch.rows)
         return step_report(
             job, step + 1, batch.sequences, batch.num_loss_tokens, metrics, start_time
         )
@@ -120,9 +119,8 @@ class StepEvaluator:
     def evaluate(self, report: StepReport) -> StepReport:
         """Compute the metrics of the held-out steps; return the report of the step with them."""
         start_time, batch = time.perf_counter(), self._batch
-        metrics = self._trainers.evaluate(
-            batch.sequences, self._job.limits, self._loss, rows=batch.rows
-        )
+        request = UpdateRequest(self._loss, lr=None)
+        metrics = self._trainers.update(request, batch.sequences, self._job.limits, rows=batch.rows)
         evaluated = {f"eval/{name}": value for name, value in metrics.items()}
         seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
         return replace(report, metrics={**report.metrics, **evaluated}, seconds=seconds)

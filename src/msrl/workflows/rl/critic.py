@@ -23,6 +23,7 @@ from msrl.trainer.objective.batches import (
     with_weights,
 )
 from msrl.trainer.objective.losses import ValueLoss
+from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
 from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups
@@ -46,9 +47,9 @@ class CriticUpdater:
 
         The loss masks of `sequences` mark all response tokens.
         """
-        rows = self._trainers.values(padded(sequences, self._trainers.dp_size), limits)
-        masks = sequences.loss_masks
-        values = [row[mask] for row, mask in zip(rows[: len(masks)], masks, strict=True)]
+        request = TokenRequest(("values",), model="critic")
+        rows = self._trainers.forward(request, sequences, limits)["values"]
+        values = [row[mask] for row, mask in zip(rows, sequences.loss_masks, strict=True)]
         return np.concatenate(values).astype(np.float64)
 
     def update(
@@ -65,7 +66,8 @@ class CriticUpdater:
             lr = self._schedule.at(step * len(batches) + number)
             weighted = value_batch(self._config, sequences, batch, self._trainers.dp_size)
             if num_loss_tokens(weighted):
-                reports.append(self._trainers.update_critic(weighted, limits, self._loss, lr))
+                request = UpdateRequest(self._loss, lr, model="critic")
+                reports.append(self._trainers.update(request, weighted, limits))
         means = {_NAMES.get(name, name): mean for name, mean in mean_report(reports).items()}
         return {**means, "value_lr": lr}
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from msrl.algorithms.packing import join, join_first
+import numpy as np
+
 from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.tracking.rollouts import LoggedValues
 from msrl.types import ScoredGroup
@@ -41,15 +42,15 @@ def measured_gap(
     """
     fields = prepared.sequences.fields
     if rows := fields.get("old_logprobs"):
-        trained, count = join(rows), len(rows)
+        trained, count = np.concatenate(rows), len(rows)
     elif column := values.get("trainer_logprobs"):
         trained, count = column.values, len(column)
     else:
         return None
-    mask = join_first(prepared.sequences.loss_masks, count)
+    mask = np.concatenate(prepared.sequences.loss_masks[:count])
     if version is not None and not _are_of_version(groups, count, version):
-        mask = mask & (join_first(list(behavior_versions(groups)), count) == version)
-    gap = measure(join_first(fields["sampler_logprobs"], count)[mask], trained[mask])
+        mask = mask & (np.concatenate([*behavior_versions(groups)][:count]) == version)
+    gap = measure(np.concatenate(fields["sampler_logprobs"][:count])[mask], trained[mask])
     return gap if gap.num_tokens else None
 
 

@@ -6,10 +6,10 @@ the same code as training ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msrl.algorithms.packing import Sequences
 from msrl.cluster.session import PlacedWorkers, Session
@@ -18,14 +18,11 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
-from msrl.types import Floats, Ints
+from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import PendingValues, Rows, TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
-
-if TYPE_CHECKING:
-    from msrl.trainer.objective.losses import ValuesLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,46 +82,26 @@ class ModelGroups(TrainerGroup):
         """Return True if the model of a role has separate devices."""
         return role in self._separate
 
-    def begin_logprobs(
+    def update(
         self,
+        request: UpdateRequest,
         sequences: Sequences,
         limits: BatchLimits,
-        temperature: float,
-        *,
-        of_reference: bool = False,
-    ) -> PendingValues:
-        reference = self._separate.get("reference")
-        if not of_reference or reference is None:
-            return super().begin_logprobs(sequences, limits, temperature, of_reference=of_reference)
-        limits = reference.limits(limits)
-        return reference.ranks.begin_logprobs(sequences, limits, temperature, of_reference=True)
-
-    def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
-        critic = self._separate.get("critic")
-        if critic is not None:
-            return critic.ranks.values(sequences, critic.limits(limits))
-        return super().values(sequences, limits)
-
-    def update_critic(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        loss: ValuesLoss,
-        lr: float,
         *,
         rows: Rows | None = None,
-        total_weight: float | None = None,
     ) -> dict[str, float]:
-        critic = self._separate.get("critic")
-        limits = limits if critic is None else critic.limits(limits)
-        update = super().update_critic if critic is None else critic.ranks.update_critic
-        return update(sequences, limits, loss, lr, rows=rows, total_weight=total_weight)
+        group = self._separate.get(request.model)
+        if group is None:
+            return super().update(request, sequences, limits, rows=rows)
+        return group.ranks.update(request, sequences, group.limits(limits), rows=rows)
 
-    def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
-        reward = self._separate.get("reward")
-        if reward is not None:
-            return reward.ranks.scores(name, token_ids, reward.micro_batch or batch)
-        return super().scores(name, token_ids, batch)
+    def begin_forward(
+        self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
+    ) -> PendingValues:
+        group = self._separate.get(request.role)
+        if group is None:
+            return super().begin_forward(request, sequences, limits)
+        return group.ranks.begin_forward(request, sequences, group.limits(limits))
 
     def offload(self) -> None:
         """Release the devices' memory, if engines need it."""

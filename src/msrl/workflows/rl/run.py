@@ -135,9 +135,8 @@ def _train(job: RLSetup, workers: _Workers, session: TrainingSession) -> None:
                 engines.offload(discard_weights=True)
                 trainers.onload()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
-            request = token_values.request(prepared, clock)
-            trained, observed = updater.update(prepared, step, clock, request.observation)
-            values = request.values(observed)
+            values = token_values.of_step(prepared, clock)
+            trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 workers.weights.update(step + 1)
             gap = gaps.metrics(step, prepared, batch.train_groups, values, trained)
@@ -181,9 +180,8 @@ def _train_asynchronously(job: RLSetup, workers: _Workers, session: TrainingSess
                 rollouts.pause()
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)
             empty_steps = _count_empty(prepared, empty_steps)
-            request = token_values.request(prepared, clock)
-            trained, observed = updater.update(prepared, step, clock, request.observation)
-            values = request.values(observed)
+            values = token_values.of_step(prepared, clock)
+            trained = updater.update(prepared, step, clock)
             with clock("weights"):
                 rollouts.publish(step + 1)
             if options.partial:

@@ -36,11 +36,6 @@ class Clock:
             self.seconds[stage] += time.perf_counter() - start
             self.ended_at[stage] = time.time()
 
-    def move(self, stage: str, part: str, seconds: float) -> None:
-        """Count some seconds of a stage as those of a part that began with it."""
-        self.seconds[stage] -= seconds
-        self.seconds[part] += seconds
-
 
 def step_metrics(
     scores: Scores, train_metrics: Mapping[str, float], seconds: Mapping[str, float]

@@ -5,8 +5,8 @@ T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
 from msrl.tracking.rollouts import LoggedValues, TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
+from msrl.trainer.requests import TokenRequest, TokenValue
 from msrl.types import Bools
 from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
-from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 _GROUPS_PER_LOGGED = 16  # `log.tokens: sampled` logs one of so many groups
@@ -27,37 +27,16 @@ _BYTES = 18  # of a token in the record without the values of `log.tokens`, unco
 _BYTES_OF_VALUE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ValueRequest:
-    """Values of the logged samples that a step has not computed.
-
-    Attributes:
-        count: Number of the logged samples, which are the first ones.
-        observation: Observation of these samples in the first update, if values are missing.
-        missing: Columns of these values.
-        computed: Columns that are computed already.
-    """
-
-    count: int = 0
-    observation: Observation | None = None
-    missing: frozenset[str] = frozenset()
-    computed: LoggedValues = field(default_factory=dict[str, TokenArrays])
-
-    def values(self, observed: Observed | None) -> LoggedValues:
-        """Return all values, with those that the update has observed."""
-        columns = dict(self.computed)
-        if observed is not None:
-            columns["trainer_logprobs"], columns["entropies"] = observed.values()
-        return {
-            name: arrays.first(self.count)
-            for name, arrays in columns.items()
-            if name in self.missing or name in self.computed
-        }
+# Column of the record, the field of a prepared step that holds it, and the value to request.
+_OF_POLICY: Sequence[tuple[str, str, TokenValue]] = (
+    ("trainer_logprobs", "old_logprobs", "logprobs"),
+    ("entropies", "entropies", "entropies"),
+)
 
 
 @dataclass
 class TokenValues:
-    """Requests for the values of `log.tokens`, up to the size limit of `log.tokens_max_gb`."""
+    """Values of `log.tokens`, up to the size limit of `log.tokens_max_gb`."""
 
     config: Config
     trainers: TrainerGroup
@@ -65,29 +44,37 @@ class TokenValues:
     note: Callable[[str], None]
     _is_over: bool = False
 
-    def request(self, prepared: PreparedStep, clock: Clock) -> ValueRequest:
-        """Return the request of a step, and compute the values of the reference model for it."""
+    def of_step(self, prepared: PreparedStep, clock: Clock) -> LoggedValues:
+        """Compute the values of the logged samples, the first ones, that a step has not computed.
+
+        Call it before the first update.
+        """
         numbers = self._numbers(len(prepared.samples))
         if not numbers or self._limit_is_reached():
-            return ValueRequest()
+            return {}
         fields = prepared.sequences.fields
-        sources = {"trainer_logprobs": "old_logprobs", "entropies": "entropies"}
-        missing = frozenset(column for column, name in sources.items() if name not in fields)
         has_reference = not needs_reference(self.config) or "reference_logprobs" in fields
+        missing: list[tuple[str, TokenValue]] = [
+            (column, value) for column, field, value in _OF_POLICY if field not in fields
+        ]
         if has_reference and not missing:
-            return ValueRequest()
-        sequences = _sequences(prepared, numbers, self.trainers.dp_size)
-        limits = _limits(self.config)
-        temperature = self.config.rollout.sampling.temperature
-        computed = dict[str, TokenArrays]()
-        if not has_reference:
-            with clock("token_values"):
-                rows = self.trainers.logprobs(sequences, limits, temperature, of_reference=True)
-                computed["reference_logprobs"] = TokenArrays.of(rows, np.float32)
-        observation = None
-        if missing:
-            observation = self.trainers.observation(sequences, limits, temperature)
-        return ValueRequest(len(numbers), observation, missing, computed)
+            return {}
+        sequences = _sequences(prepared, numbers)
+        columns = dict[str, TokenArrays]()
+        with clock("token_values"):
+            if not has_reference:
+                (rows,) = self._forward(sequences, "reference", "logprobs")
+                columns["reference_logprobs"] = rows
+            if missing:
+                values = self._forward(sequences, "policy", *(value for _, value in missing))
+                columns |= zip((column for column, _ in missing), values, strict=True)
+        return columns
+
+    def _forward(self, sequences: Sequences, model: str, *names: TokenValue) -> list[TokenArrays]:
+        """Return values of a model at every token."""
+        request = TokenRequest(names, model, self.config.rollout.sampling.temperature)
+        values = self.trainers.forward(request, sequences, _limits(self.config))
+        return [TokenArrays.of(values[name], np.float32) for name in names]
 
     def _numbers(self, num_samples: int) -> range:
         """Return the numbers of the samples to log: all, or those of the first groups."""
@@ -129,18 +116,12 @@ def size_note(config: Config, num_steps: int) -> str | None:
     )
 
 
-def _sequences(prepared: PreparedStep, numbers: range, dp_size: int) -> Sequences:
-    """Return the samples as sequences with all sampled tokens, without advantages.
-
-    The first one is repeated until their number is divisible by the number of data-parallel ranks.
-    """
-    missing = -len(numbers) % dp_size
-    every = [*numbers, *[numbers[0]] * missing] if missing else numbers
-    sequences = select(prepared.sequences._replace(fields={}), every)
-    if all(prepared.samples[number].is_trained for number in every):
+def _sequences(prepared: PreparedStep, numbers: range) -> Sequences:
+    """Return the samples as sequences with all sampled tokens, without advantages."""
+    sequences = select(prepared.sequences._replace(fields={}), numbers)
+    if all(prepared.samples[number].is_trained for number in numbers):
         return sequences
-    masks = tuple(_sampled(prepared, number) for number in every)
-    return sequences._replace(loss_masks=masks)
+    return sequences._replace(loss_masks=tuple(_sampled(prepared, number) for number in numbers))
 
 
 def _sampled(prepared: PreparedStep, number: int) -> Bools:  # [T]

@@ -52,7 +52,8 @@ from msrl.trainer.objective.batches import (
     with_weights,
 )
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
-from msrl.types import Floats, Routes, ScoredGroup, TokenStatistic, TrainingSample
+from msrl.trainer.requests import TokenRequest, TokenValue, UpdateRequest
+from msrl.types import Floats, Routes, ScoredGroup, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.distillation import (
     distillation,
@@ -73,14 +74,12 @@ from msrl.workflows.rl.update_batches import (
     update_batches,
     with_draws,
 )
-from msrl.workflows.training.observation import Observation, Observed
 from msrl.workflows.training.settings import policy_schedule
-from msrl.workflows.training.trainer_group import TrainerGroup
+from msrl.workflows.training.trainer_group import PendingValues, TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from msrl.trainer.objective.losses import Loss
 
 _EPS = 1e-8  # smallest mean of importance weights that is divided by
 
@@ -113,43 +112,6 @@ class _StepLogprobs:
     squared_probabilities: tuple[Floats, ...] | None = None  # sums over the vocabulary
     entropies: tuple[Floats, ...] | None = None
     routes: tuple[Routes, ...] | None = None  # [T, L, k] each, of the policy's pass
-
-
-@dataclass
-class _Observer:
-    """Updates of the policy in a step, of which the first one observes."""
-
-    trainers: TrainerGroup
-    observation: Observation | None
-    _observed: Observed | None = None
-
-    def update(
-        self, sequences: Sequences, limits: BatchLimits, loss: Loss, lr: float
-    ) -> dict[str, float]:
-        """Update the policy once; return the mean metrics."""
-        if self.observation is None or self._observed is not None:
-            return self.trainers.update(sequences, limits, loss, lr)
-        metrics, self._observed = self.trainers.observed_update(
-            self.observation, sequences, limits, loss, lr
-        )
-        return metrics
-
-    def observed(self, clock: Clock) -> Observed | None:
-        """Return what was observed; None without an observation.
-
-        A step without an update observes now. The time is that of the stage `token_values`.
-        """
-        if self.observation is None:
-            return None
-        if self._observed is not None:
-            clock.move("update", "token_values", self._observed.seconds)
-            return self._observed
-        with clock("token_values"):
-            return self.trainers.observe(self.observation)
-
-
-_PolicyPass = Callable[[], tuple[tuple[Floats, ...], tuple[Routes, ...] | None]]
-"""Function that waits for log-probabilities, [T] each, and routes, [T, L, k] each or None."""
 
 
 class Updater:
@@ -336,13 +298,7 @@ class Updater:
         routes = sequences.routes if logprobs.routes is None else logprobs.routes
         return sequences._replace(fields=fields, routes=routes)
 
-    def update(
-        self,
-        prepared: PreparedStep,
-        step: int,
-        clock: Clock,
-        observation: Observation | None = None,
-    ) -> tuple[dict[str, float], Observed | None]:
+    def update(self, prepared: PreparedStep, step: int, clock: Clock) -> dict[str, float]:
         """Run all updates of a step, the critic's first.
 
         The policy has none in the critic's warm-up.
@@ -350,8 +306,7 @@ class Updater:
         An update whose samples are all masked is skipped and counted.
 
         Returns:
-            The mean of the updates' metrics with the learning rate of the last update, and what
-            was observed before the policy's first update.
+            The mean of the updates' metrics with the learning rate of the last update.
         """
         metrics = dict(prepared.metrics)
         counts = prepared.counts or (1,) * len(prepared.samples)
@@ -361,20 +316,18 @@ class Updater:
                 metrics |= self._critic.update(
                     prepared.critic_sequences, batches, step, self._limits()
                 )
-        observer = _Observer(self._trainers, observation)
         policy_step = step - self._config.algo.value.warmup_steps
         if policy_step >= 0:
             with clock("update"):
-                metrics |= self._update_policy(prepared, batches, policy_step, observer)
+                metrics |= self._update_policy(prepared, batches, policy_step)
             self._adapt_kl(metrics, len(prepared.samples))
-        return metrics, observer.observed(clock)
+        return metrics
 
     def _update_policy(
         self,
         prepared: PreparedStep,
         batches: Sequence[UpdateBatch],
         step: int,  # counted from the first step after the critic's warm-up
-        observer: _Observer,
     ) -> dict[str, float]:
         """Update the policy once per batch; return the mean of the updates' metrics."""
         aggregate, constant = self._config.algo.aggregate, aggregate_constant(self._config)
@@ -394,8 +347,8 @@ class Updater:
                 sequences = with_proximal_shares(sequences, version, number / len(batches))
             if num_loss_tokens(sequences):
                 weighted = with_weights(sequences, aggregate.mode, constant, groups)
-                update_loss = self._normalized(loss, sequences)
-                reports.append(observer.update(weighted, self._limits(), update_loss, lr))
+                request = UpdateRequest(self._normalized(loss, sequences), lr)
+                reports.append(self._trainers.update(request, weighted, self._limits()))
         metrics = mean_report(reports)
         if len(reports) < len(batches):
             metrics["empty_updates"] = float(len(batches) - len(reports))
@@ -428,57 +381,52 @@ class Updater:
                 horizon=controller.horizon,
             )
 
-    def _statistic(self, sequences: Sequences, name: TokenStatistic) -> tuple[Floats, ...]:
-        limits = self._limits(forward=True)
-        return self._trainers.token_statistic(sequences, limits, self._loss.temperature, name)
-
-    def _logprobs(self, unpadded: Sequences) -> _StepLogprobs:
+    def _logprobs(self, sequences: Sequences) -> _StepLogprobs:
         """Return the log-probabilities that the loss or a KL penalty in the rewards needs.
 
         A step with one update needs those of the policy only for the penalty: its loss computes
         them. A reference on separate devices computes alongside the policy.
         """
-        sequences = padded(unpadded, self._trainers.dp_size)
-        kl, temperature, limits = (
-            self._config.algo.kl,
-            self._loss.temperature,
-            self._limits(forward=True),
-        )
-        policy = reference = None
-        estimates_norms = needs_distribution(self._config)
-        if needs_old_logprobs(self._config) or kl.reward.coef or estimates_norms or self._teachers:
-            policy = self._begin_policy(sequences, limits)
+        kl, limits = self._config.algo.kl, self._limits(forward=True)
+        begun: dict[str, PendingValues] = {}
+        if values := self._policy_values():
+            # The updates of the step replay the routes of this pass, which itself replays the
+            # engine's.
+            routes = self._config.train.router.replay == "trainer" and "logprobs" in values
+            request = self._request("policy", values, records_routes=routes)
+            begun["policy"] = self._trainers.begin_forward(request, sequences, limits)
         if kl.reward.coef or (kl.loss.coef and kl.loss.estimator != "full"):
-            reference = self._trainers.begin_logprobs(
-                sequences, limits, temperature, of_reference=True
-            )
-        squares = entropies = None
-        if estimates_norms:
-            squares = self._statistic(sequences, "squared_probability")
-        if self._config.algo.top_entropy < 1.0:
-            entropies = self._statistic(sequences, "entropy")
-        logprobs, routes = policy() if policy is not None else (None, None)
-        rows = [
-            logprobs,
-            None if reference is None else reference.wait(),
-            squares,
-            entropies,
-            routes,
-        ]
-        count = len(unpadded.token_ids)
-        return _StepLogprobs(*(None if row is None else row[:count] for row in rows))
+            request = self._request("reference", ("logprobs",))
+            begun["reference"] = self._trainers.begin_forward(request, sequences, limits)
+        done = {model: pending.wait() for model, pending in begun.items()}
+        reference = done["reference"]["logprobs"] if "reference" in done else None
+        if "policy" not in done:
+            return _StepLogprobs(None, reference)
+        policy = done["policy"]
+        return _StepLogprobs(
+            policy.by_name.get("logprobs"),
+            reference,
+            policy.by_name.get("squared_probabilities"),
+            policy.by_name.get("entropies"),
+            policy.routes,
+        )
 
-    def _begin_policy(self, sequences: Sequences, limits: BatchLimits) -> _PolicyPass:
-        """Begin the policy's log-probabilities; return a function that waits for them.
+    def _policy_values(self) -> tuple[TokenValue, ...]:
+        """Return the values of the policy that a step needs before its first update."""
+        algo, values = self._config.algo, list[TokenValue]()
+        has_norms = needs_distribution(self._config)
+        if needs_old_logprobs(self._config) or algo.kl.reward.coef or has_norms or self._teachers:
+            values.append("logprobs")
+        if has_norms:
+            values.append("squared_probabilities")
+        if algo.top_entropy < 1.0:
+            values.append("entropies")
+        return tuple(values)
 
-        It returns the routes too, if the updates of the step replay those of this pass. Routes of
-        the engine are replayed in this pass as well.
-        """
-        temperature = self._loss.temperature
-        if self._config.train.router.replay == "trainer":
-            return self._trainers.begin_routed_logprobs(sequences, limits, temperature).wait
-        begun = self._trainers.begin_logprobs(sequences, limits, temperature)
-        return lambda: (begun.wait(), None)
+    def _request(
+        self, model: str, values: tuple[TokenValue, ...], *, records_routes: bool = False
+    ) -> TokenRequest:
+        return TokenRequest(values, model, self._loss.temperature, records_routes)
 
     def _limits(self, *, forward: bool = False) -> BatchLimits:
         train = self._config.train

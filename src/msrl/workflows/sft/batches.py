@@ -14,6 +14,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.sections.algo import AggregateConfig
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import SftLoss
+from msrl.trainer.requests import UpdateRequest
 from msrl.types import Floats, StepReport
 from msrl.workflows.sft.setup import SftRows, SftSetup
 from msrl.workflows.training.supervised import is_evaluation_due
@@ -75,7 +76,9 @@ class HeldOutEvaluator:
         """Compute the loss; return the report of the step with it."""
         start_time = time.perf_counter()
         batch, limits = self._batch(), self._job.limits
-        loss = self._trainers.evaluate(batch.sequences, limits, LOSS, rows=batch.rows)["loss"]
+        request = UpdateRequest(LOSS, lr=None)
+        measured = self._trainers.update(request, batch.sequences, limits, rows=batch.rows)
+        loss = measured["loss"]
         metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
         seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
         return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds)

@@ -11,6 +11,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
+from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch, with_aggregation
@@ -83,9 +84,9 @@ class SftSteps:
         batch = make_batch(job.train.sequences(job.order.of_step(step).tolist()))
         metrics = dict[str, float]()
         if batch.num_loss_tokens:
-            lr = job.schedule.at(step)
+            request = UpdateRequest(LOSS, job.schedule.at(step))
             sequences = with_aggregation(batch, job.config.algo.aggregate)
-            metrics = self._trainers.update(sequences, job.limits, LOSS, lr, rows=batch.rows)
+            metrics = self._trainers.update(request, sequences, job.limits, rows=batch.rows)
         return step_report(
             job, step + 1, batch.sequences, batch.num_loss_tokens, metrics, start_time
         )

@@ -1,31 +1,26 @@
 """Training rank as a worker: the methods that a `TrainerGroup` calls.
 
 Torch and Megatron are imported in methods, so that the driver can import this module without them.
-N tokens of a packed micro-batch.
 """
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from msrl.algorithms.packing import Sequences
 from msrl.platforms import get
 from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron, skip_wandb
-from msrl.trainer.objective.batches import BatchLimits, by_sequence, micro_batches
+from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.settings import RankSettings, resumed_settings
-from msrl.types import Floats, MicroBatch, StageRoutes, TokenStatistic
+from msrl.types import MicroBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,11 +29,6 @@ if TYPE_CHECKING:
     from msrl.models.stages import StageTensor
     from msrl.rollout.vllm_sender import DeviceSender
     from msrl.rollout.weights.sender import Factor, WeightSender
-    from msrl.trainer.objective.losses import Loss, ValuesLoss
-    from msrl.trainer.objective.steps import StepLoss
-
-JoinedValues = tuple[Floats, Floats]
-"""Log-probabilities and entropies of all tokens of all sequences, concatenated."""
 
 WeightContent = Literal["merged", "separate", "adapters"]
 """Weights with their adapters, weights and adapters, or adapters alone."""
@@ -131,109 +121,23 @@ class TrainWorker:
         multiple = self._training_rank.sequence_multiple
         return WorkerPosition(position.dp_rank, is_reporter, multiple), extra
 
-    # Policy and reference
+    # Requests
+
+    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
+        """Return values of every label from one pass of a model."""
+        return self._training_rank.forward(micro_batches, request)
 
     def update(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        loss: Loss | StepLoss,
-        num_tokens: float,
-        lr: float,
+        self, micro_batches: Sequence[MicroBatch], request: UpdateRequest
     ) -> dict[str, float]:
-        """Update the policy once; return the mean metrics."""
-        with self._finish_saves_on_gradient_error():
-            return self._training_rank.train_step(micro_batches, loss, num_tokens=num_tokens, lr=lr)
+        """Update a model once; return the mean metrics. Pending saves are completed if it fails."""
+        from msrl.trainer.guard import GradientError
 
-    def observed_update(
-        self,
-        batches: tuple[Sequences, Sequence[MicroBatch]],
-        limits: BatchLimits,
-        temperature: float,
-        loss: Loss | StepLoss,
-        num_tokens: float,
-        lr: float,
-    ) -> tuple[JoinedValues | None, float, dict[str, float]]:
-        """Observe the sequences, then update the policy on the micro-batches.
-
-        Returns:
-            The results of `observe`, their seconds, and the results of `update`.
-        """
-        sequences, micro_batches = batches
-        start = time.perf_counter()
-        values = self.observe(sequences, limits, temperature)
-        seconds = time.perf_counter() - start
-        return values, seconds, self.update(micro_batches, loss, num_tokens, lr)
-
-    def observe(
-        self, sequences: Sequences, limits: BatchLimits, temperature: float
-    ) -> JoinedValues | None:
-        """Return the policy's log-probabilities and entropies of all tokens, joined."""
-        groups = limits.group([len(ids) for ids in sequences.token_ids])
-        batches = micro_batches(sequences, groups, limits)
-        values = self.logprobs_and_entropies(batches, temperature)
-        if values is None:
-            return None
-        logprobs, entropies = (by_sequence(batches, groups, own) for own in values)
-        numbers = range(len(logprobs))
-        return (
-            np.concatenate([logprobs[number] for number in numbers]),
-            np.concatenate([entropies[number] for number in numbers]),
-        )
-
-    def evaluate(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss | StepLoss, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the metrics of `update` without an update."""
-        return self._training_rank.evaluate(micro_batches, loss, num_tokens=num_tokens)
-
-    def logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, of_reference: bool
-    ) -> list[Floats] | None:
-        """Return log-probabilities of the labels, [N] per micro-batch."""
-        return self._training_rank.logprobs(micro_batches, temperature, of_reference=of_reference)
-
-    def routed_logprobs(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats] | None, StageRoutes | None]:
-        """Return the policy's log-probabilities, and the routes of this stage."""
-        return self._training_rank.routed_logprobs(micro_batches, temperature)
-
-    def token_statistic(
-        self, micro_batches: Sequence[MicroBatch], temperature: float, name: TokenStatistic
-    ) -> list[Floats] | None:
-        """Return a statistic of the policy's distribution at the labels, [N] per micro-batch."""
-        return self._training_rank.token_statistic(micro_batches, temperature, name)
-
-    def logprobs_and_entropies(
-        self, micro_batches: Sequence[MicroBatch], temperature: float
-    ) -> tuple[list[Floats], list[Floats]] | None:
-        """Return the policy's log-probabilities and entropies at the labels from one pass."""
-        return self._training_rank.logprobs_and_entropies(micro_batches, temperature)
-
-    # Critic and reward models
-
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Floats] | None:
-        """Return the critic's values before the labels, [N] per micro-batch."""
-        return self._training_rank.values(micro_batches)
-
-    def update_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float, lr: float
-    ) -> dict[str, float]:
-        """Update the critic once; return the mean metrics."""
-        with self._finish_saves_on_gradient_error():
-            return self._training_rank.train_critic_step(
-                micro_batches, loss, num_tokens=num_tokens, lr=lr
-            )
-
-    def evaluate_critic(
-        self, micro_batches: Sequence[MicroBatch], loss: ValuesLoss, num_tokens: float
-    ) -> dict[str, float]:
-        """Return the metrics of `update_critic` without an update."""
-        return self._training_rank.evaluate_critic(micro_batches, loss, num_tokens=num_tokens)
-
-    def scores(self, micro_batches: Sequence[MicroBatch], name: str) -> list[Floats] | None:
-        """Return a reward model's values before the labels, [N] per micro-batch."""
-        return self._training_rank.scores(name, micro_batches)
+        try:
+            return self._training_rank.update(micro_batches, request)
+        except GradientError:
+            self._saver.end()
+            raise
 
     # Weights and memory
 
@@ -372,17 +276,6 @@ class TrainWorker:
     def close(self) -> None:
         """Release the models and leave the process groups."""
         self._training_rank.close()
-
-    @contextmanager
-    def _finish_saves_on_gradient_error(self) -> Iterator[None]:
-        """Complete pending saves if an update ends the run."""
-        from msrl.trainer.guard import GradientError
-
-        try:
-            yield
-        except GradientError:
-            self._saver.end()
-            raise
 
 
 def _call_engines(

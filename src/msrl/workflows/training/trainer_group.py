@@ -6,12 +6,12 @@ layers of the model, l of them on a pipeline stage, k experts per token.
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,12 @@ from msrl.trainer.objective.batches import (
     by_sequence,
     micro_batches,
     num_loss_tokens,
+    padded,
 )
-from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes, TokenStatistic
-from msrl.workflows.training.observation import Observation, Observed
+from msrl.trainer.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
+from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
-
-if TYPE_CHECKING:
-    from msrl.trainer.objective.losses import Loss, ValuesLoss
-    from msrl.trainer.objective.steps import StepLoss
 
 Rows = Sequence[Sequence[int]]  # the indices of each row's sequences
 
@@ -71,170 +68,58 @@ class TrainerGroup:
         """Release the models and leave the process groups on all ranks."""
         self._workers.call("close")
 
-    # Policy and reference
+    # Requests
 
     def update(
         self,
+        request: UpdateRequest,
         sequences: Sequences,
         limits: BatchLimits,
-        loss: Loss | StepLoss,
-        lr: float,
         *,
         rows: Rows | None = None,
-        total_weight: float | None = None,
     ) -> dict[str, float]:
-        """Update the policy once on these sequences; return the mean metrics.
+        """Update a model once on these sequences; return the mean metrics.
 
-        The sequences of a row stay in one micro-batch. By default, each is a row. The divisor of
-        loss and metrics is `total_weight`, by default the number of loss tokens.
+        The sequences of a row stay in one micro-batch. By default, each is a row.
         """
+        if request.divisor is None:
+            request = replace(request, divisor=num_loss_tokens(sequences))
         batches = self._split(sequences, limits, rows)
-        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
-        return self._call("update", batches, loss, divisor, lr)[0]
+        return self._workers.wait(self._begin("update", batches, request))[0]
 
-    def observation(
-        self, sequences: Sequences, limits: BatchLimits, temperature: float
-    ) -> Observation:
-        """Return an observation of these sequences."""
-        return Observation.of(sequences, self.dp_size, self._padded(limits), temperature)
+    def forward(
+        self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
+    ) -> TokenValues:
+        """Return values of every token from one pass of a model."""
+        return self.begin_forward(request, sequences, limits).wait()
 
-    def observed_update(
-        self,
-        observation: Observation,
-        sequences: Sequences,
-        limits: BatchLimits,
-        loss: Loss | StepLoss,
-        lr: float,
-    ) -> tuple[dict[str, float], Observed]:
-        """Observe the policy, then update it once, in a single call of all ranks.
-
-        Returns:
-            The mean metrics of `update`, and the values of the observation.
-        """
-        batches = self._split(sequences, limits)
-        pairs = [
-            (observed, own.micro_batches)
-            for observed, own in zip(observation.sequences, batches, strict=True)
-        ]
-        divisor = num_loss_tokens(sequences)
-        arguments = observation.limits, observation.temperature, loss, divisor, lr
-        results = self._workers.wait(self._begin_shared("observed_update", pairs, *arguments))
-        values, seconds, metrics = zip(*results, strict=True)
-        return metrics[0], Observed(observation, self._positions, values, seconds[0])
-
-    def observe(self, observation: Observation) -> Observed:
-        """Observe the policy without an update."""
-        start = time.perf_counter()
-        arguments = observation.limits, observation.temperature
-        calls = self._begin_shared("observe", observation.sequences, *arguments)
-        values = self._workers.wait(calls)
-        return Observed(observation, self._positions, values, time.perf_counter() - start)
-
-    def evaluate(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        loss: Loss | StepLoss,
-        *,
-        rows: Rows | None = None,
-        total_weight: float | None = None,
-    ) -> dict[str, float]:
-        """Return the metrics of `update` without an update."""
-        batches = self._split(sequences, limits, rows)
-        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
-        return self._call("evaluate", batches, loss, divisor)[0]
-
-    def logprobs(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        temperature: float,
-        *,
-        of_reference: bool = False,
-    ) -> tuple[Floats, ...]:
-        """Return log-probabilities of the tokens of every sequence, [T] each; 0 if masked."""
-        begun = self.begin_logprobs(sequences, limits, temperature, of_reference=of_reference)
-        return begun.wait()
-
-    def begin_logprobs(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        temperature: float,
-        *,
-        of_reference: bool = False,
+    def begin_forward(
+        self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
     ) -> PendingValues:
-        """Begin `logprobs` without waiting for the result.
+        """Begin `forward` without waiting for the result.
 
-        The policy replays the routes of the sequences. The reference chooses its own.
+        The policy replays the routes of the sequences. Other models choose their own. Sequences
+        without a loss are added until the data-parallel ranks have equally many.
         """
-        if of_reference:
+        count = len(sequences.token_ids)
+        if request.model != "policy":
             sequences = sequences._replace(routes=None)
-        return self._begin_per_token("logprobs", sequences, limits, temperature, of_reference)
-
-    def begin_routed_logprobs(
-        self, sequences: Sequences, limits: BatchLimits, temperature: float
-    ) -> PendingLogprobs:
-        """Begin `logprobs` of the policy, which also records the routes of all tokens."""
-        begun = self._begin_per_token("routed_logprobs", sequences, limits, temperature)
-        return PendingLogprobs(begun)
-
-    def token_statistic(
-        self, sequences: Sequences, limits: BatchLimits, temperature: float, name: TokenStatistic
-    ) -> tuple[Floats, ...]:
-        """Return a statistic of the policy's distribution at every token, [T] each; 0 if masked."""
-        return self._per_token("token_statistic", sequences, limits, temperature, name)
-
-    # Critic and reward models
-
-    def values(self, sequences: Sequences, limits: BatchLimits) -> tuple[Floats, ...]:
-        """Return the critic's values before each token of every sequence, [T] each; 0 if masked."""
-        return self._per_token("values", sequences, limits)
-
-    def update_critic(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        loss: ValuesLoss,
-        lr: float,
-        *,
-        rows: Rows | None = None,
-        total_weight: float | None = None,
-    ) -> dict[str, float]:
-        """Update the critic once on these sequences; return the mean metrics. See `update`."""
-        batches = self._split(sequences, limits, rows)
-        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
-        return self._call("update_critic", batches, loss, divisor, lr)[0]
-
-    def evaluate_critic(
-        self,
-        sequences: Sequences,
-        limits: BatchLimits,
-        loss: ValuesLoss,
-        *,
-        rows: Rows | None = None,
-        total_weight: float | None = None,
-    ) -> dict[str, float]:
-        """Return the metrics of `update_critic` without an update."""
-        batches = self._split(sequences, limits, rows)
-        divisor = num_loss_tokens(sequences) if total_weight is None else total_weight
-        return self._call("evaluate_critic", batches, loss, divisor)[0]
+        batches = self._split(padded(sequences, self.dp_size), limits)
+        calls = self._begin("forward", batches, request)
+        return PendingValues(self._workers, calls, self._positions, batches, count)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         """Return the score of a reward model at the last token of each sequence.
 
         A micro-batch holds at most `batch` sequences. A rank returns the value at the position
         before each label, so every sequence gets one more token as the label, which is not read.
-        The first sequence is repeated until their number is divisible by the number of
-        data-parallel ranks.
         """
-        padded = [*token_ids, *[token_ids[0]] * (-len(token_ids) % self.dp_size)]
-        with_label = tuple(np.append(ids, ids[-1]) for ids in padded)
+        with_label = tuple(np.append(ids, ids[-1]) for ids in token_ids)
         last_token = tuple(np.arange(len(ids)) == len(ids) - 1 for ids in with_label)
-        scores = self._per_token(
-            "scores", Sequences(with_label, last_token, {}), BatchLimits(batch), name
-        )
-        return [float(values[-1]) for values in scores[: len(token_ids)]]
+        sequences = Sequences(with_label, last_token, {})
+        request = TokenRequest(("values",), model=f"reward:{name}")
+        rows = self.forward(request, sequences, BatchLimits(batch))["values"]
+        return [float(values[-1]) for values in rows]
 
     # Weights and memory
 
@@ -294,38 +179,30 @@ class TrainerGroup:
         """Return the limits with the padding that the parallel layout needs."""
         return replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
 
-    def _call(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> list[Any]:
-        """Call a method of all ranks with their micro-batches and further arguments."""
-        return self._workers.wait(self._begin(method, batches, *arguments))
-
-    def _begin(self, method: str, batches: Sequence[_RankBatches], *arguments: Any) -> Calls:
-        """Begin calls of all ranks with their micro-batches and further arguments."""
-        return self._begin_shared(method, [own.micro_batches for own in batches], *arguments)
-
-    def _begin_shared(self, method: str, values: Sequence[object], *arguments: Any) -> Calls:
-        """Begin calls of all ranks with the value of their data-parallel rank, and arguments."""
-        shared = [self._workers.share(value) for value in values]
+    def _begin(self, method: str, batches: Sequence[_RankBatches], request: object) -> Calls:
+        """Begin calls of all ranks with their micro-batches and a request."""
+        shared = [self._workers.share(own.micro_batches) for own in batches]
         return self._workers.begin_each(
             method,
             {
-                rank: (shared[position.dp_rank], *arguments)
+                rank: (shared[position.dp_rank], request)
                 for rank, position in enumerate(self._positions)
             },
         )
 
-    def _per_token(
-        self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
-    ) -> tuple[Floats, ...]:
-        """Call a method of all ranks and return its values of every token, by sequence."""
-        return self._begin_per_token(method, sequences, limits, *arguments).wait()
 
-    def _begin_per_token(
-        self, method: str, sequences: Sequences, limits: BatchLimits, *arguments: Any
-    ) -> PendingValues:
-        """Begin calls of all ranks that return a value of every token."""
-        batches = self._split(sequences, limits)
-        calls = self._begin(method, batches, *arguments)
-        return PendingValues(self._workers, calls, self._positions, batches)
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of every token, by name: [T] of each sequence.
+
+    `routes` are those of all tokens, [T, L, k] of each sequence, if they were recorded.
+    """
+
+    by_name: Mapping[TokenValue, tuple[Floats, ...]]
+    routes: tuple[Routes, ...] | None = None
+
+    def __getitem__(self, name: TokenValue) -> tuple[Floats, ...]:
+        return self.by_name[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,45 +213,36 @@ class PendingValues:
     calls: Calls
     positions: Sequence[WorkerPosition]
     batches: Sequence[_RankBatches]  # by data-parallel rank
+    count: int  # of the sequences; those after them are padding
 
-    def wait(self) -> tuple[Floats, ...]:
-        """Return the values, by sequence."""
-        return self.collect(self.workers.wait(self.calls))
+    def wait(self) -> TokenValues:
+        """Return the values of every sequence."""
+        results: list[RankValues] = self.workers.wait(self.calls)
+        by_name: dict[str, dict[int, Floats]] = defaultdict(dict)
+        by_layer: list[dict[int, Routes]] = [{} for _ in range(self._num_padded)]
+        for position, result in zip(self.positions, results, strict=True):
+            own = self.batches[position.dp_rank]
+            if position.is_reporter:
+                assert result.by_name is not None
+                for name, rows in result.by_name.items():
+                    by_name[name].update(by_sequence(own.micro_batches, own.groups, rows))
+            if result.routes is not None:
+                _split_routes(result.routes, own, by_layer)
+        values: Any = {
+            name: tuple(rows[number] for number in range(self.count))
+            for name, rows in by_name.items()
+        }
+        return TokenValues(values, self._routes(by_layer) if any(by_layer) else None)
 
-    def collect(self, results: Sequence[Any]) -> tuple[Floats, ...]:
-        """Return the values that ranks have computed, by sequence."""
-        return _by_sequence(self.positions, self.batches, results)
+    @property
+    def _num_padded(self) -> int:
+        return sum(len(group) for own in self.batches for group in own.groups)
 
-
-def _by_sequence(
-    positions: Sequence[WorkerPosition], batches: Sequence[_RankBatches], results: Sequence[Any]
-) -> tuple[Floats, ...]:
-    """Return the values of every token, [T] each, from those of all ranks' micro-batches."""
-    values = dict[int, Floats]()
-    for position, rows in zip(positions, results, strict=True):
-        if position.is_reporter:
-            own = batches[position.dp_rank]
-            values.update(by_sequence(own.micro_batches, own.groups, rows))
-    return tuple(values[index] for index in range(len(values)))
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLogprobs:
-    """Log-probabilities of every token that ranks compute while they record routes."""
-
-    begun: PendingValues
-
-    def wait(self) -> tuple[tuple[Floats, ...], tuple[Routes, ...]]:
-        """Return the log-probabilities, [T] each, and the routes, [T, L, k] each, by sequence."""
-        begun = self.begun
-        results = begun.workers.wait(begun.calls)
-        logprobs = begun.collect([values for values, _ in results])
-        by_layer: list[dict[int, Routes]] = [{} for _ in logprobs]
-        for position, (_, routes) in zip(begun.positions, results, strict=True):
-            if routes is not None:
-                _split_routes(routes, begun.batches[position.dp_rank], by_layer)
-        return logprobs, tuple(
-            np.stack([layers[number] for number in sorted(layers)], 1) for layers in by_layer
+    def _routes(self, by_layer: Sequence[Mapping[int, Routes]]) -> tuple[Routes, ...]:
+        """Return the routes of every sequence from those of each layer."""
+        return tuple(
+            np.stack([layers[number] for number in sorted(layers)], 1)
+            for layers in by_layer[: self.count]
         )
 
 

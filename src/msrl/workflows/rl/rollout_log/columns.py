@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences, join, rl_sequences, row_lengths
+from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.algorithms.samples import length_matrix, training_samples
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
@@ -148,14 +148,13 @@ def _arrays(logged: LoggedStep) -> dict[str, TokenArrays]:
     """Return the arrays of all sequences by the name of their column."""
     dropped = logged.dropped_groups
     parts = [logged.sequences, *([_without_loss(dropped)] if dropped else [])]
-    lengths = np.array([n for part in parts for n in row_lengths(part.token_ids)], np.int64)
     columns = {
-        "token_ids": [join(part.token_ids).astype(np.int32) for part in parts],
-        "loss_mask": [join(part.loss_masks) for part in parts],
-        "behavior_logprobs": [join(part.fields["sampler_logprobs"]) for part in parts],
-        "advantages": [join(part.fields["advantages"]) for part in parts],
+        "token_ids": [row.astype(np.int32) for part in parts for row in part.token_ids],
+        "loss_mask": [row for part in parts for row in part.loss_masks],
+        "behavior_logprobs": [row for part in parts for row in part.fields["sampler_logprobs"]],
+        "advantages": [row for part in parts for row in part.fields["advantages"]],
     }
-    return {name: TokenArrays(np.concatenate(rows), lengths) for name, rows in columns.items()}
+    return {name: TokenArrays.of(rows, rows[0].dtype) for name, rows in columns.items()}
 
 
 def _without_loss(groups: Sequence[ScoredGroup]) -> Sequences:
@@ -182,7 +181,7 @@ def _token_columns(
 def _optional_columns(logged: LoggedStep, count: int) -> dict[str, Column]:
     """Return the columns with values per token of some sequences only, which are the first ones."""
     own = {
-        column: TokenArrays(join(rows), np.array(row_lengths(rows), np.int64))
+        column: TokenArrays.of(rows, np.float32)
         for name, column in _FIELDS.items()
         if (rows := logged.sequences.fields.get(name))
     }
