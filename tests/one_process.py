@@ -41,7 +41,7 @@ class Runner:
         from msrl.workflows.training import trainers
 
         vllm.VllmEngine = _engine
-        run._workers = _rl_workers
+        run.start_workers = _rl_workers
         trainers.local_workers = _ranks
 
     def run(self, *arguments: str) -> str:
@@ -101,7 +101,7 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
     """Yield the workers of a run with one rank and one engine."""
     import torch
 
-    from msrl.workflows.rl import run
+    from msrl.workflows.rl import workers
     from msrl.workflows.rl.engine_group import EngineGroup
     from msrl.workflows.rl.model_groups import ModelGroups
     from msrl.workflows.rl.rollout_actor import RolloutActor
@@ -123,7 +123,7 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
         reconnect = publish = verify_published = None
 
     with ExitStack() as stack:
-        scorer = stack.enter_context(run._scorer(job))
+        scorer = stack.enter_context(workers._scorer(job))
         models = {n: Path(model.path).absolute() for n, model in scorer.rank_models.items()}
         rank = TrainWorker(rank_settings(job.plan, "cpu", reward_models=models), 0, 1)
         trainers = ModelGroups(TrainerGroup(OneWorker(rank)), {}, shares_devices=True)
@@ -136,5 +136,5 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
         Transfer.__abstractmethods__ = frozenset()
         weights = Transfer(trainers, engines, job.config.rollout.weights)
         weights.update(job.start_step)
-        yield run._Workers(trainers, engines, weights, scorer, teachers)
+        yield workers.Workers(trainers, engines, weights, scorer, teachers)
         trainers.close()

@@ -33,8 +33,8 @@ from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
-from msrl.workflows.rl.run import _count_empty
 from msrl.workflows.rl.setup import Prompts
+from msrl.workflows.rl.sources import Alongside
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.transport.base import Calls, Workers
@@ -775,8 +775,16 @@ def test_a_run_whose_batches_stay_empty_ends() -> None:
     token_ids, mask = (np.arange(3),), np.array([False, True, True])
     full = PreparedStep((), Sequences(token_ids, (mask,), {}), {})
     empty = PreparedStep((), Sequences(token_ids, (mask & False,), {}), {})
-    count = _count_empty(empty, 0)
-    assert (count, _count_empty(full, count)) == (1, 0)
+    job: Any = make_job(AsyncConfig(max_staleness=1))
+    workers: Any = SimpleNamespace(
+        engines=SimpleNamespace(workers=LocalEngines(), restart_lost=None),
+        weights=SimpleNamespace(publish=None),
+        scorer=Scoring(),
+    )
+    source = Alongside(job, workers, {})
+    for _ in range(2):
+        source.check(empty)
+        source.check(full)
     with pytest.raises(MsrlError, match=mentions("rollout.filter", "10 successive steps")):
         for _ in range(20):
-            count = _count_empty(empty, count)
+            source.check(empty)

@@ -53,7 +53,7 @@ from msrl.workflows.rl.rollouts import greedy_sampling
 from msrl.workflows.rl.setup import rollout_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
-from msrl.workflows.training.trainer_group import TokenValues
+from msrl.workflows.training.trainer_group import ForwardResult
 from support import mentions
 from test_engine_loop import ScriptedEngine, group_request
 from test_grpo_update import Ranks, group
@@ -399,7 +399,7 @@ class RoutedPolicy(Ranks):
         super().__init__()
         self.with_routes = list[bool]()
 
-    def forward(self, request: TokenRequest, sequences: Any, limits: object) -> TokenValues:
+    def forward(self, request: TokenRequest, sequences: Any, limits: object) -> ForwardResult:
         if request.model == "policy":
             self.with_routes.append(sequences.routes is not None)
         return super().forward(request, sequences, limits)

@@ -28,7 +28,7 @@ from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep, Updater
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import TokenValues, TrainerGroup
+from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
 from support import mentions
 from tiny_qwen2 import make_tokenizer
@@ -51,7 +51,7 @@ class Ranks:
         values = self.forward(*arguments)
         return SimpleNamespace(wait=lambda: values)
 
-    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> TokenValues:
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> ForwardResult:
         """Return 0.25 as sums of squared probabilities, and entropies of 1, 2, 3 and so on."""
         self.requests.append(request)
         entropies = tuple(
@@ -64,7 +64,7 @@ class Ranks:
             "squared_probabilities": tuple(np.full_like(row, 0.25) for row in entropies),
             "entropies": entropies,
         }
-        return TokenValues({name: values[name] for name in request.values})
+        return ForwardResult({name: values[name] for name in request.values})
 
     def update(
         self, request: UpdateRequest, sequences: Sequences, limits: object

@@ -30,7 +30,7 @@ from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update import PreparedStep
-from msrl.workflows.training.trainer_group import TokenValues as Values
+from msrl.workflows.training.trainer_group import ForwardResult
 from support import assert_mentions, mentions
 from training_runs import listening_hosts
 
@@ -129,13 +129,13 @@ class Ranks:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> Values:
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> ForwardResult:
         """Return the first token of a sequence as log-probabilities, its negative as entropies."""
         self.calls.append((request.model, len(sequences.token_ids)))
         assert all(mask.sum() == 2 for mask in sequences.loss_masks)
         rows = tuple(np.full(len(ids), ids[0], np.float32) for ids in sequences.token_ids)
         values = {"logprobs": rows, "entropies": tuple(-row for row in rows)}
-        return Values({name: values[name] for name in request.values})
+        return ForwardResult({name: values[name] for name in request.values})
 
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:

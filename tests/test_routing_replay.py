@@ -35,7 +35,7 @@ from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
-from msrl.workflows.training.trainer_group import TokenValues, TrainerGroup
+from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from support import mentions
 from test_grpo_update import Ranks, group
 
@@ -282,7 +282,7 @@ def test_ranks_that_share_a_micro_batch_record_and_replay_its_tokens_together(
 class RoutedRanks(Ranks):
     """Fake ranks that record the number of every sequence as its routes."""
 
-    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> TokenValues:
+    def forward(self, request: TokenRequest, sequences: Sequences, limits: object) -> ForwardResult:
         values = super().forward(request, sequences, limits)
         if not request.records_routes:
             return values

@@ -217,18 +217,8 @@ class ModelReplica:
                 micro_batches, finish, gives_hidden=gives_hidden, comparisons=comparisons
             )
             return self.mean_metrics(rows, request.divisor)
-        assert self.wrapped is not None and self.settings.optimizer is not None, (
-            "built without an optimizer"
-        )
-        self.host.onload("params", "grads")
-        self.host.offload("optimizer")  # loading or saving a checkpoint has onloaded it
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        if self.balance is not None:
-            self.balance.begin(micro_batches)
-        if self.replay is not None:
-            self.replay.begin()
+        assert self.settings.optimizer is not None, "built without an optimizer"
+        self._begin_update(micro_batches)
         rows = self.run(
             micro_batches,
             finish,
@@ -250,6 +240,19 @@ class ModelReplica:
             "lr": request.lr,
             "skipped": float(is_skipped),
         }
+
+    def _begin_update(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Set the gradients to zero."""
+        assert self.wrapped is not None
+        self.host.onload("params", "grads")
+        self.host.offload("optimizer")  # loading or saving a checkpoint has onloaded it
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.begin(micro_batches)
+        if self.replay is not None:
+            self.replay.begin()
 
     def _step(
         self, micro_batches: Sequence[MicroBatch], lr: float, grad_clip: float | None

@@ -21,7 +21,7 @@ from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.requests import TokenRequest, UpdateRequest
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.trainer_group import PendingValues, Rows, TrainerGroup
+from msrl.workflows.training.trainer_group import PendingForward, Rows, TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
 
@@ -97,7 +97,7 @@ class ModelGroups(TrainerGroup):
 
     def begin_forward(
         self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
-    ) -> PendingValues:
+    ) -> PendingForward:
         group = self._separate.get(request.role)
         if group is None:
             return super().begin_forward(request, sequences, limits)

@@ -54,23 +54,25 @@ class TokenValues:
             return {}
         fields = prepared.sequences.fields
         has_reference = not needs_reference(self.config) or "reference_logprobs" in fields
-        missing: list[tuple[str, TokenValue]] = [
-            (column, value) for column, field, value in _OF_POLICY if field not in fields
-        ]
+        missing: dict[str, TokenValue] = {
+            column: value for column, field, value in _OF_POLICY if field not in fields
+        }
         if has_reference and not missing:
             return {}
         sequences = _sequences(prepared, numbers)
         columns = dict[str, TokenArrays]()
         with clock("token_values"):
             if not has_reference:
-                (rows,) = self._forward(sequences, "reference", "logprobs")
+                (rows,) = self._forward(sequences, "reference", ("logprobs",))
                 columns["reference_logprobs"] = rows
             if missing:
-                values = self._forward(sequences, "policy", *(value for _, value in missing))
-                columns |= zip((column for column, _ in missing), values, strict=True)
+                values = self._forward(sequences, "policy", tuple(missing.values()))
+                columns |= zip(missing, values, strict=True)
         return columns
 
-    def _forward(self, sequences: Sequences, model: str, *names: TokenValue) -> list[TokenArrays]:
+    def _forward(
+        self, sequences: Sequences, model: str, names: tuple[TokenValue, ...]
+    ) -> list[TokenArrays]:
         """Return values of a model at every token."""
         request = TokenRequest(names, model, self.config.rollout.sampling.temperature)
         values = self.trainers.forward(request, sequences, _limits(self.config))

@@ -75,7 +75,7 @@ from msrl.workflows.rl.update_batches import (
     with_draws,
 )
 from msrl.workflows.training.settings import policy_schedule
-from msrl.workflows.training.trainer_group import PendingValues, TrainerGroup
+from msrl.workflows.training.trainer_group import PendingForward, TrainerGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -388,7 +388,7 @@ class Updater:
         them. A reference on separate devices computes alongside the policy.
         """
         kl, limits = self._config.algo.kl, self._limits(forward=True)
-        begun: dict[str, PendingValues] = {}
+        begun: dict[str, PendingForward] = {}
         if values := self._policy_values():
             # The updates of the step replay the routes of this pass, which itself replays the
             # engine's.

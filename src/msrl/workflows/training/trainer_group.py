@@ -89,13 +89,13 @@ class TrainerGroup:
 
     def forward(
         self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
-    ) -> TokenValues:
+    ) -> ForwardResult:
         """Return values of every token from one pass of a model."""
         return self.begin_forward(request, sequences, limits).wait()
 
     def begin_forward(
         self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
-    ) -> PendingValues:
+    ) -> PendingForward:
         """Begin `forward` without waiting for the result.
 
         The policy replays the routes of the sequences. Other models choose their own. Sequences
@@ -106,7 +106,7 @@ class TrainerGroup:
             sequences = sequences._replace(routes=None)
         batches = self._split(padded(sequences, self.dp_size), limits)
         calls = self._begin("forward", batches, request)
-        return PendingValues(self._workers, calls, self._positions, batches, count)
+        return PendingForward(self._workers, calls, self._positions, batches, count)
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         """Return the score of a reward model at the last token of each sequence.
@@ -192,7 +192,7 @@ class TrainerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenValues:
+class ForwardResult:
     """Values of every token, by name: [T] of each sequence.
 
     `routes` are those of all tokens, [T, L, k] of each sequence, if they were recorded.
@@ -206,7 +206,7 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingValues:
+class PendingForward:
     """Values of every token that ranks compute."""
 
     workers: Workers
@@ -215,7 +215,7 @@ class PendingValues:
     batches: Sequence[_RankBatches]  # by data-parallel rank
     count: int  # of the sequences; those after them are padding
 
-    def wait(self) -> TokenValues:
+    def wait(self) -> ForwardResult:
         """Return the values of every sequence."""
         results: list[RankValues] = self.workers.wait(self.calls)
         by_name: dict[str, dict[int, Floats]] = defaultdict(dict)
@@ -232,7 +232,7 @@ class PendingValues:
             name: tuple(rows[number] for number in range(self.count))
             for name, rows in by_name.items()
         }
-        return TokenValues(values, self._routes(by_layer) if any(by_layer) else None)
+        return ForwardResult(values, self._routes(by_layer) if any(by_layer) else None)
 
     @property
     def _num_padded(self) -> int:

@@ -1,0 +1,125 @@
+"""Record of the steps of a run: reports, rollouts, values of tokens, the gap and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from msrl.algorithms.samples import decided_matrix, length_matrix, reward_matrix
+from msrl.plan.derived import updates_per_step
+from msrl.tracking.plots import plot_distributions
+from msrl.tracking.rollouts import LoggedValues
+from msrl.trainer.objective.batches import num_loss_tokens
+from msrl.types import StepReport
+from msrl.workflows.rl.evaluation import judge
+from msrl.workflows.rl.logprob_gap import GapMonitor
+from msrl.workflows.rl.model_groups import ModelGroups
+from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.rl.rollouts import StepRollouts
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.step import Clock, step_metrics
+from msrl.workflows.rl.token_values import TokenValues
+from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.training.mfu import mfu
+from msrl.workflows.training.session import TrainingSession
+
+
+class Recorder(AbstractContextManager["Recorder"]):
+    """Writer of everything that a run keeps of its steps, except checkpoints."""
+
+    def __init__(self, job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> None:
+        config, self._job, self._run_dir = job.config, job, session.run_dir
+        log, is_async = config.log, config.rollout.asynchronous.is_on
+        self.rollouts = RolloutLog(
+            self._run_dir,
+            job.tokenizer,
+            is_on=log.save_rollouts,
+            format=log.rollouts,
+            judge=judge(config),
+        )
+        self._token_values = TokenValues(config, trainers, self.rollouts, session.note)
+        has_one_update = updates_per_step(config) == 1 and not is_async
+        self._gaps = GapMonitor(
+            config.model.dtype, self._run_dir, session.note, is_async, has_one_update
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.rollouts.__exit__(kind, error, trace)
+
+    def token_values(self, prepared: PreparedStep, clock: Clock) -> LoggedValues:
+        """Compute the values of `log.tokens`. Call it before the first update of a step."""
+        return self._token_values.of_step(prepared, clock)
+
+    def record(
+        self,
+        step: int,  # counted from 0
+        batch: StepRollouts,
+        prepared: PreparedStep,
+        values: LoggedValues,
+        trained: Mapping[str, float],
+        clock: Clock,
+    ) -> StepReport:
+        """Return the report of a step; begin to write its rollouts and draw its plots.
+
+        Args:
+            step: Step, counted from 0.
+            batch: Its rollouts.
+            prepared: What was computed before its updates.
+            values: Result of `token_values`.
+            trained: Metrics of its updates.
+            clock: Its times.
+        """
+        gap = self._gaps.metrics(step, prepared, batch.train_groups, values, trained)
+        metrics = {
+            **step_metrics(batch.scores, trained, clock.seconds),
+            **gap,
+            **batch.metrics,
+            **self._mfu(prepared, clock),
+        }
+        seconds = {**clock.seconds, "step": sum(clock.seconds.values())}
+        self.rollouts.write(
+            step + 1,
+            batch.train_groups,
+            prepared.samples,
+            batch.dropped_groups,
+            sequences=prepared.sequences,
+            values=values,
+            times=clock.ended_at,
+        )
+        self._plot_distributions(step + 1, batch)
+        return StepReport(step + 1, metrics, seconds, batch.scores.notes)
+
+    def wait(self) -> None:
+        """Wait until all rollouts are written: a resume does not repeat them."""
+        self.rollouts.wait()
+
+    def _mfu(self, prepared: PreparedStep, clock: Clock) -> dict[str, float]:
+        """Return the model FLOPs utilization of the updates; nothing for a step without one.
+
+        Generation is excluded because memory bandwidth limits it, not arithmetic.
+        """
+        job, seconds = self._job, clock.seconds.get("update", 0.0)
+        if not seconds:
+            return {}
+        sequences, epochs = prepared.sequences, job.config.train.updates.epochs
+        num_tokens, shape = num_loss_tokens(sequences), job.plan.shape
+        return mfu(shape, job.config, job.platform, [sequences], num_tokens, seconds, passes=epochs)
+
+    def _plot_distributions(self, step: int, batch: StepRollouts) -> None:
+        """Plot lengths and rewards of all responses, if `log.length_plot_every` is set."""
+        every = self._job.config.log.length_plot_every
+        if every is None or step % every:
+            return
+        groups = batch.scores.groups
+        values: dict[str, Sequence[float]] = {
+            "response length in tokens": length_matrix(groups).ravel().tolist(),
+            "reward": reward_matrix(groups)[decided_matrix(groups)].tolist(),
+        }
+        path = self._run_dir / "distributions" / f"step_{step:06d}.png"
+        plot_distributions(values, path, title=f"{self._run_dir.name}, step {step}")

@@ -1,0 +1,153 @@
+"""Sources of the rollouts of a run.
+
+Engines and ranks take turns on the devices (`TakingTurns`), or the engines generate for later steps
+while the ranks train (`Alongside`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+from msrl.errors import MsrlError, ProcessFailedError
+from msrl.trainer.objective.batches import num_loss_tokens
+from msrl.workflows.rl.asynchronous.engines import LoopingEngines
+from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
+from msrl.workflows.rl.evaluation import Sampler
+from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.step import Clock
+from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.workers import Workers
+
+_MAX_EMPTY_STEPS = 10  # in succession
+
+
+class RolloutSource(AbstractContextManager["RolloutSource"]):
+    """Source of the rollouts of each step. The training loop calls its methods in their order."""
+
+    sampler: Sampler  # for evaluations
+
+    @abstractmethod
+    def take(self, step: int, clock: Clock) -> StepRollouts:
+        """Return the rollouts of a step, counted from 0."""
+
+    @abstractmethod
+    def begin_update(self, clock: Clock) -> None:
+        """Give the devices to the ranks, if they share them with the engines."""
+
+    def check(self, prepared: PreparedStep) -> None:
+        """Raise MsrlError if too many successive steps have nothing to train on."""
+
+    @abstractmethod
+    def publish(self, version: int, clock: Clock) -> None:
+        """Give the new weights to the engines, and the devices if they are shared."""
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keep the devices free for the ranks while they save a checkpoint."""
+        yield
+
+    @abstractmethod
+    def state(self) -> Mapping[str, Any]:
+        """Return the state to save in a checkpoint."""
+
+    def finish(self) -> None:
+        """Check what is still open after the last step."""
+
+
+class TakingTurns(RolloutSource):
+    """Engines that generate the rollouts of a step before its update."""
+
+    def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
+        self._workers, self.sampler = workers, workers.engines
+        self._rollouts = Rollouts(job, workers.engines, workers.scorer, state)
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the engines as they are: a restart of ranks uses them again."""
+
+    def take(self, step: int, clock: Clock) -> StepRollouts:
+        return self._rollouts.generate(step, clock)
+
+    def begin_update(self, clock: Clock) -> None:
+        with clock("weights"):
+            self._workers.engines.offload(discard_weights=True)
+            self._workers.trainers.onload()
+
+    def publish(self, version: int, clock: Clock) -> None:
+        with clock("weights"):
+            self._workers.weights.update(version)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        self._workers.engines.offload()
+        yield
+        self._workers.trainers.offload()
+        self._workers.engines.onload()
+
+    def state(self) -> Mapping[str, Any]:
+        return self._rollouts.state()
+
+
+class Alongside(RolloutSource):
+    """Engines that generate for later steps while the ranks train."""
+
+    def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
+        self._workers = workers
+        self._is_paused = job.config.rollout.asynchronous.partial  # during updates
+        engines = LoopingEngines(workers.engines.workers, workers.engines.restart_lost)
+        publish = workers.weights.publish
+        self._rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
+        self.sampler = self._rollouts
+        self._num_empty = 0
+
+    def __enter__(self) -> Alongside:
+        self._workers.trainers.onload()
+        self._rollouts.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._rollouts.__exit__(kind, error, trace)
+
+    def take(self, step: int, clock: Clock) -> StepRollouts:
+        return self._rollouts.take(step, clock)
+
+    def begin_update(self, clock: Clock) -> None:
+        if self._is_paused:
+            self._rollouts.pause()
+
+    def check(self, prepared: PreparedStep) -> None:
+        self._num_empty = 0 if num_loss_tokens(prepared.sequences) else self._num_empty + 1
+        if self._num_empty == _MAX_EMPTY_STEPS:
+            raise MsrlError(
+                f"rollout.filter: {_MAX_EMPTY_STEPS} successive steps have no group to train on. "
+                "Check the rewards, or relax rollout.filter and algo.mask."
+            )
+
+    def publish(self, version: int, clock: Clock) -> None:
+        with clock("weights"):
+            self._rollouts.publish(version)
+        if self._is_paused:
+            self._rollouts.resume()
+
+    def state(self) -> Mapping[str, Any]:
+        return self._rollouts.state()
+
+    def finish(self) -> None:
+        """Verify the last weights that engines have loaded."""
+        with suppress(ProcessFailedError):  # an engine that is lost now is no longer needed
+            self._workers.weights.verify_published()
+
+
+def rollout_source(job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> RolloutSource:
+    """Return the source of a run that starts from the state of a checkpoint, or an empty one."""
+    kind = Alongside if job.config.rollout.asynchronous.is_on else TakingTurns
+    return kind(job, workers, state)

@@ -1,0 +1,174 @@
+"""Workers of a run: ranks, engines and scorers in a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msrl.cluster.ports import Ports
+from msrl.cluster.session import PlacedWorkers, Session, ray_session
+from msrl.cluster.state import tls_files
+from msrl.rewards.score import Scorer, Source
+from msrl.rollout.engine import is_eager
+from msrl.types import Ints
+from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
+from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
+from msrl.workflows.rl.rollout_actor import RolloutActor
+from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings
+from msrl.workflows.rl.teacher_servers import TeacherServers
+from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
+from msrl.workflows.training.restarts import Restarts
+from msrl.workflows.training.settings import (
+    rank_settings,
+)
+from msrl.workflows.training.trainers import ray_trainers, save_plan
+from msrl.workflows.training.transport.ray_actors import RayWorkers
+
+_SILENCE = 0.8  # of cluster.rpc_timeout_s: an engine that hangs is found before its callers give up
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers of a run."""
+
+    trainers: ModelGroups
+    engines: EngineGroup
+    weights: WeightTransfer
+    scorer: Scorer
+    teachers: TeacherServers
+
+
+@contextmanager
+def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iterator[Workers]:
+    """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
+    cluster, platform = job.config.cluster, job.platform
+    with ExitStack() as stack:
+        scorer = stack.enter_context(_scorer(job))
+        session = stack.enter_context(
+            ray_session(
+                cluster.address,
+                num_devices=job.placement.num_devices,
+                resource_name=platform.ray_resource,
+                env=cluster.env,
+                tls=tls_files(cluster.tls),
+            )
+        )
+        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
+        # Ray returns the devices of the engines only before any actor is started.
+        collectives = platform.collective_environment(
+            "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
+        )
+        env = {**collectives, **cluster.env}
+        ports = None if cluster.ports is None else Ports.parse(cluster.ports)
+        engine_settings = numbered_engine_settings(job.plan)
+        eager = is_eager(engine_settings[0].engine, platform)
+        engine_env = engine_environments(placed, platform, env, ports, is_eager=eager)
+        trainers = _model_groups(job, scorer, session, placed)
+        engines = EngineGroup(
+            RayWorkers(
+                session,
+                placed,
+                "rollout",
+                RolloutActor,
+                [(settings, platform.name, job.episodes) for settings in engine_settings],
+                engine_env,
+                timeout_s=cluster.rpc_timeout_s,
+                silence_s=_SILENCE * cluster.rpc_timeout_s,
+                wait_for_nodes_s=cluster.wait_for_nodes_s,
+                watched=("actor", "rollout"),
+            ),
+            restarts,
+            shares_devices=not job.plan.has_separate_engines,
+        )
+        weights = _start(trainers, engines, job)
+        engines.restore_with(weights.reload)
+        for name, model in scorer.rank_models.items():
+            model.connect(partial(_rank_scores, trainers, engines, name))
+        yield Workers(trainers, engines, weights, scorer, teachers)
+        engines.release()
+
+
+def _model_groups(
+    job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
+) -> ModelGroups:
+    """Create the actors of all ranks. They also hold the reward models of `scorer`."""
+    config, plan, platform = job.config, job.plan, job.platform
+    reward_models = {
+        name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
+    }
+    settings = rank_settings(plan, platform.name, reward_models=reward_models)
+    timeout_s = config.cluster.rpc_timeout_s
+    trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    separate = separate_groups(plan, session, placed, platform, reward_models)
+    return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
+
+
+def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+    """Load the models of ranks and engines; return the transfer between them.
+
+    They load at the same time only in main memory or on separate devices: on a shared device,
+    engines measure the free memory, so they start after the ranks.
+    """
+    at_once = job.platform.shares_main_memory or job.plan.has_separate_engines
+    pending = engines.begin_start() if at_once else None
+    trainers.start(job.resume, save_plan(job.plan))
+    trainers.start_separate(job.resume)
+    engines.finish_start(engines.begin_start() if pending is None else pending)
+    weights = connect(
+        trainers,
+        engines,
+        job.config.rollout.weights,
+        job.config.cluster.rpc_timeout_s,
+        is_staged=not at_once,
+        processes_per_engine=job.config.rollout.engine.tp,
+        shares_main_memory=job.platform.shares_main_memory,
+        shares_devices=not job.plan.has_separate_engines,
+        adapter_scale=_adapter_scale(job),
+    )
+    weights.update(job.start_step)
+    return weights
+
+
+def _adapter_scale(job: RLSetup) -> float | None:
+    """Return the factor of adapters that engines add to the base weights; None if ranks do."""
+    lora = job.config.train.lora
+    if lora.rank is None or not job.config.rollout.weights.adapters_only:
+        return None
+    return lora.alpha / lora.rank
+
+
+def _rank_scores(
+    trainers: ModelGroups,
+    engines: EngineGroup,
+    name: str,
+    token_ids: Sequence[Ints],
+    batch: int,
+) -> list[float]:
+    """Return the scores of a reward model on ranks, which may need the engines' memory."""
+    if not trainers.has_separate("reward"):
+        engines.offload()
+    return trainers.scores(name, token_ids, batch)
+
+
+def _scorer(job: RLSetup) -> Scorer:
+    """Return the scorer of the configured sources.
+
+    Servers and models get prompts as the policy sees them, special tokens included.
+    """
+
+    def prompt_text(token_ids: Ints) -> str:
+        return job.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    sources = [Source.of(section) for section in job.config.reward.sources]
+    environment = job.config.environment
+    return Scorer(
+        sources,
+        num_workers=max(1, min(8, job.platform.device_count())),
+        prompt_text=prompt_text,
+        read_config=job.plan.hf_config,
+        environment_weight=environment.reward_weight if environment.is_on else None,
+        is_optional=job.plan.is_distillation,
+    )
