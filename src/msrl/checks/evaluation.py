@@ -26,7 +26,8 @@ def check_evaluation(resolved: Resolved) -> Iterator[str]:
             "data.eval_fraction", "conflicts with data.eval. Set only one of them."
         )
     if config.data.eval_rows == "last" and not config.data.eval_fraction:
-        yield resolved.mistake("data.eval_rows", "has no effect without data.eval_fraction.")
+        message = "has no effect without data.eval_fraction. Set it, or remove this key."
+        yield resolved.mistake("data.eval_rows", message)
     for key, is_set in (
         ("eval.patience", config.eval.patience is not None),
         ("checkpoint.keep_best", config.checkpoint.keep_best),
