@@ -41,8 +41,8 @@ from msrl.trainer.launch import RankContext
 from msrl.trainer.model import fused_attention
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens
 from msrl.trainer.objective.losses import SftLoss
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.rank import TrainingRank
-from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import MicroBatch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.trainer.requests import RankValues, TokenRequest
+from msrl.trainer.objective.requests import RankValues, TokenRequest
 from msrl.types import MicroBatch
 from msrl.workflows.diagnose.worker import DiagnoseWorker
 

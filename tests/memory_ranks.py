@@ -17,7 +17,7 @@ import numpy as np
 from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 from training_ranks import sequences

@@ -19,7 +19,7 @@ from msrl.algorithms.packing import Sequences, micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
-from msrl.trainer.requests import TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from support import HANG_S
 

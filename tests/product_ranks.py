@@ -24,7 +24,7 @@ from msrl.trainer.objective.batches import (
     select,
     with_weights,
 )
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import (
     Layout,
     RankSettings,

@@ -20,7 +20,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.sections.train import OptimizerConfig, RouterConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, select, with_weights
-from msrl.trainer.requests import TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 from msrl.types import Routes
 from msrl.workflows.training.train_worker import SavePlan, TrainWorker

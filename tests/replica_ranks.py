@@ -14,7 +14,7 @@ from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OffloadConfig, OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import select, with_weights
-from msrl.trainer.requests import TokenRequest, TokenValue, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, TokenValue, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch
 from support import HANG_S

@@ -36,7 +36,7 @@ from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
 from msrl.rollout.runtime.engine_loop import EngineLoop
 from msrl.rollout.vllm_routes import ROUTES_KEY, RouteRecorder, StepRecorder
-from msrl.trainer.requests import TokenRequest
+from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import (
     Completion,
     Episode,

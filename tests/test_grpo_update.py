@@ -21,7 +21,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare

@@ -24,7 +24,7 @@ from msrl.platforms import get
 from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker
-from msrl.trainer.requests import TokenRequest
+from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import StepReport, TrainingSample
 from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock

@@ -30,7 +30,7 @@ from msrl.models.shape import Moe
 from msrl.plan.run_plan import resolve
 from msrl.trainer.objective.batches import BatchLimits, padded, select
 from msrl.trainer.objective.losses import ComparedModel
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import Updater

@@ -22,7 +22,7 @@ from msrl.config.sections.train import OffloadConfig, OptimizerConfig, Recompute
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.batches import BatchLimits, micro_batches, num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import ValueLoss
-from msrl.trainer.requests import TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import MicroBatch
 from support import HANG_S

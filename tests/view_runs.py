@@ -77,8 +77,8 @@ def jsonl_row(text: str, prompt_index: int, **changes: Any) -> dict[str, Any]:
         "reward": 1.0 if is_right else 0.1,
         "scores": {"base_acc": float(is_right), "format": 1.0},
         "reasons": {
-            "base_acc": f"The last box holds {15 if is_right else 14}. The ground truth is 15.",
-            "format": "The response has the format.",
+            "base_acc": f"{15 if is_right else 14} in the box, 15 expected",
+            "format": "in order",
         },
         "num_response_tokens": len(ids),
         "finish_reason": "stop",

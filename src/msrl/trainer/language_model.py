@@ -29,10 +29,10 @@ from msrl.trainer.objective.logprobs import (
     vocab_parallel_logprobs,
 )
 from msrl.trainer.objective.losses import Loss, Outputs
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.objective.token_logits import token_logits
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch
 
 Logprobs = tuple[Tensor, Tensor | None, Tensor | None]

@@ -23,9 +23,9 @@ from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.losses import ComparedModel, Loss
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.replica import ModelReplica
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.trainer.value_model import ValueModelReplica
 from msrl.types import MicroBatch

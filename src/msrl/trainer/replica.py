@@ -37,9 +37,9 @@ from msrl.trainer.model.routes import RoutingReplay
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients
-from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
 

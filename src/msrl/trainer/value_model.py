@@ -18,8 +18,8 @@ from msrl.checkpoint.weights import WeightSource
 from msrl.models.reward_head import with_score
 from msrl.models.shape import Shape
 from msrl.trainer.objective.device_batch import DeviceBatch
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.replica import ModelReplica, Output
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch
 
 

@@ -21,7 +21,7 @@ from msrl.plan.derived import world_size
 from msrl.platforms.base import Platform
 from msrl.rollout.weights.digest import Digests, add_digests, differences, file_digests
 from msrl.trainer.objective.batches import BatchLimits
-from msrl.trainer.requests import TokenRequest
+from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, Prompt, SamplingParams
 from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from msrl.algorithms.packing import Sequences
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
-from msrl.trainer.requests import TokenRequest
+from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, RenderedExample, RenderedPreference
 from msrl.workflows.preference.rows import PreferenceRows
 from msrl.workflows.training.trainer_group import TrainerGroup

@@ -18,7 +18,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import ScoreLoss
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
 from msrl.workflows.preference.batches import PreferenceBatch, make_batch

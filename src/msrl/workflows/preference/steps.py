@@ -22,8 +22,8 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.objective.steps import LABEL, StepLoss
-from msrl.trainer.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, Ints, RenderedExample, StepReport
 from msrl.workflows.sft.batches import Batch, make_batch

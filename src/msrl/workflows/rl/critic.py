@@ -23,7 +23,7 @@ from msrl.trainer.objective.batches import (
     with_weights,
 )
 from msrl.trainer.objective.losses import ValueLoss
-from msrl.trainer.requests import TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.trainer.schedule import Schedule
 from msrl.types import Floats
 from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups

@@ -18,7 +18,7 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
-from msrl.trainer.requests import TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import PendingForward, Rows, TrainerGroup

@@ -15,7 +15,7 @@ from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
 from msrl.tracking.rollouts import LoggedValues, TokenArrays
 from msrl.trainer.objective.batches import BatchLimits, select
-from msrl.trainer.requests import TokenRequest, TokenValue
+from msrl.trainer.objective.requests import TokenRequest, TokenValue
 from msrl.types import Bools
 from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.step import Clock

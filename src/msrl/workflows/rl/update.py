@@ -52,7 +52,7 @@ from msrl.trainer.objective.batches import (
     with_weights,
 )
 from msrl.trainer.objective.losses import PolicyLoss, required_arguments
-from msrl.trainer.requests import TokenRequest, TokenValue, UpdateRequest
+from msrl.trainer.objective.requests import TokenRequest, TokenValue, UpdateRequest
 from msrl.types import Floats, Routes, ScoredGroup, TrainingSample
 from msrl.workflows.rl.critic import CriticUpdater, mean_report, value_metrics, with_targets
 from msrl.workflows.rl.distillation import (

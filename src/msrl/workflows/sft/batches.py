@@ -14,7 +14,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.config.sections.algo import AggregateConfig
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import SftLoss
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.types import Floats, StepReport
 from msrl.workflows.sft.setup import SftRows, SftSetup
 from msrl.workflows.training.supervised import is_evaluation_due

@@ -11,7 +11,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
-from msrl.trainer.requests import UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch, with_aggregation

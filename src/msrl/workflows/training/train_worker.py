@@ -18,7 +18,7 @@ from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.launch import quiet_megatron, skip_wandb
-from msrl.trainer.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import MicroBatch
 

@@ -24,7 +24,7 @@ from msrl.trainer.objective.batches import (
     num_loss_tokens,
     padded,
 )
-from msrl.trainer.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
+from msrl.trainer.objective.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
 from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
