@@ -118,6 +118,7 @@ def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any
         "-c",
         str(write_config(folder / f"{name}.yaml", settings(name, address, **changes))),
         log=folder / "log",
+        is_on_one_machine=address is None,
     )
 
 

@@ -36,9 +36,13 @@ class Command:
         log: Path,
         tmp: Path | None = None,
         program: Sequence[str] = ("-m", "msrl"),
+        is_on_one_machine: bool = True,
     ) -> None:
-        """Start the command, with `tmp` as the folder for its temporary files."""
-        self.log = log
+        """Start the command, with `tmp` as the folder for its temporary files.
+
+        On several machines, Ray listens on all interfaces (docs/security.md).
+        """
+        self.log, self._is_on_one_machine = log, is_on_one_machine
         self.listening: dict[str, set[str]] = {}  # addresses by process
         self._looked_at = time.monotonic()
         environment = {**os.environ, "MPLCONFIGDIR": str(log.parent)}
@@ -69,7 +73,8 @@ class Command:
 
     def _look_at_sockets(self) -> None:
         """Fail if a process of the command listens beyond loopback."""
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+        is_due = time.monotonic() - self._looked_at >= _LOOK_EVERY_S
+        if not self._is_on_one_machine or not is_due:
             return
         self._looked_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
@@ -139,8 +144,9 @@ def listening_hosts(pids: Iterable[int]) -> dict[str, set[str]]:
     for pid in pids:
         inodes = _socket_inodes(pid)
         if found := {sockets[inode] for inode in inodes if inode in sockets}:
-            name = Path(f"/proc/{pid}/comm").read_text().strip().partition(".")[0]
-            hosts.setdefault(name, set()).update(found)
+            with suppress(psutil.NoSuchProcess):
+                name = psutil.Process(pid).name().partition(".")[0]
+                hosts.setdefault(name, set()).update(found)
     return hosts
 
 
