@@ -157,7 +157,7 @@ def _tokens(sample: ViewSample) -> dict[str, Any]:
     is_sampled = packed(sampled[first:], "u1")
     all_trained = sample.loss_mask is sampled
     advantages = sample.advantages
-    if not isinstance(advantages, float):
+    if not isinstance(advantages, (int, float)):
         advantages = packed(advantages[first:], "<f4")
     return {
         "ids": packed(sample.token_ids, "<i4"),
