@@ -269,7 +269,7 @@ def test_a_wrong_answer_has_its_verdict_and_the_reason_of_each_verifier(run: Pat
     rows = read_chunk(tmp_path / "view", "0/rollout-samples-0")
     wrong = table["verdict"].index(0)
     assert_mentions(rows[wrong]["reasons"]["base_acc"], "14", "15", "box")
-    assert_mentions(rows[wrong]["reasons"]["format"], "has the format")
+    assert_mentions(rows[wrong]["reasons"]["format"], "in order")
     assert table["verdict"] == [int("boxed{15}" in row["turns"][1][1]) for row in rows[:12]]
 
 
