@@ -628,7 +628,7 @@ FOREIGN_YAML = {
 
 def _prepare(root: Path) -> None:
     """Create the valid files that targets change."""
-    chat_rendering.LIMITS = chat_rendering.Limits(1.0, 1_000_000, 256 << 20)
+    chat_rendering.LIMITS = chat_rendering.RenderingLimits(1.0, 1_000_000, 256 << 20)
     command._TIME_LIMIT_S = 2.0
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
     global SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES

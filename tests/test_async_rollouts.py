@@ -34,7 +34,7 @@ from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.setup import Prompts
-from msrl.workflows.rl.sources import Alongside
+from msrl.workflows.rl.sources import AsynchronousSource
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.transport.base import Calls, Workers
@@ -781,7 +781,7 @@ def test_a_run_whose_batches_stay_empty_ends() -> None:
         weights=SimpleNamespace(publish=None),
         scorer=Scoring(),
     )
-    source = Alongside(job, workers, {})
+    source = AsynchronousSource(job, workers, {})
     for _ in range(2):
         source.check(empty)
         source.check(full)

@@ -251,7 +251,7 @@ TEN_MILLION = "('a\n' * 5000000)"
 def test_a_hostile_chat_template_is_one_message(
     template: str, keyword: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    limits = chat_rendering.Limits(time_s=1.0, characters=1000, memory_bytes=1 << 27)
+    limits = chat_rendering.RenderingLimits(time_s=1.0, characters=1000, memory_bytes=1 << 27)
     monkeypatch.setattr(chat_rendering, "LIMITS", limits)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
@@ -266,7 +266,7 @@ def test_every_process_renders_chat_templates_within_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Episodes, reward models and the server render the template of a model too."""
-    limits = chat_rendering.Limits(time_s=0.2)
+    limits = chat_rendering.RenderingLimits(time_s=0.2)
     monkeypatch.setattr(chat_rendering, "LIMITS", limits)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ 7 ** 50000000 }}"

@@ -1,4 +1,4 @@
-"""Files and folders have their final names only when they are whole.
+"""Files and folders have their final names only when they are complete.
 
 Each writer is killed (SIGKILL) before every operation on the file system, and meets a full disk.
 """
@@ -251,7 +251,7 @@ def _is_writing(arguments: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in WRITERS]
 )
-def test_a_killed_writer_leaves_the_whole_result_or_none(name: str, tmp_path: Path):
+def test_a_killed_writer_leaves_a_complete_result_or_none(name: str, tmp_path: Path):
     if name in SLOW[:2]:
         save_model(tmp_path / "model", tied=True, positions=128)
     writer, number, folder = WRITERS[name], 0, tmp_path / "case"
@@ -259,19 +259,19 @@ def test_a_killed_writer_leaves_the_whole_result_or_none(name: str, tmp_path: Pa
     writer.prepare(folder)
     before = writer.read(folder)
     writer.write(folder)
-    whole = writer.read(folder)
+    complete = writer.read(folder)
     while True:
         number += 1
         shutil.rmtree(folder)
         folder.mkdir()
         writer.prepare(folder)
         code = in_child(writer.write, folder, lambda number=number: kill_before(number))
-        assert writer.read(folder) in (before, whole, None), number
+        assert writer.read(folder) in (before, complete, None), number
         if code == 0:
             break
         assert code == -signal.SIGKILL
         writer.write(folder)
-        assert writer.read(folder) == whole, number
+        assert writer.read(folder) == complete, number
         assert not list((folder / "r").rglob("*.part")), "a run removes what killed ones left"
     assert number > 2
 

@@ -59,10 +59,11 @@ def test_texts_of_drawings_are_inside_their_boxes(browser: Any, name: str):
           return [...document.querySelectorAll('text')].filter((text) => {
             const inner = text.getBBox();
             const [x, y] = [inner.x + inner.width / 2, inner.y + inner.height / 2];
-            const box = boxes.find((b) => x > b.x && x < b.x + b.width && y > b.y && y < b.y + b.height);
+            const box = boxes.find(
+              (b) => x > b.x && x < b.x + b.width && y > b.y && y < b.y + b.height);
             return box && (inner.x < box.x || inner.x + inner.width > box.x + box.width);
           }).map((text) => text.textContent);
-        }"""  # noqa: E501
+        }"""
     )
     page.close()
     assert outside == []
@@ -86,9 +87,9 @@ def test_keys_wrap_between_words_only(open_page: Open):
           [...key.childNodes].filter((node) => {
             const range = document.createRange();
             range.selectNodeContents(node);
-            return node.nodeType === 3 && new Set([...range.getClientRects()].map((r) => r.top)).size > 1
-              && !/[\\s-]/.test(node.textContent);
-          }).map((node) => node.textContent))"""  # noqa: E501
+            const lines = new Set([...range.getClientRects()].map((r) => r.top));
+            return node.nodeType === 3 && lines.size > 1 && !/[\\s-]/.test(node.textContent);
+          }).map((node) => node.textContent))"""
     )
     assert broken == []
 

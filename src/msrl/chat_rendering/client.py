@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from msrl.user_files import python_command
 
 
-class Limits(NamedTuple):
+class RenderingLimits(NamedTuple):
     """Limits of one rendering: CPU time, characters, and memory beyond that of the process."""
 
     time_s: float = 5.0  # a conversation takes milliseconds
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     memory_bytes: int = 1 << 30
 
 
-LIMITS = Limits()
+LIMITS = RenderingLimits()
 
 
 class Chat(NamedTuple):
@@ -113,7 +113,7 @@ _LOCK = threading.Lock()
 class _Process:
     """A process that renders. It ends when its connection is closed."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RenderingLimits) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = python_command("-m", "msrl.chat_rendering.process", str(theirs.fileno()))
@@ -139,6 +139,6 @@ class _Process:
 
 
 @lru_cache(maxsize=1)
-def _process(pid: int, limits: Limits) -> _Process:
+def _process(pid: int, limits: RenderingLimits) -> _Process:
     """Return the process of process `pid`, since a fork needs another one than its parent."""
     return _Process(limits)

@@ -2,9 +2,10 @@
 
     python -m msrl.chat_rendering.process FD
 
-FD is the number of a connection that carries a `Limits`, then lists of `Chat`, and back lists of
-`RenderedChat` or an error as text. The environment of Jinja is that of transformers (5.5 to 5.19)
-with the same filters, functions and `{% generation %}` blocks. The process ends with its input.
+FD is the number of a connection. The process receives a `RenderingLimits`, then lists of `Chat`. It
+answers each list with a list of `RenderedChat`, or with an error as text. Jinja has the settings of
+transformers (5.5 to 5.19), with the same filters, functions and `{% generation %}` blocks. The
+process ends with its input.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from msrl.chat_rendering.client import Chat, Limits, RenderedChat
+from msrl.chat_rendering.client import Chat, RenderedChat, RenderingLimits
 
 
 class _Rendering:
@@ -60,7 +61,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
-    limits: Limits = connection.recv()
+    limits: RenderingLimits = connection.recv()
     _limit_memory(limits.memory_bytes)
     while True:
         try:
@@ -72,7 +73,7 @@ def main() -> None:
         connection.send(answer)
 
 
-def _answer(chats: list[Chat], limits: Limits) -> list[RenderedChat] | str:
+def _answer(chats: list[Chat], limits: RenderingLimits) -> list[RenderedChat] | str:
     """Return the rendered conversations, or why one cannot be rendered."""
     try:
         return [_rendered(chat, limits) for chat in chats]
@@ -82,7 +83,7 @@ def _answer(chats: list[Chat], limits: Limits) -> list[RenderedChat] | str:
         return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _rendered(chat: Chat, limits: Limits) -> RenderedChat:
+def _rendered(chat: Chat, limits: RenderingLimits) -> RenderedChat:
     rendering = _render(chat.template, chat.variables, limits)
     text = "".join(rendering.pieces)
     starts: list[int] = []
@@ -95,7 +96,7 @@ def _rendered(chat: Chat, limits: Limits) -> RenderedChat:
     return RenderedChat(text, rendering.blocks, starts)
 
 
-def _render(source: str, variables: Mapping[str, Any], limits: Limits) -> _Rendering:
+def _render(source: str, variables: Mapping[str, Any], limits: RenderingLimits) -> _Rendering:
     """Render one conversation. The kernel ends this process after the limit of CPU time."""
     if not variables["messages"]:
         raise ValueError("the conversation is empty")

@@ -1,8 +1,8 @@
 """Loss of Ray itself, which ends a run: of its control store, or of the node of this process.
 
-Ray reacts to it by ending this process in native code, without a word about the run. `check` raises
-an error before that happens. It is called whenever this process calls Ray or waits for it. A call
-of Ray that is running at the loss may never return: a thread then ends this process.
+Ray reacts to it by ending this process in native code, before the run can print a message. `check`
+raises an error before that happens. It is called whenever this process calls Ray or waits for it. A
+call of Ray that is running at the loss may never return: a thread then ends this process.
 """
 
 from __future__ import annotations

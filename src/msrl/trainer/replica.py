@@ -242,7 +242,7 @@ class ModelReplica:
         }
 
     def _begin_update(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the gradients to zero."""
+        """Set the gradients to zero, and start counting experts and replaying routes."""
         assert self.wrapped is not None
         self.host.onload("params", "grads")
         self.host.offload("optimizer")  # loading or saving a checkpoint has onloaded it

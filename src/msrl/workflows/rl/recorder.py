@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 
 from msrl.algorithms.samples import decided_matrix, length_matrix, reward_matrix
 from msrl.plan.derived import updates_per_step
@@ -25,8 +23,11 @@ from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.session import TrainingSession
 
 
-class Recorder(AbstractContextManager["Recorder"]):
-    """Writer of everything that a run keeps of its steps, except checkpoints."""
+class Recorder:
+    """Writer of everything that a run keeps of its steps, except checkpoints.
+
+    The caller opens and closes `rollouts`.
+    """
 
     def __init__(self, job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> None:
         config, self._job, self._run_dir = job.config, job, session.run_dir
@@ -44,21 +45,13 @@ class Recorder(AbstractContextManager["Recorder"]):
             config.model.dtype, self._run_dir, session.note, is_async, has_one_update
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.rollouts.__exit__(kind, error, trace)
-
     def token_values(self, prepared: PreparedStep, clock: Clock) -> LoggedValues:
         """Compute the values of `log.tokens`. Call it before the first update of a step."""
         return self._token_values.of_step(prepared, clock)
 
     def record(
         self,
-        step: int,  # counted from 0
+        step: int,
         batch: StepRollouts,
         prepared: PreparedStep,
         values: LoggedValues,
@@ -94,10 +87,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         )
         self._plot_distributions(step + 1, batch)
         return StepReport(step + 1, metrics, seconds, batch.scores.notes)
-
-    def wait(self) -> None:
-        """Wait until all rollouts are written: a resume does not repeat them."""
-        self.rollouts.wait()
 
     def _mfu(self, prepared: PreparedStep, clock: Clock) -> dict[str, float]:
         """Return the model FLOPs utilization of the updates; nothing for a step without one.

@@ -1,16 +1,15 @@
 """Sources of the rollouts of a run.
 
-Engines and ranks take turns on the devices (`TakingTurns`), or the engines generate for later steps
-while the ranks train (`Alongside`).
+Engines and ranks take turns on the devices (`SynchronousSource`), or the engines generate for later
+steps while the ranks train (`AsynchronousSource`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from types import TracebackType
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.trainer.objective.batches import num_loss_tokens
@@ -26,10 +25,15 @@ from msrl.workflows.rl.workers import Workers
 _MAX_EMPTY_STEPS = 10  # in succession
 
 
-class RolloutSource(AbstractContextManager["RolloutSource"]):
+class RolloutSource(Protocol):
     """Source of the rollouts of each step. The training loop calls its methods in their order."""
 
     sampler: Sampler  # for evaluations
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Generate alongside the body, if the run is asynchronous."""
+        yield
 
     @abstractmethod
     def take(self, step: int, clock: Clock) -> StepRollouts:
@@ -59,15 +63,12 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         """Check what is still open after the last step."""
 
 
-class TakingTurns(RolloutSource):
+class SynchronousSource(RolloutSource):
     """Engines that generate the rollouts of a step before its update."""
 
     def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
         self._workers, self.sampler = workers, workers.engines
         self._rollouts = Rollouts(job, workers.engines, workers.scorer, state)
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the engines as they are: a restart of ranks uses them again."""
 
     def take(self, step: int, clock: Clock) -> StepRollouts:
         return self._rollouts.generate(step, clock)
@@ -92,7 +93,7 @@ class TakingTurns(RolloutSource):
         return self._rollouts.state()
 
 
-class Alongside(RolloutSource):
+class AsynchronousSource(RolloutSource):
     """Engines that generate for later steps while the ranks train."""
 
     def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
@@ -104,18 +105,11 @@ class Alongside(RolloutSource):
         self.sampler = self._rollouts
         self._num_empty = 0
 
-    def __enter__(self) -> Alongside:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         self._workers.trainers.onload()
-        self._rollouts.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._rollouts.__exit__(kind, error, trace)
+        with self._rollouts:
+            yield
 
     def take(self, step: int, clock: Clock) -> StepRollouts:
         return self._rollouts.take(step, clock)
@@ -149,5 +143,5 @@ class Alongside(RolloutSource):
 
 def rollout_source(job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> RolloutSource:
     """Return the source of a run that starts from the state of a checkpoint, or an empty one."""
-    kind = Alongside if job.config.rollout.asynchronous.is_on else TakingTurns
-    return kind(job, workers, state)
+    is_async = job.config.rollout.asynchronous.is_on
+    return (AsynchronousSource if is_async else SynchronousSource)(job, workers, state)
