@@ -1,6 +1,7 @@
-"""Drawings of the page on concepts, as SVG.
+"""Drawings of the first page and of the page on concepts, as SVG.
 
-Every drawing has an opaque light background, so it is legible on light and dark pages and on paper.
+Every drawing has an opaque background: it is legible on light and dark pages, also where the page
+has another theme than the system, whose theme the drawing follows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,14 @@ from html import escape
 
 INK, LINE, PAPER = "#1f2933", "#52606d", "#fbfcfd"
 BLUE, GREEN, ORANGE, VIOLET, GRAY = "#dbeafe", "#dcfce7", "#ffedd5", "#ede9fe", "#eef1f4"
+DARK_INK, DARK_LINE, DARK_PAPER = "#e4e7eb", "#9aa5b1", "#1a1c1e"
+DARK_FILLS = {
+    BLUE: "#1e3a5f",
+    GREEN: "#14432a",
+    ORANGE: "#5a3210",
+    VIOLET: "#3b2a63",
+    GRAY: "#2b3036",
+}
 FONT = "system-ui, 'Noto Sans', 'Noto Sans SC', sans-serif"
 _SIZE = 13  # of texts, in pixels
 _WIDEST, _WIDEST_BOLD = 7.6, 8.3  # average width of a character in a wide font of this size
@@ -18,6 +27,26 @@ MARKER = (
     '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
     f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
 )
+
+TRAININGS = {
+    "train-sft": "imitate answers",
+    "train-dpo": "learn preferences",
+    "train-rm": "score answers",
+    "train-grpo": "learn from rewards",
+    "train-distill": "learn from teachers",
+}
+
+
+def _dark_style() -> str:
+    """Return the rules that replace the colors of a drawing on dark screens."""
+    fills = [f'[fill="{light}"]{{fill:{dark}}}' for light, dark in DARK_FILLS.items()]
+    rules = [
+        f"svg{{fill:{DARK_INK}}}",
+        f"svg>rect:first-of-type{{fill:{DARK_PAPER};stroke:{DARK_LINE}}}",
+        f"[stroke]{{stroke:{DARK_LINE}}}marker path{{fill:{DARK_LINE}}}",
+        *fills,
+    ]
+    return f"<style>@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 
 
 @dataclass
@@ -76,7 +105,7 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="{FONT}" '
             f'font-size="{_SIZE}" fill="{INK}">',
             f"<title>{escape(self.title)}</title>",
-            f"<defs>{MARKER}</defs>",
+            f"<defs>{MARKER}{_dark_style()}</defs>",
             f'<rect width="100%" height="100%" rx="8" fill="{PAPER}" stroke="#cbd2d9"/>',
             *self.elements,
             "</svg>",
@@ -86,26 +115,25 @@ class Drawing:
 
 def pipeline() -> Drawing:
     """Return the commands from a model to a better model, with their files."""
-    drawing = Drawing(860, 250, "Commands of msrl and the files between them")
-    drawing.box(20, 30, 150, 50, "Hugging Face folder", "or hub name", fill=BLUE)
-    drawing.box(20, 165, 150, 50, "rows", "JSON, CSV, Parquet", fill=BLUE)
-    drawing.box(215, 30, 150, 50, "msrl convert-ckpt", "hf2mcore, optional", fill=GREEN)
-    drawing.box(215, 165, 150, 50, "msrl preprocess", fill=GREEN)
-    drawing.box(410, 98, 130, 50, "msrl train-sft", fill=GREEN)
-    drawing.box(585, 98, 130, 50, "msrl train-grpo", fill=GREEN)
-    drawing.box(585, 180, 130, 50, "reward", "verifier, server, model", fill=ORANGE)
-    drawing.box(585, 20, 130, 50, "msrl convert-ckpt", "mcore2hf", fill=GREEN)
-    drawing.box(745, 98, 100, 50, "run folder", "metrics, report", fill=VIOLET)
-    drawing.box(745, 20, 100, 50, "msrl generate", "msrl chat", fill=GREEN)
-    drawing.arrow((170, 55), (215, 55))
-    drawing.arrow((170, 190), (215, 190))
-    drawing.arrow((365, 55), (475, 55), (475, 98), label="checkpoint", at=(420, 47))
-    drawing.arrow((365, 190), (475, 190), (475, 148), label="token ids", at=(420, 182))
-    drawing.arrow((540, 123), (585, 123))
-    drawing.arrow((650, 180), (650, 148))
-    drawing.arrow((650, 98), (650, 70))
-    drawing.arrow((715, 123), (745, 123))
-    drawing.arrow((715, 45), (745, 45))
+    drawing = Drawing(860, 300, "Commands of msrl and the files between them")
+    drawing.box(20, 30, 160, 60, "model", "folder or hub name", fill=BLUE)
+    drawing.box(20, 210, 160, 60, "rows", "JSON, CSV, Parquet", fill=BLUE)
+    drawing.box(225, 30, 165, 60, "msrl convert-ckpt", "to Megatron's files", fill=GREEN)
+    drawing.box(225, 210, 165, 60, "msrl preprocess", "tokens, loss masks", fill=GREEN)
+    drawing.box(435, 12, 195, 276)
+    for row, (name, purpose) in enumerate(TRAININGS.items()):
+        drawing.box(447, 22 + 52 * row, 171, 46, f"msrl {name}", purpose, fill=GREEN)
+    drawing.box(680, 25, 165, 70, "msrl generate, chat", "serve, eval", fill=GREEN)
+    drawing.box(680, 120, 165, 60, "run folder", "checkpoints, metrics", fill=VIOLET)
+    drawing.box(680, 205, 165, 70, "msrl view, report", "diagnose", fill=GREEN)
+    drawing.arrow((180, 60), (225, 60))
+    drawing.arrow((180, 240), (225, 240))
+    drawing.arrow((390, 60), (435, 60))
+    drawing.arrow((390, 240), (435, 240))
+    drawing.arrow((630, 140), (680, 140))
+    drawing.arrow((680, 160), (630, 160), label="next", at=(656, 178))
+    drawing.arrow((762, 120), (762, 95))
+    drawing.arrow((762, 180), (762, 205))
     return drawing
 
 
