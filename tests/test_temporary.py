@@ -34,6 +34,15 @@ temporary.list_segments(folder, [os.getpid()], before)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+SEMAPHORE = """
+import multiprocessing, os, sys
+from pathlib import Path
+from msrl import temporary
+before = temporary.segments()
+semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+temporary.list_segments(Path(sys.argv[1]), [os.getpid()], before)
+"""
+
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -91,6 +100,15 @@ def test_shared_memory_of_a_killed_process_is_removed_when_it_is_listed_again(
     assert segment.exists()
     temporary.remove(folder)
     assert not segment.exists()
+
+
+def test_a_semaphore_is_listed_under_the_name_that_it_leaves(base: Path):
+    """The C library renames a semaphore after it has mapped it."""
+    folder = base / "msrl-mine"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", SEMAPHORE, str(folder)], check=True, timeout=HANG_S)
+    ((name, _),) = json.loads((folder / "shared_memory.json").read_text())
+    assert name.startswith("sem.")
 
 
 def test_shared_memory_of_other_owners_is_not_removed(base: Path, segment: Path):

@@ -152,20 +152,23 @@ def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]
 
     Segments that were listed before stay listed, since a killed process leaves what it had mapped.
     """
-    mapped = {name for pid in pids for name in _mapped(pid)}
-    new = [[name, inode] for name, inode in segments() - before if name in mapped]
+    mapped = {inode for pid in pids for inode in _mapped(pid)}
+    new = [[name, inode] for name, inode in segments() - before if inode in mapped]
     file = folder / _SEGMENTS
     listed: list[list[Any]] = json.loads(file.read_text()) if file.is_file() else []
     _write_json(file, listed + [entry for entry in new if entry not in listed])
 
 
-def _mapped(pid: int) -> set[str]:
-    """Return the names of the shared memory segments that a process has mapped."""
+def _mapped(pid: int) -> set[int]:
+    """Return the inodes of the shared memory segments that a process has mapped.
+
+    The maps show the name at the time of mapping, which is temporary for POSIX semaphores.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {name for line in lines if (name := line.partition(f" {SHARED_MEMORY}/")[2])}
+    return {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
 
 
 def _unlink_listed(file: Path) -> None:
