@@ -622,10 +622,7 @@ def test_a_console_line_fits_into_100_characters_and_has_no_negative_zero() -> N
     assert "lr 1.0e-06" in short
 
 
-def test_metrics_that_were_removed_during_a_run_are_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("msrl.tracking.metrics._CHECK_EVERY_S", 0.0)
+def test_metrics_that_were_removed_during_a_run_are_restored(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.log(report(1))
         writer.path.unlink()

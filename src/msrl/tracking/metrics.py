@@ -8,7 +8,6 @@ Numbers that JSON cannot represent are the strings "NaN", "Infinity" and "-Infin
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -22,7 +21,6 @@ from msrl.files import atomic_write, write_text
 from msrl.types import StepReport
 
 FILE_NAME = "metrics.jsonl"
-_CHECK_EVERY_S = 5.0  # whether the file was removed
 
 
 class MetricsWriter:
@@ -30,7 +28,7 @@ class MetricsWriter:
 
     With `resumed_step`, later lines and a line that a crash truncated are removed first.
     `num_dropped` is their number. If the file is removed while the run writes to it, it is restored
-    with its contents within a few seconds, at the next report.
+    with its contents at the next report.
 
     Raises:
         MsrlError: the file already has lines, and `resumed_step` is None.
@@ -40,13 +38,10 @@ class MetricsWriter:
         self.path = run_dir / FILE_NAME
         self.num_dropped = _prepare(self.path, resumed_step)
         self._file = self.path.open("ab+")
-        self._checked_at = -math.inf
 
     def log(self, report: StepReport) -> None:
-        if time.monotonic() - self._checked_at >= _CHECK_EVERY_S:
-            self._checked_at = time.monotonic()
-            if not self._is_in_place():
-                self._restore()
+        if not self._is_in_place():
+            self._restore()
         self._file.write(to_line(report, time=_now()))
         self._file.flush()
 

@@ -30,7 +30,7 @@ def progress(
     total: float | None = None,
     unit: str = "it",
     stream: IO[str] | None = None,
-    interval_s: float = 5.0,
+    interval_s: float = 2.5,
 ) -> Generator[Progress, None, None]:
     """Show the progress of the `with` block.
 
@@ -39,7 +39,7 @@ def progress(
         total: total amount in units, None if unknown.
         unit: unit of the amounts. "B" means bytes, which are shown as KB, MB or GB.
         stream: output, standard error by default.
-        interval_s: minimum time between two lines in seconds, where the stream is no terminal.
+        interval_s: time between two lines in seconds, where the stream is no terminal.
     """
     out = stream or sys.stderr
     show = _show_bar if out.isatty() else _show_lines
