@@ -20,7 +20,6 @@ from msrl.diagnose.checks import CHECKS
 from msrl.diagnose.gap import HEALTHY, healthy_range, measure
 from msrl.diagnose.verdict import judge
 from msrl.errors import MsrlError
-from msrl.tracking.rollouts import TokenArrays
 from msrl.types import (
     Completion,
     Prompt,
@@ -211,8 +210,7 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     assert monitor.metrics(3, plain, [group], {}, trained) == {"rollout/logprob_gap": 0.002}
     later = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=False)
     assert later.metrics(3, plain, [group], {}, trained) == {}
-    rows = prepared.sequences.fields["old_logprobs"]
-    logged = {"trainer_logprobs": TokenArrays.of(rows, np.float32)}
+    logged = {"trainer_logprobs": prepared.sequences.fields["old_logprobs"]}
     assert "rollout/logprob_gap_max" in later.metrics(3, plain, [group], logged, trained)
 
 

@@ -53,8 +53,8 @@ from msrl.types import (
 )
 from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.asynchronous.records import decode, encode
-from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.update import placed_rewards
+from msrl.workflows.rollout_log import RolloutLog
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 
@@ -782,8 +782,8 @@ def test_rollout_files_have_the_sequences_and_turns_of_episodes(
 ) -> None:
     group = scored(FIRST, SECOND)
     samples = training_samples([group], np.arange(1.0, 7.0), np.array([[True, False]]))
-    with RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format) as log:
-        log.write(1, [group], samples, [group], sequences=rl_sequences(samples))
+    log = RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format)
+    log.write(1, [group], rl_sequences(samples), [group])
     if format == "jsonl":
         lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         first, second, *dropped = map(json.loads, lines)

@@ -27,7 +27,7 @@ from msrl.types import (
     StepReport,
 )
 from msrl.workflows.episodes.metrics import episode_metrics
-from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.best import Best
 from support import assert_each_mentions
 

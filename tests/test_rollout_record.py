@@ -33,7 +33,7 @@ from msrl.types import (
     TrainingSample,
     VersionRun,
 )
-from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.view.samples import read_samples
 from support import mentions
 
@@ -137,8 +137,7 @@ def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Pa
     sequences = rl_sequences(samples)
     old = tuple(np.full(4, -0.75, np.float32) for _ in samples)
     sequences = sequences._replace(fields={**sequences.fields, "old_logprobs": old})
-    with make_log(tmp_path) as log:
-        log.write(3, [group], samples, [dropped], sequences=sequences, times={"update": 5.0})
+    make_log(tmp_path).write(3, [group], sequences, [dropped], times={"update": 5.0})
     records = read_records(tmp_path / "rollouts" / "step_000003.parquet")
     assert [(r.group, r.sample, r.prompt_index) for r in records] == [
         (0, 0, 4),
@@ -177,8 +176,7 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     samples = list(training_samples([group], advantages, keep))
     selected = np.array([True, False, False, True])  # the token 3 belongs to a masked turn
     samples[0] = replace(samples[0], is_sampled=selected)
-    with make_log(tmp_path) as log:
-        log.write(8, [group], samples)
+    make_log(tmp_path).write(8, [group], rl_sequences(samples))
     records = read_records(tmp_path / "rollouts" / "step_000008.parquet")
     assert [(r.sample, r.sequence) for r in records] == [(0, 0), (0, 1)]
     assert [r.behavior_logprobs.tolist() for r in records] == [[0, -1, -2, 0, -3], [0, 0, -4]]
@@ -195,8 +193,8 @@ def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
     source = Source.of(RewardSource(verifier="acc"))
     group = make_group(4, [1.0, 0.0])
     samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
-    with make_log(tmp_path, format=format, judge=Judge((source,))) as log:
-        log.write(1, [group], samples)
+    log = make_log(tmp_path, format=format, judge=Judge((source,)))
+    log.write(1, [group], rl_sequences(samples))
     (file,) = (tmp_path / "rollouts").iterdir()
     rows = read_samples(file)
     assert [row.verdict for row in rows] == [True, False]
@@ -205,8 +203,8 @@ def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
 
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
     group = make_group(4, [1.0])
-    with make_log(tmp_path, is_on=False) as log:
-        log.write(1, [group], [make_sample(group, 0, 0.5)])
+    sequences = rl_sequences([make_sample(group, 0, 0.5)])
+    make_log(tmp_path, is_on=False).write(1, [group], sequences)
     assert not (tmp_path / "rollouts").exists()
 
 

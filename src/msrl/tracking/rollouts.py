@@ -7,9 +7,8 @@ Token arrays have length T. `docs/rollouts.md` describes the columns for users.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from msrl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from numpy.typing import DTypeLike
 
 FORMAT = "1"  # raised whenever a column changes its meaning
 # Columns whose values repeat. A dictionary of the numbers of tokens would cost time and space.
@@ -98,34 +96,8 @@ class RolloutRecord:
         return max((self.trainer_version - version for version, _ in self.versions), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArrays:
-    """Column with an array [T] per row, which are concatenated."""
-
-    values: np.ndarray
-    lengths: Ints
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.lengths)
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray], dtype: DTypeLike) -> TokenArrays:
-        """Concatenate the arrays of all rows."""
-        values = np.concatenate([np.zeros(0, dtype), *arrays])  # rows may be missing
-        return cls(values.astype(dtype, copy=False), _lengths(arrays))
-
-    def split(self) -> list[np.ndarray]:
-        """Return the array of each row."""
-        ends = np.cumsum(self.lengths).tolist()
-        return [self.values[start:end] for start, end in pairwise([0, *ends])]
-
-
-LoggedValues = Mapping[str, TokenArrays]
-"""Arrays [T] of the logged sequences, the first ones of a step, by the name of a column."""
-
-Column = Sequence[Any] | TokenArrays
-"""Values of all rows in the order of the record's attributes."""
+LoggedValues = Mapping[str, Sequence[Floats]]
+"""Arrays [T] of the logged sequences, the first ones of a step, by the name of an attribute."""
 
 
 def remove_after(run_dir: Path, step: int) -> None:
@@ -139,24 +111,13 @@ def remove_after(run_dir: Path, step: int) -> None:
 
 def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
     """Write a Parquet file atomically."""
-    columns = {
-        column.name: [getattr(record, column.name) for record in records]
-        for column in fields(RolloutRecord)
-    }
-    write_columns(path, columns)
-
-
-def write_columns(path: Path, columns: Mapping[str, Column]) -> None:
-    """Write the columns of records by the names of their attributes; missing ones are null.
-
-    Arrow's arrays are built from whole columns. A Python object per number of a token would take
-    most of the time.
-    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count = len(columns["step"])
-    arrays = [_array(columns.get(field.name, [None] * count), field.type) for field in _schema()]
+    arrays = [
+        _array([getattr(record, column.name) for record in records], column.type)
+        for column in _schema()
+    ]
     table = pa.Table.from_arrays(arrays, schema=_schema())
     with atomic_write(path) as temporary:
         pq.write_table(
@@ -168,59 +129,17 @@ def write_columns(path: Path, columns: Mapping[str, Column]) -> None:
         )
 
 
-def _array(values: Column, type: pa.DataType) -> pa.Array:
+def _array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
     """Return a column. None is a missing value."""
     import pyarrow as pa
 
-    if isinstance(values, TokenArrays):
-        flat = values.values.astype(type.value_type.to_pandas_dtype(), copy=False)
-        offsets = _offsets(values.lengths)
-        return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type))
-    if pa.types.is_list(type) and not pa.types.is_struct(type.value_type):
-        return _number_lists(values, type)
     if pa.types.is_map(type):
-        keys = [key for value in values for key in value]
-        items = [item for value in values for item in value.values()]
-        entries = (pa.array(keys, type.key_type), pa.array(items, type.item_type))
-        return pa.MapArray.from_arrays(_offsets(_lengths(values)), *entries)
-    if pa.types.is_list(type):
-        rows = [row for value in values for row in value]
-        columns = [_column(rows, number, item) for number, item in enumerate(type.value_type)]
-        structs = pa.StructArray.from_arrays(columns, fields=[*type.value_type])
-        return pa.ListArray.from_arrays(_offsets(_lengths(values)), structs)
+        values = [list(value.items()) for value in values]
+    elif pa.types.is_list(type) and pa.types.is_primitive(type.value_type):
+        # Arrow copies arrays of its own dtype, and converts others number by number.
+        dtype = type.value_type.to_pandas_dtype()
+        values = [None if value is None else np.asarray(value, dtype) for value in values]
     return pa.array(values, type)
-
-
-def _column(rows: Sequence[Any], number: int, item: pa.Field) -> pa.Array:
-    """Return an entry of all rows, which are tuples or mappings."""
-    import pyarrow as pa
-
-    key = item.name if rows and isinstance(rows[0], Mapping) else number
-    return pa.array([row[key] for row in rows], item.type)
-
-
-def _number_lists(values: Sequence[np.ndarray | None], type: pa.DataType) -> pa.Array:
-    """Return a column of arrays of numbers."""
-    import pyarrow as pa
-
-    present = [value for value in values if value is not None]
-    if not present:
-        return pa.nulls(len(values), type)
-    flat = np.concatenate(present).astype(type.value_type.to_pandas_dtype(), copy=False)
-    offsets = _offsets(_lengths([() if value is None else value for value in values]))
-    missing = None if len(present) == len(values) else pa.array([v is None for v in values])
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, type.value_type), mask=missing)
-
-
-def _lengths(values: Sequence[Sized]) -> Ints:
-    return np.fromiter(map(len, values), np.int64, len(values))
-
-
-def _offsets(lengths: Ints) -> pa.Array:
-    """Return where each value begins in the concatenation of all, and its end."""
-    import pyarrow as pa
-
-    return pa.array(np.append(0, lengths).cumsum(dtype=np.int32))
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
@@ -237,23 +156,12 @@ def read_records(path: Path) -> list[RolloutRecord]:
             "with log.rollouts=parquet."
         )
     table = pq.read_table(path)
-    arrays = {name: _arrays(table.column(name)) for name in _DTYPES if name in table.column_names}
+    # Lists of Python objects would take most of the time.
+    arrays = {n: table.column(n).to_numpy() for n in _DTYPES if n in table.column_names}
     rows = table.drop_columns([*arrays]).to_pylist(maps_as_pydicts="strict")
     return [
         _record(row | {name: rows_of_name[index] for name, rows_of_name in arrays.items()})
         for index, row in enumerate(rows)
-    ]
-
-
-def _arrays(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    """Return a column of arrays of numbers, without a Python object per number."""
-    lists = column.combine_chunks()
-    offsets = lists.offsets.to_pylist()
-    values = lists.values.to_numpy(zero_copy_only=False)
-    is_present = lists.is_valid().to_pylist()
-    return [
-        values[start:end] if valid else None
-        for (start, end), valid in zip(pairwise(offsets), is_present, strict=True)
     ]
 
 

@@ -1,43 +1,111 @@
-"""Files of rollouts and evaluations: prompts, responses, engine tokens and scores.
+"""Files of rollouts and evaluations: records of sequences, or JSON lines of completions.
 
-T tokens of a sequence: prompt, then response.
+T tokens of a sequence: prompt, then response. R sampled tokens.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences, rl_sequences
-from msrl.algorithms.samples import sequence_counts
+from msrl.algorithms.packing import Sequences
+from msrl.algorithms.samples import token_sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
-from msrl.tracking.rollouts import LoggedValues, write_columns
-from msrl.types import Completion, Prompt, ScoredGroup, TrainingSample
-from msrl.workflows.rl.rollout_log.background import BackgroundWriter
-from msrl.workflows.rl.rollout_log.columns import LoggedStep, messages, record_columns
+from msrl.tracking.rollouts import LoggedValues, RolloutRecord, write_records
+from msrl.types import Completion, Episode, Ints, ScoredGroup
 
 RolloutFormat = Literal["jsonl", "parquet"]
+Verdicts = Sequence[Sequence[bool] | None]
+"""Whether the answers of each group are right; None if no source decides."""
+
+_NO_EPISODE = Episode((), (), ())
+# Attributes of records by the field of the sequences that holds their values.
+_FIELDS = {
+    "advantages": "advantages",
+    "old_logprobs": "trainer_logprobs",
+    "reference_logprobs": "reference_logprobs",
+    "entropies": "entropies",
+}
 
 
-class RolloutLog(AbstractContextManager["RolloutLog"]):
+@dataclass(frozen=True, slots=True)
+class LoggedCompletion:
+    """Completion with the records of its sequences. `prompt` is the decoded prompt."""
+
+    group: ScoredGroup
+    completion: Completion
+    prompt: str
+    records: tuple[RolloutRecord, ...]
+
+    @property
+    def advantage(self) -> float:
+        """Mean advantage of the sampled tokens; 0 without any."""
+        advantages = np.concatenate([r.advantages[r.is_sampled] for r in self.records])
+        return float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
+
+    def row(self) -> dict[str, object]:
+        """Return the JSON object of an evaluation."""
+        prompt, completion, record = self.group.rollout.prompt, self.completion, self.records[0]
+        greedy, versions = self.group.greedy, [list(run) for run in completion.versions]
+        return {
+            "prompt_index": record.prompt_index,
+            "prompt": self.prompt,
+            "prompt_ids": prompt.token_ids.tolist(),
+            "response": completion.text,
+            "response_ids": completion.token_ids.tolist(),
+            "logprobs": [round(float(value), 6) for value in completion.logprobs],
+            "answer": record.answer,
+            "reward": record.reward,
+            "scores": dict(record.scores),
+            "reasons": record.reasons,
+            **({} if greedy is None else {"greedy_reward": greedy.rewards[0].total}),
+            "num_response_tokens": len(completion.token_ids),
+            "finish_reason": record.finish_reason,
+            "policy_version": completion.policy_version,
+            **({"tag": record.tag} if TAG in prompt.extra else {}),
+            **({"versions": versions} if versions else {}),
+            **self._episode_row(),
+            "is_right": record.is_right,
+        }
+
+    def training_row(self) -> dict[str, object]:
+        """Return the JSON object of a step."""
+        is_trained = any(record.loss_mask.any() for record in self.records)
+        return {**self.row(), "advantage": self.advantage, "is_trained": is_trained}
+
+    def _episode_row(self) -> dict[str, object]:
+        """Return the fields of an episode."""
+        episode, record = self.completion.episode, self.records[0]
+        if episode is None:
+            return {}
+        return {
+            "turns": [asdict(turn) for turn in episode.turns],
+            "messages": [{"role": role, "content": text} for role, text in record.messages],
+            "sequences": [
+                {"token_ids": r.token_ids.tolist(), "is_sampled": r.is_sampled.tolist()}
+                for r in self.records
+            ],
+            "success": record.success,
+            **({"fault": record.fault, "fault_detail": episode.fault[1]} if record.fault else {}),
+        }
+
+
+class RolloutLog:
     """Writer of `rollouts/step_000001.jsonl` and so on, and `eval/...`, in the folder of a run.
 
     Each file appears atomically. With `is_on` False, nothing is written. With the format `parquet`,
-    rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL. A thread writes
-    rollouts while the caller continues, at most one step behind. `judge` decides which answers are
-    right, and why.
+    rollouts are records of `tracking/rollouts.py`; evaluations are always JSONL. `judge` decides
+    which answers are right, and why.
     """
 
     def __init__(
@@ -52,7 +120,6 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         self._run_dir, self._tokenizer, self._is_on = run_dir, tokenizer, is_on
         self._format = format
         self._judge = Judge(()) if judge is None else judge
-        self._writer = BackgroundWriter()
         self._num_bytes = sum(path.stat().st_size for path in self.folder.glob("*.parquet"))
 
     @property
@@ -61,175 +128,120 @@ class RolloutLog(AbstractContextManager["RolloutLog"]):
         return self._run_dir / "rollouts"
 
     def is_over(self, num_bytes: float) -> bool:
-        """Return True if all records of the run take more than this size.
-
-        A step that is still being written is waited for only above half of it.
-
-        Raises:
-            MsrlError: It could not be written.
-        """
-        if self._num_bytes > num_bytes / 2:
-            self.wait()
+        """Return True if all records of the run take more than this size."""
         return self._num_bytes > num_bytes
-
-    def wait(self) -> None:
-        """Wait until all rollouts are written.
-
-        Raises:
-            MsrlError: They could not be written.
-        """
-        self._writer.wait()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Wait for the last files; raise their exception if there is no other one."""
-        try:
-            with nullcontext() if error is None else suppress(Exception):
-                self.wait()
-        finally:
-            self._writer.close()
 
     def write(
         self,
         step: int,
         groups: Sequence[ScoredGroup],
-        samples: Sequence[TrainingSample],
+        sequences: Sequences,
         dropped_groups: Sequence[ScoredGroup] = (),
         *,
-        sequences: Sequences | None = None,
         values: LoggedValues | None = None,
         times: Mapping[str, float] | None = None,
     ) -> None:
-        """Begin to write the rollouts of a step, after the step before is written.
+        """Write the rollouts of a step.
 
         Args:
             step: Step, counted from 1.
             groups: Groups of the step.
-            samples: One sample per sequence of the completions of `groups`, in order.
-            dropped_groups: Groups without samples, whose rows come last.
-            sequences: Sequences of `samples`, also with the log-probabilities of trainer and
-                reference as fields, for the format `parquet`.
-            values: Further values of the first samples, for `parquet`.
-            times: Seconds since 1970 at which each stage of the step ended, for `parquet`.
+            sequences: Sequences of the completions of `groups`, in order. Log-probabilities of
+                trainer and reference and entropies are logged too if they are among their fields.
+            dropped_groups: Groups without sequences, whose rows come last.
+            values: Further values of the first sequences.
+            times: Seconds since 1970 at which each stage of the step ended.
 
         Raises:
-            MsrlError: The rollouts of the step before could not be written.
+            MsrlError: They could not be written.
         """
         if not self._is_on:
             return
+        all_groups = [*groups, *dropped_groups]
+        verdicts = self._judge.verdicts(all_groups)
+        measured = _measured(sequences, values or {})
+        completions = self._completions(step, all_groups, verdicts, measured, times or {})
         if self._format == "jsonl":
-            self._writer.begin(partial(self._write_lines, step, groups, samples, dropped_groups))
+            self._write_lines(self.folder, step, [item.training_row() for item in completions])
             return
-        own = rl_sequences(samples) if sequences is None else sequences
-        logged = LoggedStep(step, groups, own, dropped_groups, values or {}, times or {})
-        self._writer.begin(partial(self._write_record, logged))
-
-    def _write_record(self, logged: LoggedStep) -> None:
-        path = self.folder / f"step_{logged.step:06d}.parquet"
-        columns = record_columns(logged, self._tokenizer.backend, self._judge)
+        path = self.folder / f"step_{step:06d}.parquet"
         with _writing(path):
-            write_columns(path, columns)
+            write_records(path, [record for item in completions for record in item.records])
         self._num_bytes += path.stat().st_size
 
-    def _write_lines(
-        self,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        samples: Sequence[TrainingSample],
-        dropped_groups: Sequence[ScoredGroup],
-    ) -> None:
-        rows: list[dict[str, object]] = []
-        verdicts = self._judge.verdicts([*groups, *dropped_groups])
-        judged = self.evaluation_rows([*groups, *dropped_groups], verdicts)
-        own = [*_by_completion(groups, samples)]
-        for row, parts in zip(judged[: len(own)], own, strict=True):
-            trained = {"advantage": _mean_advantage(parts), "is_trained": parts[0].is_trained}
-            rows.append({**row, **trained})
-        rows += [{**row, "advantage": 0.0, "is_trained": False} for row in judged[len(own) :]]
-        self._write("rollouts", step, rows)
-
     def write_evaluation(
-        self,
-        step: int,
-        groups: Sequence[ScoredGroup],
-        verdicts: Sequence[Sequence[bool] | None],
+        self, step: int, groups: Sequence[ScoredGroup], verdicts: Verdicts
     ) -> None:
-        """Write an evaluation.
-
-        `verdicts` holds for each group whether its answers are right, or None if no source decides.
-        """
+        """Write an evaluation."""
         if self._is_on:
-            self._write("eval", step, self.evaluation_rows(groups, verdicts))
+            rows = self.evaluation_rows(groups, verdicts, step)
+            self._write_lines(self._run_dir / "eval", step, rows)
 
     def evaluation_rows(
-        self, groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
+        self, groups: Sequence[ScoredGroup], verdicts: Verdicts, step: int = 0
     ) -> list[dict[str, object]]:
         """Return a row for each answer with its verdict."""
-        flat: list[bool | None] = []
-        for group, verdict in zip(groups, verdicts, strict=True):
-            flat += verdict or [None] * len(group.rewards)
-        pairs = zip(self._rows(groups), flat, strict=True)
-        return [{**row, "is_right": right} for row, right in pairs]
+        return [item.row() for item in self._completions(step, groups, verdicts, iter(()), {})]
 
-    def _write(self, folder: str, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        path = self._run_dir / folder / f"step_{step:06d}.jsonl"
+    def _write_lines(self, folder: Path, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        path = folder / f"step_{step:06d}.jsonl"
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with _writing(path):
             write_text(path, lines)
 
-    def _rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, object]]:
-        return [self._row(group, c) for group in groups for c in range(len(group.rewards))]
+    def _completions(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        verdicts: Verdicts,
+        measured: Iterator[Mapping[str, Any]],
+        times: Mapping[str, float],
+    ) -> list[LoggedCompletion]:
+        """Return the completions of all groups.
 
-    def _row(self, group: ScoredGroup, c: int) -> dict[str, object]:
-        prompt, completion = group.rollout.prompt, group.rollout.completions[c]
-        reward = group.rewards[c]
-        versions = [list(run) for run in completion.versions]
-        greedy = {} if group.greedy is None else {"greedy_reward": group.greedy.rewards[0].total}
+        `measured` yields further attributes of the records of the first sequences.
+        """
+        completions: list[LoggedCompletion] = []
+        for number, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
+            token_ids = group.rollout.prompt.token_ids.tolist()
+            text = self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+            for sample, completion in enumerate(group.rollout.completions):
+                common = {
+                    "step": step,
+                    "group": number,
+                    "sample": sample,
+                    "trainer_version": step - 1,
+                    "times": times,
+                    "is_right": None if verdict is None else verdict[sample],
+                    **self._answer(group, sample, text),
+                }
+                records = [
+                    RolloutRecord(**{**common, **tokens, **next(measured, {})})
+                    for tokens in _sequences(group, completion)
+                ]
+                completions.append(LoggedCompletion(group, completion, text, tuple(records)))
+        return completions
+
+    def _answer(self, group: ScoredGroup, sample: int, text: str) -> dict[str, Any]:
+        """Return the attributes of records that a completion decides."""
+        prompt, completion = group.rollout.prompt, group.rollout.completions[sample]
+        reward, episode = group.rewards[sample], completion.episode or _NO_EPISODE
         return {
             "prompt_index": prompt.index,
-            "prompt": self._text(prompt),
-            "prompt_ids": prompt.token_ids.tolist(),
-            "response": completion.text,
-            "response_ids": completion.token_ids.tolist(),
-            "logprobs": [round(float(value), 6) for value in completion.logprobs],
             "answer": prompt.answer,
+            "tag": prompt.extra.get(TAG, ""),
             "reward": reward.total,
-            "scores": dict(reward.scores),
+            "scores": reward.scores,
             "reasons": self._judge.reasons(completion.text, prompt.answer, reward.scores),
-            **greedy,
-            "num_response_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
-            "policy_version": completion.policy_version,
-            **({"tag": prompt.extra[TAG]} if TAG in prompt.extra else {}),
-            **({"versions": versions} if versions else {}),
-            **self._episode_row(prompt, completion),
-        }
-
-    def _episode_row(self, prompt: Prompt, completion: Completion) -> dict[str, object]:
-        """Return the fields of an episode."""
-        episode = completion.episode
-        if episode is None:
-            return {}
-        reason, detail = episode.fault
-        turns = messages(self._text(prompt), completion)
-        return {
-            "turns": [asdict(turn) for turn in episode.turns],
-            "messages": [{"role": role, "content": text} for role, text in turns],
-            "sequences": [
-                {"token_ids": item.token_ids.tolist(), "is_sampled": item.is_sampled.tolist()}
-                for item in episode.sequences
+            "messages": _messages(text, completion),
+            "turns": [
+                {**asdict(turn), "tool_calls": json.dumps(turn.tool_calls)}
+                for turn in episode.turns
             ],
             "success": episode.success,
-            **({"fault": reason, "fault_detail": detail} if reason else {}),
+            "fault": episode.fault[0],
         }
-
-    def _text(self, prompt: Prompt) -> str:
-        token_ids = prompt.token_ids.tolist()
-        return self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
 
 
 @contextmanager
@@ -245,21 +257,45 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _by_completion(
-    groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample]
-) -> Iterator[Sequence[TrainingSample]]:
-    """Yield the samples of each completion."""
-    start = 0
-    for count in sequence_counts(groups):
-        yield samples[start : start + count]
-        start += count
+def _measured(sequences: Sequences, values: LoggedValues) -> Iterator[Mapping[str, Any]]:
+    """Yield what the trainer has computed for each sequence, by attributes of records."""
+    fields = {_FIELDS[name]: rows for name, rows in sequences.fields.items() if name in _FIELDS}
+    columns = {**values, **fields, "loss_mask": sequences.loss_masks}
+    for number in range(len(sequences.token_ids)):
+        yield {name: rows[number] for name, rows in columns.items() if number < len(rows)}
 
 
-def _mean_advantage(samples: Sequence[TrainingSample]) -> float:
-    """Return the mean advantage of the sampled tokens; 0 without any."""
-    pieces = [
-        sample.advantages if sample.is_sampled is None else sample.advantages[sample.is_sampled]
-        for sample in samples
-    ]
-    advantages = np.concatenate(pieces)
-    return float(advantages.mean(dtype=np.float64)) if len(advantages) else 0.0
+def _sequences(group: ScoredGroup, completion: Completion) -> Iterator[dict[str, Any]]:
+    """Yield the attributes with T values for each sequence of a completion, without training."""
+    versions, counts = zip(*completion.version_runs, strict=True)
+    all_versions, start = np.repeat(versions, counts), 0
+    for number, sequence in enumerate(token_sequences(group.rollout.prompt, completion)):
+        end = start + int(np.count_nonzero(sequence.is_sampled))
+        logprobs = np.zeros(len(sequence.token_ids), np.float32)
+        logprobs[sequence.is_sampled] = completion.logprobs[start:end]
+        yield {
+            "sequence": number,
+            "token_ids": sequence.token_ids,
+            "is_sampled": sequence.is_sampled,
+            "behavior_logprobs": logprobs,
+            "versions": _run_lengths(all_versions[start:end]),
+            "loss_mask": np.zeros_like(sequence.is_sampled),
+            "advantages": np.zeros_like(logprobs),
+        }
+        start = end
+
+
+def _run_lengths(versions: Ints) -> list[tuple[int, int]]:
+    """Return the versions of R tokens as (version, number of tokens)."""
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    counts = np.diff(starts, append=len(versions))
+    return list(zip(versions[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _messages(prompt: str, completion: Completion) -> list[tuple[str, str]]:
+    """Return the turns of a completion as (role, text). A rendered prompt has the role `prompt`."""
+    if completion.episode is None:
+        return [("prompt", prompt), ("assistant", completion.text)]
+    turns = [(item["role"], item["content"]) for item in completion.episode.messages]
+    begins_with_row = not turns or turns[0][0] == "assistant"
+    return [("prompt", prompt), *turns] if begins_with_row else turns

@@ -49,8 +49,8 @@ from msrl.workflows.evaluate.checkpoints import (
 )
 from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judge
-from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.setup import eval_prompts
+from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.serve.engine import (
     check_engine,
     early_environment,

@@ -25,8 +25,8 @@ from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepRe
 from msrl.workflows.episodes.metrics import episode_metrics
 
 if TYPE_CHECKING:  # `msrl view` imports this module without torch
-    from msrl.workflows.rl.rollout_log.log import RolloutLog
     from msrl.workflows.rl.setup import RLSetup
+    from msrl.workflows.rollout_log import RolloutLog
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
 

@@ -41,12 +41,10 @@ def measured_gap(
         version: Policy version whose tokens count; None if it sampled all of them.
     """
     fields = prepared.sequences.fields
-    if rows := fields.get("old_logprobs"):
-        trained, count = np.concatenate(rows), len(rows)
-    elif column := values.get("trainer_logprobs"):
-        trained, count = column.values, len(column)
-    else:
+    rows = fields.get("old_logprobs") or values.get("trainer_logprobs")
+    if not rows:
         return None
+    trained, count = np.concatenate(rows), len(rows)
     mask = np.concatenate(prepared.sequences.loss_masks[:count])
     if version is not None and not _are_of_version(groups, count, version):
         mask = mask & (np.concatenate([*behavior_versions(groups)][:count]) == version)

@@ -13,21 +13,18 @@ from msrl.types import StepReport
 from msrl.workflows.rl.evaluation import judge
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups
-from msrl.workflows.rl.rollout_log.log import RolloutLog
 from msrl.workflows.rl.rollouts import StepRollouts
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.token_values import TokenValues
 from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.session import TrainingSession
 
 
 class Recorder:
-    """Writer of everything that a run keeps of its steps, except checkpoints.
-
-    The caller opens and closes `rollouts`.
-    """
+    """Writer of everything that a run keeps of its steps, except checkpoints."""
 
     def __init__(self, job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> None:
         config, self._job, self._run_dir = job.config, job, session.run_dir
@@ -58,7 +55,7 @@ class Recorder:
         trained: Mapping[str, float],
         clock: Clock,
     ) -> StepReport:
-        """Return the report of a step; begin to write its rollouts and draw its plots.
+        """Return the report of a step; write its rollouts and draw its plots.
 
         Args:
             step: Step, counted from 0.
@@ -79,9 +76,8 @@ class Recorder:
         self.rollouts.write(
             step + 1,
             batch.train_groups,
-            prepared.samples,
+            prepared.sequences,
             batch.dropped_groups,
-            sequences=prepared.sequences,
             values=values,
             times=clock.ended_at,
         )

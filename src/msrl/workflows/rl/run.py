@@ -92,7 +92,7 @@ def _train(job: RLSetup, workers: Workers, session: TrainingSession) -> None:
     rollouts = rollout_source(job, workers, state)
     recorder = Recorder(job, workers.trainers, session)
     evaluator = RolloutEvaluator(job, rollouts.sampler, workers.scorer, recorder.rollouts)
-    with session.training(workers.trainers, evaluator), rollouts.running(), recorder.rollouts:
+    with session.training(workers.trainers, evaluator), rollouts.running():
         session.evaluate_at_start()
         for step in session.steps():
             clock = Clock()
@@ -105,7 +105,6 @@ def _train(job: RLSetup, workers: Workers, session: TrainingSession) -> None:
             rollouts.publish(step + 1, clock)
             report = recorder.record(step, batch, prepared, values, trained, clock)
             if session.after_step(report):
-                recorder.rollouts.wait()  # a resume does not repeat the steps of a checkpoint
                 with rollouts.saving():
                     session.save({**job.state, **rollouts.state(), **updater.state()})
     rollouts.finish()

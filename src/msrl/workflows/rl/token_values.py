@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from msrl.algorithms.packing import Sequences, rl_sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
-from msrl.tracking.rollouts import LoggedValues, TokenArrays
+from msrl.tracking.rollouts import LoggedValues
 from msrl.trainer.objective.batches import BatchLimits, select
 from msrl.trainer.objective.requests import TokenRequest, TokenValue
-from msrl.types import Bools
-from msrl.workflows.rl.rollout_log.log import RolloutLog
+from msrl.types import Bools, Floats
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 _GROUPS_PER_LOGGED = 16  # `log.tokens: sampled` logs one of so many groups
@@ -60,7 +58,7 @@ class TokenValues:
         if has_reference and not missing:
             return {}
         sequences = _sequences(prepared, numbers)
-        columns = dict[str, TokenArrays]()
+        columns = dict[str, Sequence[Floats]]()
         with clock("token_values"):
             if not has_reference:
                 (rows,) = self._forward(sequences, "reference", ("logprobs",))
@@ -72,11 +70,11 @@ class TokenValues:
 
     def _forward(
         self, sequences: Sequences, model: str, names: tuple[TokenValue, ...]
-    ) -> list[TokenArrays]:
-        """Return values of a model at every token."""
+    ) -> list[Sequence[Floats]]:
+        """Return values of a model at every token of every sequence."""
         request = TokenRequest(names, model, self.config.rollout.sampling.temperature)
         values = self.trainers.forward(request, sequences, _limits(self.config))
-        return [TokenArrays.of(values[name], np.float32) for name in names]
+        return [values[name] for name in names]
 
     def _numbers(self, num_samples: int) -> range:
         """Return the numbers of the samples to log: all, or those of the first groups."""
