@@ -29,7 +29,7 @@ from msrl.rollout.engine import EngineSettings
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.serve.engine import early_environment
+from msrl.workflows.engine import early_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_EPISODES, NUM_TURNS, TURN_TOKENS, DELAY_S = 64, 4, 32, 0.2

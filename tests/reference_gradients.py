@@ -20,7 +20,7 @@ from msrl.checkpoint.source import ShardedSource
 from msrl.models.families import load_shape
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.workflows.serve.engine import hf_weights
+from msrl.workflows.engine import hf_weights
 from training_ranks import sequences
 
 _STACKED = ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")

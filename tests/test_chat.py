@@ -19,8 +19,8 @@ from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Message, Prompt, SamplingParams
+from msrl.workflows.engine import choose_renderer
 from msrl.workflows.serve.chat import ChatPrompts, converse, fit_conversation, interruptible
-from msrl.workflows.serve.engine import choose_renderer
 from support import HANG_S, assert_each_mentions, assert_mentions
 from tiny_qwen2 import make_tokenizer, save_model
 

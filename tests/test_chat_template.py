@@ -121,7 +121,7 @@ def test_the_tokenizers_chat_template_is_not_replaced():
 
 def test_an_exported_folder_contains_the_template_and_its_stop_tokens(tmp_path: Path):
     from msrl.checkpoint.hf.folder import copy_sidecars
-    from msrl.workflows.serve.engine import choose_renderer
+    from msrl.workflows.engine import choose_renderer
 
     (tmp_path / "from").mkdir()
     make_tokenizer().save_pretrained(tmp_path / "from")

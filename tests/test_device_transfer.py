@@ -24,7 +24,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.platforms import get
 from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup, weight_source
 from msrl.rollout.weights.digest import file_digests
-from msrl.workflows.serve.engine import hf_weights
+from msrl.workflows.engine import hf_weights
 
 pytestmark = pytest.mark.slow
 TENSORS = {"model.embed_tokens.weight": torch.randn(20, 4), "model.norm.weight": torch.randn(4)}

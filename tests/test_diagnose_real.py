@@ -24,7 +24,7 @@ from msrl.diagnose.verdict import Verdict, judge
 from msrl.platforms import get
 from msrl.workflows.diagnose.collect import compare, open_engine, open_ranks
 from msrl.workflows.diagnose.target import Target, open_target
-from msrl.workflows.serve.engine import choose_renderer, hf_weights
+from msrl.workflows.engine import choose_renderer, hf_weights
 from msrl.workflows.training.trainer_group import TrainerGroup
 from support import assert_mentions, python_path
 

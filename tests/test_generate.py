@@ -16,7 +16,7 @@ from msrl.config.schema import Config, GenerateConfig
 from msrl.data.tokenizer import load_tokenizer
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.workflows.serve import engine as serving
+from msrl.workflows import engine as serving
 from msrl.workflows.serve import generate
 from support import assert_each_mentions, assert_mentions, mentions, shared_data
 from test_cli import msrl

@@ -21,8 +21,8 @@ from msrl.config.schema import Config
 from msrl.importers.command import translate_arguments
 from msrl.importers.translation import KeyStatus
 from msrl.types import Message
+from msrl.workflows.engine import choose_renderer, raw_ids
 from msrl.workflows.serve.chat import ChatPrompts
-from msrl.workflows.serve.engine import choose_renderer, raw_ids
 from tiny_qwen2 import make_tokenizer
 
 SPECIALS = [

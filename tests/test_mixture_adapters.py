@@ -32,7 +32,7 @@ from msrl.models.families import all_rules, load_shape
 from msrl.models.rules import Rule
 from msrl.models.select import is_layer
 from msrl.trainer.settings import Layout
-from msrl.workflows.serve.engine import hf_weights
+from msrl.workflows.engine import hf_weights
 from reference_gradients import _file_gradients, backward
 from test_mixture_exactness import _assert_same
 from test_mixture_training import _trained

@@ -30,8 +30,8 @@ from msrl.data.tokenize import tokenize_rows
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
+from msrl.workflows.engine import choose_renderer
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
-from msrl.workflows.serve.engine import choose_renderer
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command

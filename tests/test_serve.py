@@ -37,8 +37,8 @@ from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key
 from msrl.rollout.server_key import CheckRequest
+from msrl.workflows.engine import choose_renderer, other_template
 from msrl.workflows.serve import model_cache, server_process
-from msrl.workflows.serve.engine import choose_renderer, other_template
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser

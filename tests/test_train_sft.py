@@ -222,7 +222,7 @@ def test_all_exports_have_the_chat_template_of_the_training_data(complete_run, i
     from transformers import AutoTokenizer
 
     from msrl.types import Conversation, Message
-    from msrl.workflows.serve.engine import choose_renderer
+    from msrl.workflows.engine import choose_renderer
 
     question = Conversation((Message("user", "1+1="),))
     expected = choose_renderer(inputs / "hf", "qwen").prompt(question).tolist()

@@ -126,7 +126,7 @@ def test_shards_of_all_ranks_assemble_to_the_weights_and_their_digests(
 
 
 def file_tensors(source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    from msrl.workflows.serve.engine import hf_weights
+    from msrl.workflows.engine import hf_weights
 
     return hf_weights(source)
 

@@ -27,8 +27,8 @@ from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings
 from msrl.workflows.diagnose.target import Target
 from msrl.workflows.diagnose.worker import DiagnoseWorker, RankRecording
+from msrl.workflows.engine import engine_settings
 from msrl.workflows.rl.weight_offer import WeightOffer, received_tensors
-from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training.settings import worker_variables
 from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import TrainerGroup

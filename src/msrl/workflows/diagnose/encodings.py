@@ -8,7 +8,7 @@ from pathlib import Path
 from msrl.data.render import Renderer
 from msrl.data.tokenizer import load_tokenizer
 from msrl.types import Conversation, Message
-from msrl.workflows.serve.engine import choose_renderer
+from msrl.workflows.engine import choose_renderer
 
 _TEXTS = {
     "text in English": "The quick brown fox jumps over 13 lazy dogs.",

@@ -19,9 +19,9 @@ from msrl.plan.run_plan import RunPlan, resolve
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.trainer.settings import RankSettings
 from msrl.types import Conversation, Message, Prompt, SamplingParams
+from msrl.workflows.engine import choose_renderer, open_model
 from msrl.workflows.evaluate.checkpoints import Checkpoint, open_checkpoint
 from msrl.workflows.row_cache import row_settings
-from msrl.workflows.serve.engine import choose_renderer, open_model
 from msrl.workflows.training.settings import rank_settings
 from msrl.workflows.view.samples import ViewSample, read_samples, sample_files, step_of
 

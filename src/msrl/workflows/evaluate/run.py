@@ -38,6 +38,13 @@ from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
 from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.workflows.engine import (
+    check_engine,
+    early_environment,
+    engine_settings,
+    hf_weights,
+    running_engine,
+)
 from msrl.workflows.episodes.setup import episode_settings, running_pool
 from msrl.workflows.evaluate.checkpoints import (
     Checkpoint,
@@ -51,13 +58,6 @@ from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judge
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.rollout_log import RolloutLog
-from msrl.workflows.serve.engine import (
-    check_engine,
-    early_environment,
-    engine_settings,
-    hf_weights,
-    running_engine,
-)
 from msrl.workflows.training.interrupts import EndAtOnce
 from msrl.workflows.training.resume_checks import weights_digest
 

@@ -31,9 +31,9 @@ from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows.engine import engine_settings
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
 from msrl.workflows.rl.distillation import check_tags
-from msrl.workflows.serve.engine import engine_settings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import (
     check_data,

@@ -24,7 +24,7 @@ from msrl.data.render import Renderer
 from msrl.limits import printable
 from msrl.rollout.engine import Engine, EngineSettings, Piece, check_stops, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
-from msrl.workflows.serve.engine import (
+from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
     engine_settings,

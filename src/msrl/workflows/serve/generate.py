@@ -37,16 +37,7 @@ from msrl.types import (
     RolloutGroup,
     SamplingParams,
 )
-from msrl.workflows.episodes.setup import running_pool
-from msrl.workflows.serve.answers import (
-    WriteLines,
-    check_output,
-    completions_text,
-    json_line,
-    open_output,
-    requires_ascii,
-)
-from msrl.workflows.serve.engine import (
+from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
     engine_settings,
@@ -56,6 +47,15 @@ from msrl.workflows.serve.engine import (
     raw_ids,
     running_engine,
     sampling_params,
+)
+from msrl.workflows.episodes.setup import running_pool
+from msrl.workflows.serve.answers import (
+    WriteLines,
+    check_output,
+    completions_text,
+    json_line,
+    open_output,
+    requires_ascii,
 )
 from msrl.workflows.serve.episodes import episode_settings, episode_summary, row_prompt
 

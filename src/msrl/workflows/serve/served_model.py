@@ -18,8 +18,8 @@ from msrl.errors import MsrlError
 from msrl.models.paths import is_adapter_folder, is_hf, is_mcore
 from msrl.models.shape import Shape
 from msrl.rollout.server import MAX_LORA_RANK
+from msrl.workflows.engine import early_environment, open_model
 from msrl.workflows.serve import model_cache
-from msrl.workflows.serve.engine import early_environment, open_model
 
 if TYPE_CHECKING:
     from msrl.checkpoint.adapters.merge import Adapter

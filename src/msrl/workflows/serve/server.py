@@ -20,13 +20,13 @@ from msrl.limits import printable
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
-from msrl.workflows.serve import model_cache
-from msrl.workflows.serve.engine import (
+from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
     engine_settings,
     other_template,
 )
+from msrl.workflows.serve import model_cache
 from msrl.workflows.serve.served_model import ServedModel, open_served_model, write_adapters
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser

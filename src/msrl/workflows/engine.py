@@ -1,4 +1,4 @@
-"""Common parts of `generate`, `chat` and `train-grpo`: engines, models and prompts."""
+"""Engines, models and prompts of the commands that generate: settings, weights and renderers."""
 
 from __future__ import annotations
 
