@@ -42,7 +42,7 @@ from mixture_families import MIXTURES
 from msrl.chat_rendering import client as chat_rendering
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.convert import McoreTarget, write_mcore
-from msrl.checkpoint.dist.read import GlobalTensors
+from msrl.checkpoint.distributed.read import GlobalTensors
 from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.weight_files import open_safetensors, open_weight_files
 from msrl.checkpoint.integrity import weight_checks

@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 60
 
 # Path prefixes in src/msrl that may import a heavy package.
 ALLOWED_IMPORTERS = {
-    "megatron": ("trainer/", "checkpoint/dist/", "data/indexed.py", "platforms/"),
+    "megatron": ("trainer/", "checkpoint/distributed/", "data/indexed.py", "platforms/"),
     "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_server.py"),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),

@@ -14,7 +14,7 @@ import families
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, ruled_plan, write_mcore
-from msrl.checkpoint.dist.read import read_metadata
+from msrl.checkpoint.distributed.read import read_metadata
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
 from msrl.models.families import families as registered

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from msrl.checkpoint.dist.read import read_common, read_metadata
-from msrl.checkpoint.dist.sections import SectionFile
+from msrl.checkpoint.distributed.read import read_common, read_metadata
+from msrl.checkpoint.distributed.sections import SectionFile
 from msrl.checkpoint.hf.weight_files import open_torch
 from msrl.checkpoint.mcore.files import read_rank_file
 from msrl.checkpoint.torch_files import pickle_names, unpickler

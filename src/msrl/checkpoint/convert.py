@@ -19,7 +19,7 @@ import torch
 
 import msrl
 from msrl.checkpoint.atomic_folder import require_free_path, require_space, staged_folder
-from msrl.checkpoint.dist.write import group_by_file, write_file, write_metadata_files
+from msrl.checkpoint.distributed.write import group_by_file, write_file, write_metadata_files
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.hf.folder import copy_sidecars, record_score_head
 from msrl.checkpoint.hf.manifest import write_hf_manifest

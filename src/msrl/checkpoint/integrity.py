@@ -21,9 +21,9 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from msrl.checkpoint.adapters import peft as peft_files
-from msrl.checkpoint.dist.read import is_distributed, read_metadata
-from msrl.checkpoint.dist.sections import Range, check_section, digest_of_sections
-from msrl.checkpoint.dist.write import COMMON, EXTRA, FORMAT, METADATA, file_sha256
+from msrl.checkpoint.distributed.read import is_distributed, read_metadata
+from msrl.checkpoint.distributed.sections import Range, check_section, digest_of_sections
+from msrl.checkpoint.distributed.write import COMMON, EXTRA, FORMAT, METADATA, file_sha256
 from msrl.checkpoint.hf.manifest import HF_MANIFEST, hf_manifest_files
 from msrl.checkpoint.hf.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE
 from msrl.checkpoint.mcore.files import FILE, MANIFEST, TRACKER, iteration_dir, read_manifest

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.read import is_distributed, read_common
-from msrl.checkpoint.dist.source import DistSource
-from msrl.checkpoint.dist.write import COMMON
+from msrl.checkpoint.distributed.read import is_distributed, read_common
+from msrl.checkpoint.distributed.source import DistSource
+from msrl.checkpoint.distributed.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file

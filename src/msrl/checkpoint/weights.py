@@ -1,4 +1,4 @@
-"""Interface of all weight sources. The implementations are in `source.py` and `dist/source.py`."""
+"""Interface of all weight sources, implemented in `source.py` and `distributed/source.py`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrl.checkpoint.dist.read import is_distributed, read_common
+from msrl.checkpoint.distributed.read import is_distributed, read_common
 from msrl.checkpoint.mcore.arguments import layout_from_args, refuse_schedule
 from msrl.checkpoint.mcore.files import FILE, TRACKER, iteration_dir, rank_folder, read_rank_file
 from msrl.errors import MsrlError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from msrl.checkpoint.dist.read import is_distributed, read_common, read_metadata
+from msrl.checkpoint.distributed.read import is_distributed, read_common, read_metadata
 from msrl.checkpoint.hf.folder import HfCheckpoint
 from msrl.checkpoint.hf.weight_files import open_weight_files
 from msrl.checkpoint.integrity import has_manifest, hf_checks, mcore_checks

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from msrl.checkpoint.convert import ITERATION, McoreTarget, ruled_plan
-from msrl.checkpoint.dist.write import tensor_file
+from msrl.checkpoint.distributed.write import tensor_file
 from msrl.checkpoint.dtypes import BY_HF_NAME, CHOICES
 from msrl.checkpoint.mcore.files import iteration_dir, rank_file
 from msrl.checkpoint.mcore.names import Naming

@@ -108,7 +108,7 @@ def has_only_adapter(load: Path, iteration: int | str | None = None) -> bool:
     """
     if not is_mcore(str(load)):
         return is_adapter_folder(str(load))
-    from msrl.checkpoint.dist.read import is_distributed
+    from msrl.checkpoint.distributed.read import is_distributed
     from msrl.checkpoint.mcore.files import iteration_dir, read_rank_file
     from msrl.checkpoint.mcore.locate import find_checkpoint, latest_iteration
     from msrl.checkpoint.source import holds_only_adapter

@@ -1,4 +1,4 @@
-"""Reader for Megatron's distributed checkpoints of any parallel layout. Files: see `dist/write.py`.
+"""Reader for Megatron's distributed checkpoints of any parallel layout. `write.py` has the files.
 
 `.metadata` is a pickle of torch's classes. `unpickler` reads it without these classes and keeps
 their attributes.
@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from msrl.checkpoint.dist.sections import Range, SectionFile
-from msrl.checkpoint.dist.write import COMMON, FORMAT, METADATA
+from msrl.checkpoint.distributed.sections import Range, SectionFile
+from msrl.checkpoint.distributed.write import COMMON, FORMAT, METADATA
 from msrl.checkpoint.torch_files import unpickler
 from msrl.checkpoint.torch_files.pickle_names import Foreign
 from msrl.checkpoint.torch_files.reader import read_torch_file

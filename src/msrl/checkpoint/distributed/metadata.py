@@ -18,8 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from msrl.checkpoint.dist.names import GlobalPosition, extra_states, global_position, stored_spec
-from msrl.checkpoint.dist.sections import Range
+from msrl.checkpoint.distributed.names import (
+    GlobalPosition,
+    extra_states,
+    global_position,
+    stored_spec,
+)
+from msrl.checkpoint.distributed.sections import Range
 from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.models.shape import Shape
 

@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 
-from msrl.checkpoint.dist.names import (
+from msrl.checkpoint.distributed.names import (
     global_position,
     is_stacked,
     split_joined,
     split_specs,
     stored_spec,
 )
-from msrl.checkpoint.dist.sections import Range, append_tensor, digest_of_sections
+from msrl.checkpoint.distributed.sections import Range, append_tensor, digest_of_sections
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec, WrittenFile
 from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.models.shape import Shape
@@ -109,7 +109,7 @@ def write_metadata_files(
     torch.save([None], empty)
     extra = folder / EXTRA
     extra.write_bytes(empty.getvalue())
-    from msrl.checkpoint.dist.metadata import (
+    from msrl.checkpoint.distributed.metadata import (
         build_metadata,
     )  # torch's classes take half a second to import
 

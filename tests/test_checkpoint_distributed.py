@@ -18,7 +18,7 @@ from dist_ranks import Case
 from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
-from msrl.checkpoint.dist.read import GlobalTensors, read_metadata
+from msrl.checkpoint.distributed.read import GlobalTensors, read_metadata
 from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.mcore.locate import find_checkpoint, saved_layout

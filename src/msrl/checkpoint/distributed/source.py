@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from msrl.checkpoint import tensor_layouts as layouts
-from msrl.checkpoint.dist.names import GlobalPosition, possible_positions, split_names
-from msrl.checkpoint.dist.read import GlobalTensors
+from msrl.checkpoint.distributed.names import GlobalPosition, possible_positions, split_names
+from msrl.checkpoint.distributed.read import GlobalTensors
 from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
