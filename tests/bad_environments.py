@@ -56,7 +56,7 @@ def _reserve(num_bytes: int) -> mmap.mmap:
 
 
 class Large(Moody):
-    """Environment whose file has mapped 2 GiB, as that of a large corpus or of torch."""
+    """Environment whose file has mapped 2 GiB, as a large corpus or torch would."""
 
     memory = _reserve(2 << 30) if "LARGE" in os.environ else None
 

@@ -84,7 +84,7 @@ def main(context: RankContext, cases: list[Case]) -> None:
 def _megatron_tensors(
     tensors: dict[str, torch.Tensor], shape: Shape, tp: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Convert the tensors to those of Megatron's local spec.
+    """Convert the tensors to the tensors of Megatron's local spec.
 
     For latent attention, that spec shards the down projections and separates queries from keys and
     values.
@@ -120,7 +120,7 @@ def _load(model: Any, folder: Path) -> None:
 
 
 def _latent(config: Any, mla: Mla) -> Any:
-    """Return the settings with those of latent attention."""
+    """Return the settings with the settings of latent attention."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     latent = MLATransformerConfig(

@@ -76,7 +76,7 @@ from view_runs import make_run
 MAX_SECONDS = 5.0  # of computing for one input, also in processes that have ended
 # 1 s for each of three renderings, and 2 s of an import, then the message
 LIMITS = {"chat_templates": 10.0, "regular_expressions": 10.0, "sizes": 20.0}
-MAX_BYTES = 2 << 30  # of address space beyond that of the idle process
+MAX_BYTES = 2 << 30  # of address space beyond the size of the idle process
 MAX_WAIT_S = 180  # for a pipe without a writer
 
 Target = Callable[[Path, Any], object]

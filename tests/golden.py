@@ -435,7 +435,7 @@ def _wandb(folder: Path) -> list[tuple[int, float]]:
 def _swanlab(folder: Path) -> list[tuple[int, float]]:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    (file,) = folder.glob("swanlab/run-*/*.swanlab")  # its blocks are those of W&B's files
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")  # its blocks have the form of W&B's files
     records = [Record.FromString(data) for data in wandb_records(file)]
     scalars = [record.scalar for record in records if record.HasField("scalar")]
     return [(row.step, row.value.number) for row in scalars if row.key == "train/loss"]

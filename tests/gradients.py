@@ -27,7 +27,7 @@ def gathered_gradients(replica: ModelReplica) -> dict[str, Tensor]:
     """Return the clipped gradients of the last step of this pipeline stage.
 
     All ranks must call it; the first rank of the stage gets the result. Gradients of a model have
-    Hugging Face names and are 0 for frozen parameters; those of adapters have Megatron's names.
+    Hugging Face names and are 0 for frozen parameters; gradients of adapters have Megatron's names.
     """
     own = {name: _unsharded(replica, parameter) for name, parameter in trained(replica.model)}
     return dict(

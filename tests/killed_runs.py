@@ -1,7 +1,7 @@
 """Kill trainings again and again. A process that has imported everything forks each run.
 
 Run as a program: `killed_runs.py CONFIG.yaml NUM_KILLS`; the result is JSON on standard output. The
-driver and its ranks are those of `msrl train-sft`; only the ranks' processes are forked instead of
+driver and its ranks come from `msrl train-sft`; only the ranks' processes are forked instead of
 started, and the driver's reports are also sent to this program.
 """
 

@@ -1,6 +1,6 @@
 """Rank code of the tests of routing replay: recording, then two updates that replay the routes.
 
-The updates may replay other routes than the recorded ones, as those of an engine.
+The updates may replay other routes than the recorded ones, such as an engine's.
 
 Every rank acts as the driver of all ranks, so that the driver's code distributes the sequences.
 """

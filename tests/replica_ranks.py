@@ -90,7 +90,7 @@ def _kl(rank: TrainingRank, batches: list[MicroBatch]) -> float:
 def _statistic_error(
     rank: TrainingRank, batch: MicroBatch, logits: Tensor, name: TokenValue
 ) -> float:
-    """Return the largest difference of a statistic from that of the logits, at temperature 0.7."""
+    """Return the largest difference of a statistic from the logits' value, at temperature 0.7."""
     probabilities = (logits.double() / 0.7).softmax(-1)
     values = {
         "entropies": -(probabilities * probabilities.log()).sum(-1),

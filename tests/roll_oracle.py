@@ -502,7 +502,7 @@ class Trajectory:
 class Conversation:
     """Messages of an episode, as ROLL's TrajEnvManager words them.
 
-    `observation` and `instruction` are those of its environment.
+    `observation` and `instruction` come from its environment.
     """
 
     system: str

@@ -126,7 +126,7 @@ def test_every_loss_ratio_and_aggregation_equals_plain_loops(name, ratio, mode):
 def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.ndarray) -> float:
     """Return the loss at other log-probabilities.
 
-    Weights that are constants of the gradient remain those of `batch`.
+    Weights that are constants of the gradient remain the weights of `batch`.
     """
     if not golden.LOSSES[name].is_linear:
         moved = batch.pick(np.arange(len(batch.new)))

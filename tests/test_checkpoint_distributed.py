@@ -288,7 +288,7 @@ def test_the_commands_write_verify_inspect_and_read_a_distributed_checkpoint(
 def test_latent_attention_has_megatron_cores_names(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The names are those of MLASelfAttention with its two layer specs. Queries of the Lite model
+    """The names come from MLASelfAttention with its two layer specs. Queries of the Lite model
     are not compressed.
     """
     attention = "decoder.layers.2.self_attention."

@@ -69,7 +69,7 @@ def test_a_run_of_an_earlier_version_is_refused_with_a_remedy(tmp_path: Path) ->
 def test_the_last_rows_are_held_out_as_megatron_splits_them(
     num_rows: int, parts: tuple[int, int], num_trained: int
 ):
-    """The numbers are those of Megatron's get_train_valid_test_split_."""
+    """The numbers equal Megatron's get_train_valid_test_split_."""
     trained, held_out = split(num_rows, parts[1] / sum(parts), 0, "last")
     assert trained == tuple(range(num_trained))
     assert held_out == tuple(range(num_trained, num_rows))

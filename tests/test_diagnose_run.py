@@ -50,7 +50,7 @@ def test_the_template_of_a_run_may_differ_from_that_of_its_initial_model(tmp_pat
     )
     succeed("train-grpo", "-c", str(configuration), log=inputs / "first.log")
     run_dir = inputs / "runs" / "first"
-    shutil.rmtree(run_dir / "checkpoints")  # the record of step 1 is that of the initial model
+    shutil.rmtree(run_dir / "checkpoints")  # the record of step 1 belongs to the initial model
     output = succeed("diagnose", "mismatch", str(run_dir), "--json", log=inputs / "diagnose.log")
     report = json.loads(output[output.index("{") : output.rindex("}") + 1])
     assert report["healthy"]

@@ -284,7 +284,7 @@ def load(engine: Any, model: Any) -> None:
 def run_with_updates(
     engine: Any, models: Sequence[Any], requests: Sequence[GroupRequest], **options: Any
 ) -> tuple[dict[str, RolloutGroup], LoopReport]:
-    """Generate while the weights change; version v has those of model v modulo their number."""
+    """Generate while the weights change; version v is model v modulo their number."""
     engine.load_weights(models[0].named_parameters())
     loop = EngineLoop(engine, version=0, **options)
     loop.start()

@@ -214,7 +214,7 @@ def long_run(inputs: Path, name: str) -> dict[str, Any]:
 
 
 def test_sigterm_to_every_process_of_a_job_saves_and_ends_the_run(inputs: Path):
-    """Slurm and systemd signal all processes of a job, those of Ray included."""
+    """Slurm and systemd signal all processes of a job, Ray's included."""
     file, tmp = write_config(inputs / "job.yaml", long_run(inputs, "job")), make_tmp()
     run = inputs / "runs" / "job"
     command = Command("train-grpo", "-c", str(file), log=inputs / "job.log", tmp=tmp)

@@ -268,7 +268,7 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
     updater = make_updater(ranks, "algo.advantage.estimator=optimal_token_baseline")
     prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 1.0)], Clock())
     assert [request.values for request in ranks.requests] == [("logprobs", "squared_probabilities")]
-    # Equal norms: the baseline of the first token is the mean, that of the second is 0.
+    # Equal norms: the baseline of the first token is the mean, of the second 0.
     values = [sample.advantages.tolist() for sample in prepared.samples]
     assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]
 

@@ -93,7 +93,7 @@ ADVANTAGES: dict[str, list[str]] = {
 
 
 def file_with(lines: list[str], worker: str = "") -> str:
-    """Return the file with top-level lines that replace those of the same key."""
+    """Return the file with top-level lines that replace the lines of the same key."""
     keys = {line.split(":")[0] for line in lines}
     unchanged = [line for line in FILE.splitlines() if line.split(":")[0] not in keys]
     text = "\n".join([*unchanged, *lines]) + "\n"
@@ -209,7 +209,7 @@ def our_advantages(
 ) -> np.ndarray:  # [N]
     """Return the advantages of a step, as the driver computes them from scores.
 
-    `domains` are those of the prompts.
+    `domains` are the domains of the prompts.
     """
     norm, algo = config.reward.norm, config.algo
     scores = batch["response_level_rewards"].reshape(-1, GROUP).numpy()

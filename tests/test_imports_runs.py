@@ -1,8 +1,8 @@
 """Shipped files of other systems train a tiny model for two steps; ten files of each system.
 
-The checkouts are those of the oracles. Only paths, sizes and devices are changed. One process runs
-all files (`one_process.py`). The advantages of GRPO and its kin, and the prompts of fine-tuning,
-are compared with the originals' functions.
+The checkouts are the same as for the oracles. Only paths, sizes and devices are changed. One
+process runs all files (`one_process.py`). The advantages of GRPO and its kin, and the prompts of
+fine-tuning, are compared with the originals' functions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
         for i in range(8)
     ],
 }  # fmt: skip
-COMMON: dict[str, Any] = {  # sizes and paths of this machine, in place of those of the files
+COMMON: dict[str, Any] = {  # sizes and paths of this machine, in place of the files' values
     "cluster.platform": "cpu", "cluster.nodes": 1, "cluster.devices_per_node": 1,
     "cluster.env": "null", "model.path": "tiny", "model.tokenizer": "null",
     "model.template": "null",

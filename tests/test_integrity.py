@@ -307,7 +307,7 @@ def without_checksums(prefix: Path) -> None:
 def test_a_token_outside_of_the_vocabulary_is_named_with_its_row(
     folder: Path, tp: int, token: int, is_foreign: bool
 ) -> None:
-    """The data has no checksums, as that of an earlier version or another system."""
+    """The data has no checksums, as data of an earlier version or another system."""
     without_checksums(folder / "sft")
     if is_foreign:
         (folder / "sft_manifest.json").unlink()

@@ -156,7 +156,7 @@ def is_saving(run: Path) -> bool:
 
 
 def kill_all(command: Command) -> None:
-    """Send SIGKILL to the command and all its child processes, including those of Ray."""
+    """Send SIGKILL to the command and all its child processes, including Ray's."""
     started = children(command.process.pid)
     command.kill()
     for pid in started:

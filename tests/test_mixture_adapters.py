@@ -1,8 +1,8 @@
 """Adapters of mixture-of-experts models in every layout.
 
 They are on experts, on shared experts and on the replicated layer of latent attention. Gradients
-are compared with transformers by the chain rule, and per tensor with those of a single rank. Saved
-adapters equal the trained ones.
+are compared with transformers by the chain rule, and per tensor with a single rank's gradients.
+Saved adapters equal the trained ones.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[s
 def test_the_first_gradients_agree_with_transformers_by_the_chain_rule(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ):
-    """With B = 0, the gradient of A is 0 and that of B is s dW A^T, with transformers' dW."""
+    """With B = 0, the gradient of A is 0 and of B s dW A^T, with transformers' dW."""
     actual, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
     expected = {
         rule.mcore: _gradient_of_b(rule, LORAS[name], weights)
@@ -269,7 +269,7 @@ def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> 
 def _weight_gradients(folder: Path) -> dict[str, Tensor]:
     """Return transformers' unclipped gradients of all weights on the first batch.
 
-    Those of experts without tokens are 0.
+    Gradients of experts without tokens are 0.
     """
     from transformers import AutoModelForCausalLM
 

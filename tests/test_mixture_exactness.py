@@ -1,7 +1,7 @@
 """Gradients of mixture-of-experts models under every layout and memory option.
 
-They are compared per tensor with those of a single rank, also with load-balancing losses, biases of
-experts and adapters. Gradients of load-balancing losses are compared with transformers.
+They are compared per tensor with a single rank's gradients, also with load-balancing losses, biases
+of experts and adapters. Gradients of load-balancing losses are compared with transformers.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_the_bias_of_experts_remains_in_float32(folders: dict[str, Path]) -> Non
     assert wide == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
 
 
-# The counts are those of the models' cards and of the indices of their published weights.
+# The counts come from the models' cards and the indices of their published weights.
 @pytest.mark.parametrize(
     ("file", "parameters", "layout"),
     [

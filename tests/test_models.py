@@ -48,7 +48,7 @@ def shape(config: dict[str, Any], **changes: Any) -> Any:
     return shape_from_config(HfConfig({**config, **changes}, "config.json"))
 
 
-# The counts are those of the models' cards and of the indices of their published weights.
+# The counts come from the models' cards and the indices of their published weights.
 @pytest.mark.parametrize(
     ("file", "parameters", "tied", "theta", "dtype"),
     [

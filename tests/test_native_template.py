@@ -1,4 +1,4 @@
-"""Template `native`: ids and masks equal those of transformers' `apply_chat_template`."""
+"""Template `native`: ids and masks equal transformers' `apply_chat_template`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Network interface of collectives: that of the route to the rendezvous."""
+"""Network interface of collectives: the one of the route to the rendezvous."""
 
 from __future__ import annotations
 

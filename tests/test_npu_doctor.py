@@ -232,7 +232,7 @@ def test_all_devices_are_counted(output, devices):
 @pytest.mark.parametrize(
     "files",
     [
-        # The operators of CANN 8 have a version besides that of the release.
+        # The operators of CANN 8 have a version besides the release's.
         {TOOLKIT: TOOLKIT_8_3, KERNELS: "Version=7.8.0.0.201\nversion_dir=8.3.RC2\n"},
         {TOOLKIT: TOOLKIT_8_3, KERNELS: None, OPS: TOOLKIT_8_3.replace("toolkit", "910b-ops")},
         {TOOLKIT: None, SHARED_TOOLKIT: TOOLKIT_8_3, KERNELS: "version_dir=8.3.RC2\n"},

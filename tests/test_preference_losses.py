@@ -30,7 +30,7 @@ SEEDS = range(5)
 
 
 def random_sides(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, those of the reference, and the mask of 2 P answers, [2 P, T].
+    """Return log-probabilities of policy and reference, and the mask of 2 P answers, [2 P, T].
 
     Chosen answers come first, as TRL orders them.
     """

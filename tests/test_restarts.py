@@ -68,7 +68,7 @@ def train(
 ) -> list[tuple[str, int | None]]:
     """Run a session that loses a rank in steps, and return its calls with their checkpoints.
 
-    `failures` are the steps of successive losses. The newest checkpoint is that of `saved_step`.
+    `failures` are the steps of successive losses. The newest checkpoint has `saved_step`.
     """
     saved = SavedTraining(folder, saved_step) if saved_step is not None else None
     monkeypatch.setattr(SavedTraining, "state", lambda _: {"extra": {}})

@@ -212,7 +212,7 @@ def test_scores_of_real_ranks_agree_with_transformers_in_every_layout(tmp_path: 
         ).eval()
         with (
             torch.inference_mode()
-        ):  # the model's own forward pass: the score of a sequence is that of its last token
+        ):  # the model's own forward pass: the score of a sequence is its last token's score
             expected = torch.cat(
                 [model(torch.from_numpy(tokens)[None]).logits for tokens in ids]
             ).numpy()

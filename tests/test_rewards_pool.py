@@ -41,7 +41,7 @@ def children():
 
 
 def stat(pid):
-    """Return the fields of /proc/PID/stat from the state on, or those of no process."""
+    """Return the fields of /proc/PID/stat from the state on, or the fields of no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

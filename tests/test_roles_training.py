@@ -1,6 +1,6 @@
 """train-grpo with roles on separate devices, on real ranks and engines.
 
-With equal layouts, a run is bit for bit that of a run whose roles share the devices of training.
+With equal layouts, a run equals bit for bit a run whose roles share the devices of training.
 """
 
 from __future__ import annotations

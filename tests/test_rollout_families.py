@@ -36,7 +36,7 @@ from test_families import transformers_logits
 def _save(folder: Path, name: str) -> tuple[Path, dict]:
     """Save a model of the family with heads of 32 channels, the smallest that vLLM supports on CPU.
 
-    Its vocabulary holds that of the byte tokenizer.
+    Its vocabulary contains the byte tokenizer's.
     """
     config = {**FAMILIES[name].config, "hidden_size": 128}
     config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
@@ -191,7 +191,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> Sequences:
 
 @pytest.mark.slow
 def test_the_trainer_replays_the_routes_of_the_engine(mixture: Mixture) -> None:
-    """Compare routes of generation, of the prefix cache and of steps with those of the trainer."""
+    """Compare routes of generation, of the prefix cache and of steps with the trainer's."""
     engine, prompts = mixture.engine, _prompts()
     engine.load_weights(mixture.weights.items())
     groups = engine.generate(prompts, SAMPLING, 0)

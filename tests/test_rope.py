@@ -1,4 +1,4 @@
-"""Rotary settings of a config are those of transformers, or they are refused."""
+"""Rotary settings of a config equal transformers', or they are refused."""
 
 from __future__ import annotations
 

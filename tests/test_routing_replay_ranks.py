@@ -103,7 +103,7 @@ def test_updates_replay_the_routes_of_the_old_logprobs_whatever_the_micro_batche
 
 
 def _random_routes(batch: Sequences, num_layers: int) -> tuple[Routes, ...]:
-    """Return routes without the last token, as those of an engine, [T - 1, L, 3]."""
+    """Return routes without the last token, as an engine records them, [T - 1, L, 3]."""
     random = np.random.default_rng(3)
     routes: list[Routes] = []
     for ids in batch.token_ids:

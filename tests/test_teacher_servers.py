@@ -514,7 +514,7 @@ def _refuses_other_tokens(client: TeacherServer, stranger: Any) -> None:
 
 
 def _trains(folder: Path, url: str) -> None:
-    """Run steps of train-distill, and compare the advantages with those of transformers."""
+    """Run steps of train-distill, and compare the advantages with transformers'."""
     from transformers import AutoModelForCausalLM
 
     preprocess(folder, 16)

@@ -129,7 +129,7 @@ def _with_control_tokens(folder: str) -> Any:
 
 
 def tokenizer(folder: str, peer: str) -> Any:
-    """Return a tokenizer whose end-of-text token is that of the peer, if it has one."""
+    """Return a tokenizer whose end-of-text token is the peer's, if it has one."""
     oracle.template_module()
     hf, eos = _with_control_tokens(folder)
     replaces = oracle.template_module().TEMPLATES[peer].replace_eos

@@ -133,7 +133,7 @@ def test_both_formats_give_the_same_samples(tmp_path: Path):
 
 
 def test_the_turns_of_an_episode_are_those_of_the_conversation(tmp_path: Path):
-    """The rewards score the answers, not the last message, which may be that of a tool."""
+    """The rewards score the answers, not the last message, which may come from a tool."""
     turns = (("prompt", "8+7?"), ("assistant", "\\boxed{15}"), ("tool", "ok"))
     is_sampled = [False, False, True, True, False]
     row = view_runs.jsonl_row("\\boxed{15}", 0, prompt_ids=[1, 2], response_ids=[3, 4])

@@ -246,7 +246,7 @@ def value_loss(settings: Section, predictions: Tensor, batch: Batch) -> Tensor:
 
 
 def _of_actor(settings: Section, key: str) -> Any:
-    """Return a setting of the critic, which is that of the actor by default."""
+    """Return a setting of the critic, by default the actor's."""
     value = settings.critic[key]
     assert not str(value).startswith("${") or f"actor.{key}" in value
     return settings.actor_rollout_ref.actor[key] if str(value).startswith("${") else value

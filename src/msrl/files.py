@@ -96,7 +96,7 @@ def digest_of_ends(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if a name from a file can be that of a file in the same folder."""
+    """Return True if a name from a file can name a file in the same folder."""
     is_plain = Path(name).name == name and name not in ("", "..") and "\0" not in name
     return is_plain and len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES
 

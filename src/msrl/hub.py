@@ -23,7 +23,7 @@ Content = Literal["metadata", "weights", "dataset"]
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _SAFETENSORS = "*.safetensors"
-_IGNORED = ("*/*", "consolidated*")  # weights in another format than those of transformers
+_IGNORED = ("*/*", "consolidated*")  # weights in another format than transformers reads
 
 
 @dataclass(frozen=True, slots=True)

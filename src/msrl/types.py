@@ -239,8 +239,8 @@ class Episode:
 
     Attributes:
         sequences: Token sequences; a new one begins where the history was edited. Their sampled
-            tokens, end to end, are those of the completion.
-        turns: Turns in order. Their tokens, end to end, are those of the completion.
+            tokens, end to end, equal the tokens of the completion.
+        turns: Turns in order. Their tokens, end to end, equal the tokens of the completion.
         messages: Conversation as {role, content}. A rendered prompt has the role `prompt`.
         success: True or False if the environment reports it.
         fault: Kind and detail of the environment's failure; empty without one.
@@ -356,7 +356,7 @@ class TrainingSample:
 
     Response arrays are aligned with the response tokens. `is_sampled` selects those that the policy
     sampled and that are trained on; None selects all. The others are text of an environment, or of
-    a masked turn, and have no loss. `routes` are those of the engine, if it recorded them.
+    a masked turn, and have no loss. `routes` come from the engine, if it recorded them.
     """
 
     prompt_ids: Ints  # [P]

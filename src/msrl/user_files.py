@@ -28,7 +28,7 @@ class _Loader(SourceFileLoader):
 
 
 def execute(file: str, module_name: str) -> ModuleType:
-    """Execute a file, such as that of a reward function, as a module and return the module."""
+    """Execute a file, such as a reward function's, as a module and return the module."""
     spec = importlib.util.spec_from_file_location(
         module_name, file, loader=_Loader(module_name, file)
     )

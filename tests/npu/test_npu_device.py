@@ -1,6 +1,6 @@
 """One simulated NPU: memory, copies, streams, random numbers and training with the real torch_npu.
 
-The operators are those of the CPU, so results must be equal bit for bit.
+The operators run on the CPU, so results must be equal bit for bit.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ CASES = {
 }
 # Cases of two ranks with copies, gradients and sums whose readers must wait for the device.
 DEFERRED = ("DP 2, offload and recomputation", "CP 2 and chunked logits")
-# The module starts ranks. Those of the CPU must not load torch_npu, as on a machine without NPUs.
+# The module starts ranks. Ranks of the CPU must not load torch_npu, as on a machine without NPUs.
 pytestmark = pytest.mark.slow
 ENVIRONMENTS = {
     "npu": {"HCCL_CONNECT_TIMEOUT": "1200"},
@@ -97,7 +97,7 @@ def npu(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     saves, model = tmp_path_factory.mktemp("saves"), folders["dense"]
     whole = Case("whole", model, TP2_PP2, steps=4, save_at=2, save_to=saves)
     resumed = Case("rest", model, TP2_PP2, steps=4, first_step=2, resume_from=saves)
-    # Ranks that a case does not need wait for the next one, so those of all ranks come first.
+    # Ranks that a case does not need wait for the next one, so cases of all ranks come first.
     return _run("npu", [whole, resumed, *_cases(folders)])
 
 

@@ -22,7 +22,7 @@ from msrl.user_files import python_command
 
 
 class RenderingLimits(NamedTuple):
-    """Limits of one rendering: CPU time, characters, and memory beyond that of the process."""
+    """Limits of one rendering: CPU time, characters, and memory beyond the size of the process."""
 
     time_s: float = 5.0  # a conversation takes milliseconds
     characters: int = 50_000_000

@@ -175,7 +175,7 @@ def write_mcore(
             folder / SIDECAR,
             source.main_dtype() if target.dtype is None else target.dtype,
         )
-        if source.shape.reward_head:  # the config may be that of the language model
+        if source.shape.reward_head:  # the config may belong to the language model
             record_score_head(folder / SIDECAR)
         passed_through = write_pass_through(source.hf_dir, folder / SIDECAR, source.shape, advance)
         dtype = hf_name(target.dtype or source.main_dtype())

@@ -1,4 +1,4 @@
-"""Weights of a language model as those of a reward model: a score head of zeros at its end."""
+"""Weights of a language model as a reward model's: a score head of zeros at its end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScoredSource(WeightSource):
 
 
 def with_score_head(source: WeightSource) -> WeightSource:
-    """Return the weights of a reward model; those of a language model get a head of zeros."""
+    """Return the weights of a reward model; weights of a language model get a head of zeros."""
     return source if source.shape.reward_head else ScoredSource(source)
 
 

@@ -171,7 +171,7 @@ class ShardedSource(WeightSource):
         rank may have fewer rows.
 
         Raises:
-            MsrlError: The rows are not those of the vocabulary, with or without padding.
+            MsrlError: The rows do not equal the vocabulary, with or without padding.
         """
         tp = self.layout.tp
         stored = {
@@ -325,7 +325,7 @@ def with_empty_layers(
 ) -> ParallelLayout:
     """Return the parallel layout with its empty layers.
 
-    Where the arguments only count them (as those of MindSpeed's converter), they are derived from
+    Where the arguments only count them (as MindSpeed's converter does), they are derived from
     the names of the tensors.
     """
     num_positions = getattr(args, "num_layers", None)

@@ -156,7 +156,7 @@ def pieces(
 
 
 def _interleave_groups(num_groups: int, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the rows of q, k and v of the first group, then those of the second, and so on."""
+    """Yield the rows of q, k and v of the first group, then of the second, and so on."""
     for group in zip(*(tensor.unflatten(0, (num_groups, -1)) for tensor in tensors), strict=True):
         yield from group
 

@@ -131,5 +131,5 @@ class WeightSource(ABC):
         }
 
     def main_dtype(self) -> torch.dtype:
-        """Return the dtype of the embedding, which represents that of the model."""
+        """Return the dtype of the embedding, which represents the dtype of the model."""
         return self.dtype(all_rules(self.shape)[0])

@@ -2,7 +2,7 @@
 
 The supervisor is `ray start --block`. It ends its Ray processes on SIGTERM, and the kernel ends
 them when the supervisor is killed. `ray stop` is never used, since it ends every Ray process on the
-machine, including those of others.
+machine, including other users'.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def up(
 ) -> NodeRecord:
     """Start and record the head of a cluster on this machine, listening on `host`.
 
-    It requires a token; `new_token` replaces that of earlier clusters. With `tls`, all connections
-    of Ray are encrypted and need a certificate of the same authority. The dashboard is started too
-    if `ray[default]` is installed. `ports` are those of Ray's other processes; by default free
-    ones.
+    It requires a token; `new_token` replaces the token of earlier clusters. With `tls`, all
+    connections of Ray are encrypted and need a certificate of the same authority. The dashboard is
+    started too if `ray[default]` is installed. `ports` are for Ray's other processes; by default
+    free ones.
 
     Raises:
         MsrlError: A head started by `up` is running already, a port is in use, an address does not
@@ -115,7 +115,7 @@ def check_up(
     devices: int,
     ports: Ports | None = None,
 ) -> tuple[Address, Address | None]:
-    """Check that a head can start, and return its address and that of its dashboard, if any.
+    """Check that a head can start, and return its address and its dashboard's address, if any.
 
     Raises:
         MsrlError: As for `up`.
@@ -146,7 +146,7 @@ def join(
     """Start and record a node on this machine that joins the head at `address` (HOST:PORT).
 
     It uses this user's token. `host` is this machine's address as the head sees it; by default the
-    source address of the route to the head. `ports` are those of Ray's processes; by default free
+    source address of the route to the head. `ports` are for Ray's processes; by default free
     ones. `note` is called every few seconds of the wait for the head, with the remaining time.
 
     Raises:
@@ -363,7 +363,7 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
 
 
 def _port_arguments(start: _Start) -> list[str]:
-    """Return the arguments of `ray start` for the ports besides that of the head."""
+    """Return the arguments of `ray start` for the ports besides the head's port."""
     is_head = start.kind == "head"
     if start.ports is not None:
         return start.ports.ray_arguments(is_head=is_head)

@@ -130,7 +130,7 @@ def plan(
     """Place the workers of `roles` on `num_nodes` nodes of `devices_per_node` devices each.
 
     Colocated roles all start at the first device and share devices. Otherwise each role gets
-    separate devices, after those of the previous role. A worker that does not fit into the
+    separate devices, after the devices of the previous role. A worker that does not fit into the
     remaining devices of a node starts on the next one.
 
     A role with `is_separate` gets further nodes of at most as many devices. A machine with enough

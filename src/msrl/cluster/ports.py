@@ -1,4 +1,4 @@
-"""Ports of one machine: those of Ray, of vLLM and of torch's rendezvous, from one range.
+"""Ports of one machine: for Ray, vLLM and torch's rendezvous, from one range.
 
 FIRST + 0 ... FIRST + 5   services of Ray's node, see `SERVICES`
 FIRST + 6                 Ray's client server, on the head

@@ -18,7 +18,7 @@ from msrl.temporary import ProcessRecord
 
 
 def family(processes: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
-    """Return those of `processes` that are running, and all of their descendants."""
+    """Return the members of `processes` that are running, and all of their descendants."""
     members = {process: None for process in processes if temporary.is_running(process)}
     for process in tuple(members):
         members |= dict.fromkeys(descendants(process.pid))
@@ -71,7 +71,7 @@ def _has_signal(process: ProcessRecord, key: str, number: signal.Signals) -> boo
 
 
 def send(processes: Iterable[ProcessRecord], number: signal.Signals) -> None:
-    """Send a signal to those of `processes` that are running.
+    """Send a signal to the members of `processes` that are running.
 
     Raises:
         MsrlError: A process belongs to another user.

@@ -73,9 +73,9 @@ class PlacedWorkers:
     def device_ids(self, role: str, worker: int) -> tuple[str, ...]:
         """Return the device ids of every bundle of a worker.
 
-        They are those of the platform's visible-devices variable on the node. Empty for a resource
-        that is only a number to Ray, such as that of the CPU platform. Call this before the actors
-        are started.
+        They come from the platform's visible-devices variable on the node. Empty for a resource
+        that is only a number to Ray, such as the resource of the CPU platform. Call this before the
+        actors are started.
         """
         assignment = self.placement.worker(role, worker)
         tasks = [
@@ -230,7 +230,7 @@ class Session:
     def watch(self, names: Mapping[str, str], heartbeats: ActorHeartbeats | None = None) -> Watch:
         """Return a watch for the death of workers, including those that are started later.
 
-        `names` maps each role to watch to its name in messages. `heartbeats` are those of workers.
+        `names` maps each role to watch to its name in messages. `heartbeats` come from workers.
         """
         return Watch(self._workers, names, heartbeats)
 
@@ -324,8 +324,8 @@ def ray_session(
 ) -> Iterator[Session]:
     """Connect to the cluster at `address`, or start a local Ray if it is None.
 
-    `num_devices` are those of the local Ray. `env` are environment variables of every worker. If
-    the body fails, the logs of a local Ray are kept and their folder is logged.
+    `num_devices` is the number of the local Ray. `env` are environment variables of every worker.
+    If the body fails, the logs of a local Ray are kept and their folder is logged.
 
     Raises:
         MsrlError: The cluster does not answer or refuses the token, or this machine is not one of
@@ -430,7 +430,7 @@ def _kill_workers(before: Sequence[ProcessRecord]) -> None:
 
 
 def _shut_down() -> None:
-    """End the local Ray, and kill those of its processes that do not end by themselves."""
+    """End the local Ray, and kill its processes that do not end by themselves."""
     daemons = ray_processes()
     shut_down_ray()
     remaining = processes.wait_for_end(daemons, _END_S, lambda: None)

@@ -127,7 +127,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def load_records() -> tuple[tuple[Path, NodeRecord], ...]:
-    """Return every recorded node with its file, including those of other machines.
+    """Return every recorded node with its file, including nodes of other machines.
 
     Raises:
         MsrlError: A record cannot be read.

@@ -176,7 +176,7 @@ def _has_other_files(folder: Path) -> bool:
 
 
 def _declared_tokens(source: Any, config: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the added tokens by id: those of the configuration, else those of the source."""
+    """Return the added tokens by id: from the configuration, else from the source."""
     from tokenizers import AddedToken
 
     if "added_tokens_decoder" not in config:

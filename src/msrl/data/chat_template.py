@@ -104,7 +104,7 @@ def _answer(renderer: Renderer) -> Iterator[str]:
     """Yield the lines that render an assistant turn.
 
     With a template that has thoughts, answers before the last question lose theirs if a generation
-    prompt follows. Without a generation prompt, the text is that of training: every answer has a
+    prompt follows. Without a generation prompt, the text is for training: every answer has a
     thought, empty if necessary.
     """
     template = renderer.template

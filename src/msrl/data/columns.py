@@ -52,7 +52,7 @@ class ColumnMapping:
         """Return the value of a field, or None if the column of an optional field is absent.
 
         Raises:
-            MsrlError: a required column is absent, or several columns could be that of the field.
+            MsrlError: a required column is absent, or several columns could hold the field.
         """
         path = self.paths.get(name, "")
         if "|" in path and name not in self.mapped:

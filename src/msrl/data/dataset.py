@@ -1,6 +1,6 @@
 """Preprocessed datasets for training: memory-mapped files, opened by their prefix, numpy only.
 
-T is the number of tokens of an example or document, P that of a prompt.
+T is the number of tokens of an example or document, P of a prompt.
 
 Datasets that MindSpeed wrote can be read too. They have no manifest, so their template, tokenizer
 and checksums are unknown, and their answers exist as tokens only.

@@ -20,7 +20,7 @@ KEYS = {
     "pretrain": ("text",),
     "sft": ("input_ids", "attention_mask", "labels"),
     "prompts": ("input_ids", "attention_mask", "labels"),
-    # The first four keys are those of MindSpeed-LLM. `values` holds two numbers per row: the margin
+    # The first four keys come from MindSpeed-LLM. `values` holds two numbers per row: the margin
     # or the label, and the weight.
     "pairs": (
         "chosen_input_ids",

@@ -1,8 +1,9 @@
 """Rendering with the tokenizer's own chat template by transformers (template `native`).
 
-The token ids are those of `apply_chat_template`. The loss mask comes from the `{% generation %}`
-blocks of the template if it has any. Otherwise an answer extends from the end of the prompt before
-it to its end-of-turn token, and the rendered answer must contain the text of the row.
+The token ids equal the output of `apply_chat_template`. The loss mask comes from the
+`{% generation %}` blocks of the template if it has any. Otherwise an answer extends from the end of
+the prompt before it to its end-of-turn token, and the rendered answer must contain the text of the
+row.
 
 Control tokens in the text of a row are marked before the template renders them, so that they are
 encoded as text.
@@ -120,7 +121,7 @@ def native_examples(
     """Return the token ids and loss mask of each conversation.
 
     With `only_last`, the loss mask covers the last answer only. It is empty if the template removes
-    the thought of that answer, as that of every such answer.
+    the thought of that answer, as of every such answer.
 
     Raises:
         MsrlError: the template does not allow to locate the answers.
@@ -310,7 +311,7 @@ def _check_thoughts(template: str, conversation: Conversation, *, opens_thought:
 
 
 def _check_answer(tokenizer: TextTokenizer, answer: str, content: str, number: int) -> None:
-    """Raise MsrlError if a located answer is not that of the row."""
+    """Raise MsrlError if a located answer is not the row's answer."""
     if content not in answer:
         raise MsrlError(
             f"template native: the chat template of {tokenizer.folder} does not render the text of "

@@ -327,7 +327,7 @@ def _split_answer(template: Template, content: str, *, is_trained: bool) -> tupl
 
 
 def _thought_tags(template: Template, content: str) -> tuple[str, str]:
-    """Return the tags of the thought of an answer: those of the template, or `<think>`."""
+    """Return the tags of the thought of an answer: the template's tags, or `<think>`."""
     own = (template.thought_start.strip(), template.thought_end.strip())
     begun = [tags for tags in (own, THOUGHT) if content.lstrip().startswith(tags[0])]
     return next(iter(begun), own if own[1] in content else THOUGHT)

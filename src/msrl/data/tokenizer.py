@@ -272,7 +272,7 @@ def _build(folder: Path) -> TextTokenizer | None:
 
 
 def _is_gpt2_vocabulary(files: set[str]) -> bool:
-    """Return True if the names of files are those of a vocabulary without any configuration."""
+    """Return True if the names of files mean a vocabulary without any configuration."""
     return files >= _GPT2_FILES and not files & _DEFINING_FILES
 
 

@@ -59,7 +59,7 @@ def check_tokenizer(evidence: Evidence) -> Cause | None:
 
 
 def check_lora(evidence: Evidence) -> Cause | None:
-    """Compare the engine's weights with those of the base model, if the trainer has adapters."""
+    """Compare the engine's weights with the base model's, if the trainer has adapters."""
     different = _different_weights(evidence.engine, evidence.trainer)
     unmerged = [
         name
@@ -105,7 +105,7 @@ def _weights_finding(where: str, names: list[str]) -> Cause:
 
 
 def check_recorded(evidence: Evidence) -> Cause | None:
-    """Compare recorded log-probabilities with those of the version that the record names."""
+    """Compare recorded log-probabilities with the version that the record names."""
     recorded = evidence.recorded
     if recorded is None:
         return None
@@ -266,7 +266,7 @@ def check_router(evidence: Evidence) -> Cause | None:
 
 
 def check_layer(evidence: Evidence) -> Cause | None:
-    """Find the first layer whose output deviates from that of transformers."""
+    """Find the first layer whose output deviates from transformers' output."""
     if not _scores_differ(evidence):
         return None
     deviations: list[tuple[int, str, str, float]] = []

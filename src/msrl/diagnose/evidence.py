@@ -42,7 +42,7 @@ class Component:
 class Logprobs:
     """Log-probabilities of the same tokens, [N] each.
 
-    `raw` ones are those of the model's own distribution: temperature 1, no filters.
+    `raw` ones follow the model's own distribution: temperature 1, no filters.
 
     Attributes:
         sampled: Of the sampling distribution, as the engine reported them while it sampled.

@@ -32,7 +32,7 @@ class Opening:
     """First messages of an episode and the tools that the model may call.
 
     Without messages, the episode begins with the prompt of its row. `tools` are in OpenAI's form:
-    `{"type": "function", "function": {"name", "description", "parameters"}}`. `info` is that of
+    `{"type": "function", "function": {"name", "description", "parameters"}}`. `info` is as in
     `StepResult`.
     """
 

@@ -40,7 +40,7 @@ class EpisodeSetup:
     path: tuple[str, ...]  # sys.path of the parent
     tool_format: str
     opens_thought: bool  # the generation prompt begins a thought
-    memory_bytes: int  # of address space beyond that of the fork server; 0 disables the limit
+    memory_bytes: int  # of address space beyond the size of the fork server; 0 disables the limit
     max_message_bytes: int
     control_fd: int
 

@@ -34,9 +34,9 @@ class EnvironmentPool:
     without it, the seed of the row draws one by weight, so that a group has the same. Calls return
     at once with a future. At most `max_running` calls run at the same time; the time limit of a
     call begins when it runs. A fault ends its episode: later calls of the episode return the same
-    fault. `memory_bytes` limits the address space of each episode's process beyond that of the fork
-    server, which has loaded the environments; 0 disables it. `max_message_bytes` limits the reply
-    of one call.
+    fault. `memory_bytes` limits the address space of each episode's process beyond the size of the
+    fork server, which has loaded the environments; 0 disables it. `max_message_bytes` limits the
+    reply of one call.
     """
 
     def __init__(

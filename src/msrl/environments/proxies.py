@@ -15,7 +15,7 @@ def without_loopback_proxy(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _extended(hosts: str) -> str:
-    """Return a list of hosts with those of loopback; `*`, which is alone, is all hosts."""
+    """Return a list of hosts with the hosts of loopback; `*`, which is alone, is all hosts."""
     if hosts.strip() == "*":
         return hosts
     listed = [host.strip() for host in hosts.split(",") if host.strip()]

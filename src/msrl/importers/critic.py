@@ -48,7 +48,7 @@ def record_unused(translation: Translation, keys: Iterable[SourceKey]) -> None:
 
 
 def report_other_batches(critic: Keys, policy: Keys, names: Iterable[str]) -> None:
-    """Report batch sizes of the critic that differ from those of the policy."""
+    """Report batch sizes of the critic that differ from the policy's."""
     for name in names:
         entry = critic.get(name)
         if entry is not None and entry.value != policy.value(name):

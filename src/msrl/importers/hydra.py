@@ -168,7 +168,7 @@ class _Reader:
 
 
 def _with_remaining(whole: Node, remaining: tuple[Node, ...]) -> Node:
-    """Add items that the importer itself reads to those of the included files."""
+    """Add items that the importer itself reads to the items of the included files."""
     before = node_at(whole, ["defaults"])
     items = before.value if before is not None and isinstance(before.value, tuple) else ()
     if not remaining and not items:

@@ -231,7 +231,7 @@ class MegatronKeys:
             self.keys.assign(key, [native], self.keys.value(key))
 
     def apply_shapes(self) -> None:
-        """Check that the model properties in the file equal those of a readable config.json."""
+        """Check that the model properties in the file equal a readable config.json."""
         shape = self._shape()
         for entry in self.keys:
             name = self.translation.row(entry).shape
@@ -294,7 +294,7 @@ def has_adapters(keys: Keys) -> bool:
 
 
 def loaded_adapters(keys: Keys) -> SourceKey | None:
-    """Return the key of adapters from which those of the training start; None without one."""
+    """Return the key of the adapters that the training starts from; None without one."""
     entry = keys.get("lora_load")
     return entry if entry is not None and entry.value is not None and has_adapters(keys) else None
 

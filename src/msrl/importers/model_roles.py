@@ -43,7 +43,7 @@ def put_layout(
 ) -> None:
     """Translate the parallel sizes and the micro-batch of a model on separate devices.
 
-    A size that `keys` lack is that of all roles in `shared`, or 1. msrl would use the policy's.
+    A size that `keys` lack is the size of all roles in `shared`, or 1. msrl would use the policy's.
     """
     for key, size in _SIZES.items():
         native, entry = f"cluster.roles.{role}.parallel.{size}", keys.get(key)

@@ -78,7 +78,7 @@ _SUBCOMMANDS = ("sft", "rlhf", "pt", "grpo", "dpo", "reward", "rloo", "kto", "tr
 def other_system(keys: Iterable[str], model: object = "") -> Other | None:
     """Return the system whose files have these top-level keys; None for no known one.
 
-    Files of msrl have a section `model`; those of ms-swift its name.
+    Files of msrl have a section `model`; files of ms-swift have its name.
     """
     names = frozenset(keys)
     for other in OTHERS:

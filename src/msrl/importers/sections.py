@@ -12,7 +12,7 @@ from msrl.importers.placeholders import is_placeholder
 from msrl.importers.table import canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
-_GRACE_S = 15.0  # from the time limit of a program to that of its call
+_GRACE_S = 15.0  # from the time limit of a program to the limit of its call
 _MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
 
 

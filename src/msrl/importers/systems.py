@@ -46,7 +46,7 @@ _SECTIONS = {
 def detect_system(tree: Node, file: Path | None = None, depth: int = 0) -> str | None:
     """Return the system that the top-level keys of a file belong to; None for native files.
 
-    A file whose keys belong to no system belongs to that of the files in its `defaults`.
+    A file whose keys belong to no system has the system of the files in its `defaults`.
     """
     entries = tree.value if isinstance(tree.value, dict) else {}
     keys = {canonical(key) for key in entries}

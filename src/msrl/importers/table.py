@@ -1,22 +1,22 @@
 """Mapping of every key of another system: one table per system, in `tables/`.
 
 A row describes one key, or several that are separated by commas, with these fields:
-  to      native key or keys that receive the value. `via` names the conversion; `default` is the
-  original's default,
-          which is filled in if a file does not set the key; `off` lists values that switch nothing
-          on.
-  by      how the module of the system computes the native value (`to` names the native keys
-  concerned) same    why results do not depend on the key: it changes speed, memory or output files
-  only (with `to`: the key is
-          applied if this version supports it)
-  dead    why the key has no effect in the original either
-  shape   the property of the model's config.json that the key repeats; it is checked, not set
-  refuse  why msrl does not support the key
-  differs what msrl computes without the key, which is refused unless differences are accepted
-  only    algorithms in which the original reads the key
-  is_text True if a quoted "true" or "false" is valid; for other keys it is an error
-  form    what the value must be: switch, number, text, texts, list, section, or names, a section
-          whose keys the user chooses. A key whose `default` or `off` is true or false is a switch
+
+- `to`: native key or keys that receive the value. `via` names the conversion. `default` is the
+  original's default, which is filled in if a file does not set the key. `off` lists values that
+  switch nothing on.
+- `by`: how the module of the system computes the native value (`to` names the native keys
+  concerned)
+- `same`: why results do not depend on the key: it changes speed, memory or output files only (with
+  `to`: the key is applied if this version supports it)
+- `dead`: why the key has no effect in the original either
+- `shape`: the property of the model's config.json that the key repeats; it is checked, not set
+- `refuse`: why msrl does not support the key
+- `differs`: what msrl computes without the key, which is refused unless differences are accepted
+- `only`: algorithms in which the original reads the key
+- `is_text`: True if a quoted "true" or "false" is valid; for other keys it is an error
+- `form`: what the value must be: switch, number, text, texts, list, section, or names, a section
+  whose keys the user chooses. A key whose `default` or `off` is true or false is a switch.
 """
 
 from __future__ import annotations

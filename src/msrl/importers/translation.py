@@ -214,7 +214,7 @@ class Translation:
         return not row.only or self.algorithm in row.only or self.mode in row.only
 
     def default(self, section: str, key: str) -> object:
-        """Return the original's default; `other_defaults` has those of another generation."""
+        """Return the original's default; `other_defaults` belong to another generation."""
         row = self.table.row(section, key)
         assert row is not None, (section, key)
         return self.other_defaults.get((section, key), row.default)

@@ -1,6 +1,6 @@
 """Memory of a training per device: weights, gradients, optimizer, activations, logits and engine.
 
-Weights and optimizer are exact. Activations are those of the largest micro-batch that the
+Weights and optimizer are exact. Activations belong to the largest micro-batch that the
 configuration allows (`memory/activations.py`).
 """
 

@@ -20,8 +20,8 @@ def training_flops(
     """Return the operations of a forward and a backward pass over sequences of `lengths` tokens.
 
     The backward pass computes each product twice: for the gradients of the inputs and of the
-    weights. `weight_gradients=False` excludes the latter, for LoRA (those of adapters are excluded
-    too). Attention has no weights, so its backward pass always counts twice.
+    weights. `weight_gradients=False` excludes the latter, for LoRA (gradients of adapters are
+    excluded too). Attention has no weights, so its backward pass always counts twice.
     """
     layers = range(shape.num_layers)
     products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in layers)

@@ -13,7 +13,7 @@ from msrl.rollout.engine import BLOCK_TOKENS
 def route_bytes(plan: RunPlan, moe: Moe) -> int:
     """Return the bytes of the routes that the driver holds, for sequences of the maximum length.
 
-    They are those of a step. With routes of the engines and `rollout.async`, groups that wait for
+    They cover a step. With routes of the engines and `rollout.async`, groups that wait for
     later steps have theirs, too.
     """
     num_steps = 1
@@ -23,7 +23,7 @@ def route_bytes(plan: RunPlan, moe: Moe) -> int:
 
 
 def engine_route_bytes(plan: RunPlan, shape: Shape, moe: Moe) -> int:
-    """Return the bytes of the routes that an engine holds: those of its KV cache and responses.
+    """Return the bytes of the routes that an engine holds for its KV cache and responses.
 
     All sequences have the maximum length. Routes of the cache are stored by block.
     """

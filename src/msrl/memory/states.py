@@ -57,7 +57,7 @@ class _ParameterCounts:
 def _parameter_counts(
     shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
 ) -> _ParameterCounts:
-    """Return the parameters of a rank of a pipeline stage, with those of LoRA adapters."""
+    """Return the parameters of a rank of a pipeline stage, with the parameters of LoRA adapters."""
     tensors = stage_tensors(shape, layout, Coords(pp=stage))
     weights = sum(map(_elements, tensors))
     adapters: list[tuple[StageTensor, int]] = []
@@ -105,7 +105,7 @@ def state_bytes(
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer on a rank of a stage.
 
-    `train` selects the trained parameters; by default those of the policy. Gradients are float32.
+    `train` selects the trained parameters; by default the policy's. Gradients are float32.
     The optimizer has float32 moments, and float32 master weights for bfloat16; it is sharded over
     the ranks with equal parameters.
     """

@@ -137,7 +137,7 @@ def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
 
 
 def switched_window(config: HfConfig, first_layer: int = 28) -> Attention:
-    """Return Qwen's windows: those of the layers from `max_window_layers` on.
+    """Return Qwen's windows, which the layers from `max_window_layers` on have.
 
     There are none unless `use_sliding_window` is set. `layer_types` overrides the choice of layers.
     `first_layer` is the default of the family's config class.

@@ -1,6 +1,6 @@
 """Weight rules of dense decoder-only families, derived from a shape and a family's tensor names.
 
-Megatron's names are those of its local layer spec. `{layer}` in a name is the layer number.
+Megatron's names come from its local layer spec. `{layer}` in a name is the layer number.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Names:
     """A family's Hugging Face names; the defaults are Llama's.
 
     `qkv` and `gate_up` are stems to which `.weight` and `.bias` are added. A single name in
-    `gate_up` is one tensor with the rows of gate above those of up. A single name in `qkv` is one
-    tensor: all rows of q, then k, then v. With `qkv_by_group`, it holds the heads of each query
+    `gate_up` is one tensor with the rows of gate above the rows of up. A single name in `qkv` is
+    one tensor: all rows of q, then k, then v. With `qkv_by_group`, it holds the heads of each query
     group followed by the group's k and v.
     """
 

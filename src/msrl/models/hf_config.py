@@ -19,8 +19,8 @@ from msrl.strict_json import loads
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Limits on sizes, far above those of existing models. Tables of all layers and experts are built
-# before weights are read, so a larger size could take all memory.
+# Limits on sizes, far above the sizes of existing models. Tables of all layers and experts are
+# built before weights are read, so a larger size could take all memory.
 MAX_FILE_BYTES = 32 << 20
 _MAX_SHOWN = 200  # characters of a value in a message
 MAX_LAYERS = 10_000

@@ -1,6 +1,6 @@
 """Mixture-of-experts families: config keys of the mixture and weight rules of a layer with experts.
 
-Megatron's names are those of its sequential experts. A rule's `expert` is the expert's global
+Megatron's names follow its sequential experts. A rule's `expert` is the expert's global
 number.
 """
 

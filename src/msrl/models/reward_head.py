@@ -28,7 +28,7 @@ HF_WEIGHT = "score.weight"
 
 
 def is_scoring(architecture: str) -> bool:
-    """Return True if an architecture's name is that of a model with a score head."""
+    """Return True if an architecture's name means a model with a score head."""
     return architecture.endswith(_SCORING)
 
 
@@ -78,7 +78,7 @@ def scoring_architecture(architecture: str) -> str:
 
 
 def scoring_config(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the config.json of a decoder with a score head, given that of the one without."""
+    """Return the config.json of a decoder with a score head, given the one without."""
     names = cast("list[str]", values["architectures"])
     return {
         **values,

@@ -1,7 +1,7 @@
 """Rotary embedding settings of a config: base, scaling and the number of rotated channels.
 
 Both of transformers' formats are read: `rope_theta` with `rope_scaling`, and `rope_parameters` of
-transformers 5. Precedence and defaults are those of `RotaryEmbeddingConfigMixin` in its
+transformers 5. Precedence and defaults follow `RotaryEmbeddingConfigMixin` in its
 `modeling_rope_utils.py`, which vLLM uses too: `rope_scaling` replaces `rope_parameters`.
 """
 
@@ -66,7 +66,7 @@ class _Table:
         """Return the sequence length of the model's pretraining.
 
         Raises:
-            MsrlError: It is invalid, or differs from that of the config's top level, which vLLM
+            MsrlError: It is invalid, or differs from the top level of the config, which vLLM
                 reads and transformers does not.
         """
         name = "original_max_position_embeddings"

@@ -104,12 +104,12 @@ Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it consists of.
 
-    `{layer}` in the names is the global layer number. `shapes` are those of the Hugging
+    `{layer}` in the names is the global layer number. `shapes` are the shapes of the Hugging
     Face tensors, in the order of `hf`. `NAME[3]` is entry 3 along the first axis of the tensor NAME
     (see `entries.py`).
 
     For a tensor of an expert, `expert` is its global number, and the names contain `{expert}`.
-    Megatron's names are those of sequential experts:
+    Megatron's names follow its sequential experts:
     `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
 
     `dtype` is set for a tensor that keeps this dtype regardless of the model's.

@@ -1,6 +1,6 @@
 """Selection of parameters by patterns of their Hugging Face or Megatron names.
 
-Patterns are those of file names (`*`, `?` and `[...]`).
+Patterns are written as for file names (`*`, `?` and `[...]`).
 """
 
 from __future__ import annotations

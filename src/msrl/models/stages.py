@@ -89,7 +89,7 @@ def distinct_tensors(
         shape: Shape of the model.
         layout: Parallel layout, checked against the shape.
         pp_rank: Pipeline stage of the rank.
-        stage_rank: Number of the rank among those of its stage, data-parallel copies included.
+        stage_rank: Number of the rank among the ranks of its stage, data-parallel copies included.
     """
     holders = {False: layout.tp, True: layout.etp_size * layout.num_expert_groups}
     return tuple(
@@ -134,7 +134,7 @@ def _chunk_tensors(
 def _layer_tensors(
     shape: Shape, layout: ParallelLayout, at: Coords, layer: int, local: int
 ) -> Iterator[tuple[Rule, str]]:
-    """Yield rules and local names of a layer on one rank; those of its experts come last."""
+    """Yield rules and local names of a layer on one rank; the rules of its experts come last."""
     dense, experts = _by_expert(shape, layer)
     yield from ((rule.at(layer), rule.mcore_at(local)) for rule in dense)
     if experts:
@@ -148,7 +148,7 @@ def _layer_tensors(
 
 @functools.lru_cache(maxsize=512)
 def _by_expert(shape: Shape, layer: int) -> tuple[tuple[Rule, ...], dict[int, list[Rule]]]:
-    """Return the rules of a layer that belong to no expert, and those of each expert."""
+    """Return the rules of a layer that belong to no expert, and the rules of each expert."""
     dense: list[Rule] = []
     experts: dict[int, list[Rule]] = {}
     for rule in rules_for(shape).layers[layer]:

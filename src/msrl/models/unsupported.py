@@ -1,6 +1,6 @@
 """Architectures that are refused with the reason.
 
-They are those of MindSpeed-LLM's converter and examples that msrl has no family for, and frequent
+They are families of MindSpeed-LLM's converter and examples that msrl does not have, and frequent
 others.
 """
 

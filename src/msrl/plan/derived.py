@@ -53,7 +53,7 @@ def dp_size(config: Config) -> int:
 
 
 def num_separate_devices(role: DevicesConfig) -> int:
-    """Return the number of devices that a role has separately; 0 if it shares those of training."""
+    """Return the number of devices that a role has separately; 0 if it shares the training's."""
     if role.devices is None:
         return 0
     return role.devices if isinstance(role.devices, int) else len(role.devices)
@@ -83,7 +83,7 @@ def keys_that_change_totals(config: Config) -> list[str]:
 
 
 def rewards_turns(config: Config) -> bool:
-    """Return True if tokens earn the rewards of turns, and not that of the whole episode."""
+    """Return True if tokens earn the rewards of turns, and not the reward of the episode."""
     reward_at = config.environment.reward_at
     return not keys_that_change_totals(config) if reward_at is None else reward_at == "turn"
 

@@ -1,4 +1,4 @@
-"""Configuration of train-distill: that of train-grpo without advantages of rewards."""
+"""Configuration of train-distill: train-grpo without advantages of rewards."""
 
 from __future__ import annotations
 

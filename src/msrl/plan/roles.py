@@ -32,7 +32,7 @@ class SeparateModel:
         role: Name of the role.
         num_ranks: Number of its ranks: one per device.
         parallel: Parallel layout.
-        micro_batch: Number of sequences per micro-batch; None: that of the policy.
+        micro_batch: Number of sequences per micro-batch; None: the policy's number.
     """
 
     role: str
@@ -91,7 +91,7 @@ def separate_model(config: Config, role: str) -> SeparateModel:
 
 
 def _parallel(policy: ParallelConfig, section: ModelRoleConfig) -> ParallelConfig:
-    """Return the layout of a role: its own sizes, and those of the policy where none are set.
+    """Return the layout of a role: its own sizes, and the policy's sizes where none are set.
 
     The policy's assignment of layers to stages holds for its own number of stages only.
     """

@@ -218,7 +218,7 @@ class RunPlan:
         return self.datasets[name].prefix
 
     def shown_name(self, name: str) -> str:
-        """Return the name of data for files and messages: that of a hub, or a reference."""
+        """Return the name of data for files and messages: its name on a hub, or a reference."""
         references = self.config.references
         for key, value in (("data.train", self.data.train), ("data.eval", self.data.eval)):
             if value == name and key in references:
@@ -442,8 +442,8 @@ def _read_model(hf_dir: Path) -> ModelPlan:
 def _policy(config: Config, models: _ModelReader, *, has_score: bool) -> ModelPlan | None:
     """Return the trained model: the weights of `checkpoint.load`, or else of `model.path`.
 
-    The config.json of a checkpoint without one is that of `model.path`. With `has_score`, it is a
-    reward model, or becomes one.
+    A checkpoint without config.json gets the file of `model.path`. With `has_score`, it is a reward
+    model, or becomes one.
     """
     load, path = config.checkpoint.load, config.model.path
     weights = load or path
@@ -482,7 +482,7 @@ def _with_score(model: ModelPlan) -> ModelPlan:
 def _reference(config: Config, policy: ModelPlan | None, models: _ModelReader) -> ModelPlan | None:
     """Return the reference: its own model, or the policy's initial weights.
 
-    The config.json of a checkpoint without one is that of the policy.
+    A checkpoint without config.json gets the file of the policy.
     """
     load = config.cluster.roles.reference.load
     if load is None:

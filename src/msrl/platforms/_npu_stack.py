@@ -1,7 +1,7 @@
 """Findings about the software stack of an Ascend NPU, for `msrl doctor`.
 
 Each check looks at recorded facts only, so that it can be tested without an NPU. A finding names
-the command that shows the fact and the remedy. File names are those of CANN 8 and 9 and of the
+the command that shows the fact and the remedy. File names come from CANN 8 and 9 and from the
 driver package (hiascend.com, software installation, "File Paths").
 """
 
@@ -209,7 +209,7 @@ def _check_cann(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _check_kernels(text: str, path: str, version: str) -> Iterator[Diagnosis]:
-    """Compare the version of the operators with that of the toolkit."""
+    """Compare the version of the operators with the version of the toolkit."""
     kernels = _first_value(text, "version_dir", "Version")  # CANN 8: `Version` of a component
     if kernels is None:
         problem = f"not found (cat {path}). Install the operator package of the device"

@@ -1,7 +1,7 @@
 """Main module of vLLM's processes for several devices: silences what they print at their start.
 
 multiprocessing imports it in each new process before vLLM, which then has not configured its logs
-yet. Python's own warnings are those of vLLM and torch about their own functions.
+yet. Python's own warnings come from vLLM and torch, about their own functions.
 """
 
 from __future__ import annotations

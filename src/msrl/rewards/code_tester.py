@@ -542,8 +542,8 @@ class Tester(Peer):
     def perform(self, operation: str, target: Any, arguments: list[Any]) -> Any:
         """Perform an operation of the program on an object of the tests.
 
-        Attributes lead from most objects to the tests, so only those of objects whose class the
-        tests define can be read.
+        Attributes lead from most objects to the tests, so only attributes of objects whose class
+        the tests define can be read.
         """
         is_own = type(target).__module__ == "__main__" and not isinstance(target, type)
         is_stream = isinstance(target, (io.StringIO, io.BytesIO))
@@ -750,7 +750,7 @@ def _compiled(texts: set[Any]) -> set[types.CodeType]:
 
 
 def _forbid_other_code(codes: set[types.CodeType]) -> None:
-    """Refuse all code that is neither that of the tests nor that of the installation."""
+    """Refuse all code that belongs neither to the tests nor to the installation."""
 
     def check(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "exec":

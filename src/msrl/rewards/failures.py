@@ -115,7 +115,7 @@ def require_scores(
 def episode_calls(groups: Sequence[ScoredGroup]) -> SourceCalls:
     """Return the number of episodes and faults as calls of a reward source.
 
-    The remedy is that of the last fault.
+    The remedy comes from the last fault.
     """
     episodes = [item.episode for group in groups for item in group.rollout.completions]
     faults = [item.fault for item in episodes if item is not None and item.fault[0]]

@@ -1,8 +1,8 @@
 """User functions as reward sources, configured as `path/file.py:function`.
 
 They run only in the worker processes of `pool.py`. This module parses their files without executing
-them. A function is called by the names of its parameters: those of msrl (`response`, `answer`), of
-verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`) and of TRL (`completions` and
+them. A function is called by the names of its parameters: the names of msrl (`response`, `answer`),
+of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`) and of TRL (`completions` and
 columns). Only names without a meaning, as in (a, b), are called by position. Everything else is
 refused.
 """
@@ -54,8 +54,8 @@ class Signature:
     def by_position(self) -> bool:
         """True if response and answer are passed by position.
 
-        Their names must then be those of msrl or verl in this order, as in (response, answer, /),
-        or have no meaning: one letter, or a leading underscore.
+        Their names must then be the names of msrl or verl in this order, as in
+        (response, answer, /), or have no meaning: one letter, or a leading underscore.
         """
         first = self.positional[:2]
         if len(first) < 2 or self.named & {*RESPONSE, *ANSWER, BATCH}:

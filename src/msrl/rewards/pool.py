@@ -61,8 +61,8 @@ class CallResult:
 class Pool:
     """Context manager of `num_workers` processes that run `functions`.
 
-    `memory_bytes` limits the address space of each process beyond that of its loaded functions; 0
-    disables the limit. Calls from several threads run one after another. A call fails in one of
+    `memory_bytes` limits the address space of each process beyond the size of its loaded functions;
+    0 disables the limit. Calls from several threads run one after another. A call fails in one of
     these ways:
 
     - "timeout": it exceeded the `timeout_s` of its function.

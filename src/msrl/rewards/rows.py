@@ -60,7 +60,7 @@ class RowSources:
 
 
 def row_columns(prompt: Prompt, completion: Completion) -> Mapping[str, str]:
-    """Return the columns for verifiers: those of the row, and the messages of an episode."""
+    """Return the columns for verifiers: the row's columns, and the messages of an episode."""
     if completion.episode is None:
         return prompt.extra
     messages = [dict(message) for message in completion.episode.messages]

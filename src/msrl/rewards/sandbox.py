@@ -45,7 +45,7 @@ class SandboxRefusedError(RuntimeError):
 class Limits:
     """Limits of one program.
 
-    `case_s` is the wall-clock limit of one input, `total_s` that of all inputs. `memory_bytes`
+    `case_s` is the wall-clock limit of one input, `total_s` the limit of all inputs. `memory_bytes`
     limits the memory of all its processes together, with their pipes and Unix sockets as if full.
     `files_bytes` limits its files and shared memory.
     """

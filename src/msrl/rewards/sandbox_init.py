@@ -57,7 +57,7 @@ CGROUPS, GROUP_PREFIX = "/sys/fs/cgroup", "msrl-sandbox-"
 OPEN_FILES = 64
 PIPE_BYTES = 16 * resource.getpagesize()
 SOCKET_BYTES = 212_992  # net.core.wmem_default, unless this machine has another value
-DATAGRAMS = 11  # that a socket holds beside those of its senders
+DATAGRAMS = 11  # that a socket holds beside the datagrams of its senders
 POLL_S = 0.02
 MAX_STDERR = 4000
 # Denied system calls by machine. They create memory that belongs to no process, or reach parts of
@@ -161,7 +161,7 @@ def _map_user(user: int, group: int) -> None:
 
 
 def _create_group(limit: int) -> dict | None:
-    """Create a cgroup (version 2) with a limit of memory beside that of this process.
+    """Create a cgroup (version 2) with a limit of memory, a sibling of this process's cgroup.
 
     Removes the groups of killed sandboxes. Returns open files of the group and its parent, since
     their paths do not exist in the new root, or None if this process may not create a group. The

@@ -109,7 +109,7 @@ class Scorer:
     Args:
         sources: Entries of `reward.sources`.
         num_workers: Number of processes for verifiers and functions.
-        memory_bytes: Limit of the address space of each process beyond that of its loaded
+        memory_bytes: Limit of the address space of each process beyond the size of its loaded
             functions; 0 disables the limit.
         prompt_text: Function that decodes tokens, with special ones, for servers and models.
         read_config: Function that returns the config.json of a reward model's folder.

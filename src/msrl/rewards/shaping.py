@@ -62,7 +62,7 @@ def format_penalty(responses: Sequence[Sequence[str]], *, penalty: float) -> Rea
 
 
 def with_environment(group: ScoredGroup, weight: float) -> ScoredGroup:
-    """Return a group whose rewards contain those of its environment.
+    """Return a group whose rewards contain its environment's rewards.
 
     The reward of an episode that ended with a fault is not decided.
     """

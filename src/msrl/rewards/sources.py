@@ -158,8 +158,8 @@ def mistakes(
 ) -> Iterator[Mistake]:
     """Yield the mistakes of the sources that are detectable before a process starts.
 
-    `read_config` returns the config.json of a folder; a run passes that of its plan, which has read
-    each file once.
+    `read_config` returns the config.json of a folder; a run passes the one in its plan, which has
+    read each file once.
     """
     if not sources:
         yield None, "", "is missing; set at least one, as in reward: {sources: [{verifier: acc}]}"

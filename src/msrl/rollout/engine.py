@@ -51,7 +51,7 @@ class EngineSettings:
 
     model_dir: Path
     tokenizer_dir: Path | None = None
-    dtype: str | None = None  # float32, bfloat16 or float16; None: that of the config
+    dtype: str | None = None  # float32, bfloat16 or float16; None: the config's dtype
     engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     random_weights: bool = False
@@ -106,7 +106,7 @@ class StepEngine(Protocol):
         ...
 
     def recompute_requests(self) -> None:
-        """Drop all cached keys and values, so that those of running requests are recomputed."""
+        """Drop all cached keys and values; running requests compute theirs again."""
         ...
 
     def text(self, token_ids: Ints) -> str:

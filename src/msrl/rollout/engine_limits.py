@@ -71,7 +71,7 @@ def model_length(settings: EngineSettings, shape: Shape) -> int:
     """Return the maximum number of tokens of prompt and response together.
 
     Raises:
-        MsrlError: The configured length exceeds that of the model.
+        MsrlError: The configured length exceeds the model's length.
     """
     length = settings.engine.max_model_len or shape.max_position_embeddings
     if length > shape.max_position_embeddings:

@@ -89,7 +89,7 @@ def _assignments(file: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _keyword_names(call: ast.Call) -> Iterator[str]:
-    """Yield the names of keyword arguments, including those of `**{"name": value}`."""
+    """Yield the names of keyword arguments, including the keys of `**{"name": value}`."""
     for keyword in call.keywords:
         if keyword.arg is not None:
             yield keyword.arg

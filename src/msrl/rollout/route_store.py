@@ -59,7 +59,7 @@ class RouteStore:
         self._requests = dict[str, _RequestRoutes]()
 
     def add_step(self, requests: Sequence[ComputedTokens], experts: Routes) -> None:  # [n, L, k]
-        """Store the routes of a step, whose tokens are those of the requests in this order.
+        """Store the routes of a step, whose tokens belong to the requests in this order.
 
         Requests of a step may share blocks that it computes.
         """

@@ -67,7 +67,7 @@ def server_command(settings: ServerSettings, platform: Platform) -> list[str]:
 
 
 def _frontend(settings: ServerSettings) -> dict[str, Any]:
-    """Return the options of the server besides those of its engine."""
+    """Return the options of the server besides the options of its engine."""
     is_verbose = settings.engine.verbose
     options: dict[str, Any] = {
         "host": settings.host,

@@ -1,9 +1,10 @@
 """Checks of every request to the server, as middleware of vLLM's application (ASGI).
 
-With an API key, every request but those of /health needs it. vLLM's own check covers the paths
-below /v1, /v2 and /inference only, but other paths generate too (/invocations) or read prompts
-(/tokenize). Without a key, the server listens on loopback, and requests must name it: a page of
-another site can make a browser send requests there, also under another host name (DNS rebinding).
+With an API key, every request needs it, except requests for /health. vLLM's own check covers the
+paths below /v1, /v2 and /inference only, but other paths generate too (/invocations) or read
+prompts (/tokenize). Without a key, the server listens on loopback, and requests must name it: a
+page of another site can make a browser send requests there, also under another host name (DNS
+rebinding).
 
 Source: `vllm/entrypoints/serve/middleware` (vLLM 0.32), `--middleware` of `vllm serve`.
 """

@@ -49,7 +49,7 @@ class EngineMemory:
         self._state = "discarded" if level == 2 else "asleep"
 
     def take(self, *, before_loading: bool = False) -> None:
-        """Take the memory again: all of it, or that of the weights if new ones are loaded next.
+        """Take the memory again: all of it, or the weights' memory if new ones are loaded next.
 
         After discarded weights, the KV cache always waits for new ones.
         """

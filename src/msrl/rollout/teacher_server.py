@@ -2,7 +2,7 @@
 
 A request is `POST url/completions` with token ids as the prompt and `prompt_logprobs` 0, a
 parameter of vLLM. The answer has one object per token, which maps its id to its log-probability at
-temperature 1 and to its text. That of the first token is null. T tokens of a sequence.
+temperature 1 and to its text. The value of the first token is null. T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TeacherServer:
         return TeacherServer(self.section, self.key, name)
 
     def compare_tokens(self, texts: Mapping[int, str]) -> bool:
-        """Compare the texts of tokens by id with those of the server.
+        """Compare the texts of tokens by id with the server's texts.
 
         Returns:
             False if the server does not return texts.

@@ -369,7 +369,7 @@ def _finish_reason(reason: str) -> Literal["stop", "length"]:
 
 
 def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, str]:
-    """Return the variables that vLLM reads when it is imported. Those of the user come first."""
+    """Return the variables that vLLM reads when it is imported. The user's variables come first."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -413,7 +413,7 @@ def checked_arguments(settings: EngineSettings, platform: Platform) -> dict[str,
 
 
 def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`; those of the platform take precedence."""
+    """Return the arguments of `vllm.LLM`; the platform's arguments take precedence."""
     dtype, max_model_len = settings.dtype or shape.dtype, model_length(settings, shape)
     arguments: dict[str, Any] = {
         "model": str(settings.model_dir),

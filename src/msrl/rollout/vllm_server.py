@@ -2,7 +2,7 @@
 
     python -m msrl.rollout.vllm_server PARENT --model FOLDER ...
 
-PARENT is the pid of that process. The other arguments are those of vLLM's module
+PARENT is the pid of that process. The other arguments belong to vLLM's module
 `vllm.entrypoints.openai.api_server`, which later versions have in `vllm.entrypoints.launchers`
 (vLLM 0.23 to 0.32).
 """

@@ -23,7 +23,7 @@ _POLL_S = 0.05  # between looks at the ends of ranks
 
 
 class RankProcess(Protocol):
-    """Process of a rank; the methods are those of `subprocess.Popen`."""
+    """Process of a rank, with methods of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -137,7 +137,7 @@ def fork_ranks(
 ) -> None:
     """Fork a process per rank, which calls `run(rank)`, and wait in this process for their ends.
 
-    The function returns in all processes. `descriptors` are those of the ranks' pipes. A rank keeps
+    The function returns in all processes. `descriptors` belong to the ranks' pipes. A rank keeps
     `pipe` open, but does not use it.
     """
     pids: dict[int, int] = {}

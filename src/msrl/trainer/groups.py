@@ -155,7 +155,7 @@ def context_groups(layout: Layout, timeout_s: float) -> ContextGroups | None:
 def _subgroups(ranks: dist.ProcessGroup, head_ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield the subgroups of all context-parallel groups, in the same order on all ranks.
 
-    Those of neighboring ranks, which exchange heads, come before the rings of a group.
+    Groups of neighboring ranks, which exchange heads, come before the rings of a group.
     """
     members: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(members, dist.get_process_group_ranks(ranks))

@@ -25,7 +25,7 @@ class RankHeartbeats:
         self._polled_at = time.monotonic()
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have been silent too long.
+        """Return the members of `ranks` that have been silent too long.
 
         Only the time in which this process asks for the heartbeats counts, so that a pause of the
         whole machine is no silence. A rank that has not started yet is not silent.

@@ -1,4 +1,4 @@
-"""Network interface of this process's collectives: that of the route to the rendezvous."""
+"""Network interface of this process's collectives: the one of the route to the rendezvous."""
 
 from __future__ import annotations
 

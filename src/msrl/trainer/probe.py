@@ -46,7 +46,7 @@ def megatron_logits(
     Each is [T, vocabulary] float32.
 
     With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
-    the layout must be that of one rank.
+    the layout must have one rank.
     """
     device = resolve(platform)
     ids = tuple(tuple(sequence) for sequence in token_ids)
@@ -94,7 +94,7 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
 
 
 def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-    """Return the logits of each sequence from those of the packed micro-batch."""
+    """Return the logits of each sequence from the logits of the packed micro-batch."""
     lengths = [len(ids) for ids in group]
     return packed[: sum(lengths)].split(lengths)
 

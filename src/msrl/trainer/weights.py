@@ -74,7 +74,7 @@ def sends_weights(replica: ModelReplica) -> bool:
 
 
 def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same with separate experts, even where Hugging Face stacks those of a layer."""
+    """Yield the same with separate experts, even where Hugging Face stacks them."""
     weights = megatron.named_weights(replica.model)
     placed = [
         each

@@ -99,7 +99,7 @@ def _divergence(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _same_choice(a: Tensor, b: Tensor, tie: float) -> Tensor:
-    """Return True where the most likely token of `b` is within `tie` of that of `a`."""
+    """Return True where the likeliest token of `b` is within `tie` of the likeliest one of `a`."""
     chosen = b.argmax(-1, keepdim=True)
     behind = a.max(-1, keepdim=True).values - a.gather(-1, chosen)
     return behind[:, 0] <= tie

@@ -34,7 +34,7 @@ def compare(
     dtype: torch.dtype | None,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Comparison:
-    """Compare the Hugging Face tensors of `result` with those of `source`, cast to `dtype`.
+    """Compare the Hugging Face tensors of `result` with the tensors of `source`, cast to `dtype`.
 
     `dtype` None means no cast. Pass-through tensors keep their dtype.
     """

@@ -108,7 +108,7 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
 class LayerTensor:
     """Source of a parameter of transformers' model.
 
-    Each entry along the first axis is a rule and the indices of those of its tensors that are
+    Each entry along the first axis is a rule and the indices of its tensors that are
     concatenated along their rows. A parameter that is not a stack has one entry.
     """
 
@@ -120,7 +120,7 @@ class LayerTensor:
 def parameter_sources(shape: Shape) -> dict[str, LayerTensor]:
     """Return the sources of the parameters of transformers' model, by its names.
 
-    The names are those of the files except for stacked experts and some prefixes.
+    Names equal the names in the files, except for stacked experts and some prefixes.
     """
     sources: dict[str, LayerTensor] = {}
     for rule in all_rules(shape):

@@ -53,7 +53,7 @@ def _mistakes(resolved: Resolved, plan: RunPlan) -> tuple[str, ...]:
 
 
 def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
-    """Compare the devices of the run with those of this machine.
+    """Compare the devices of the run with the devices of this machine.
 
     On CPU, a device is a process. More processes than cores are slow, but not wrong.
     """

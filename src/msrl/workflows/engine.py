@@ -46,8 +46,8 @@ def engine_settings(
 ) -> EngineSettings:
     """Return `rollout.engine` as engine settings.
 
-    Lengths in the configuration take precedence over the arguments. `dtype` None means that of the
-    checkpoint.
+    Lengths in the configuration take precedence over the arguments. `dtype` None means the dtype of
+    the checkpoint.
     """
     engine = config.rollout.engine
     lengths = {
@@ -140,7 +140,7 @@ def running_engine(
 ) -> Generator[VllmEngine, None, None]:
     """Yield a vLLM engine with the weights of `source`.
 
-    Those of an mcore checkpoint are transferred in memory, tensor by tensor.
+    Weights of an mcore checkpoint are transferred in memory, tensor by tensor.
 
     Raises:
         RunFailedError: A process of the engine has ended.

@@ -33,7 +33,7 @@ def _after_conversion(config: Config) -> str | None:
 
 
 def _after_preprocessing(config: Config) -> str | None:
-    """Return the training on examples, if the folder of the tokenizer is that of a model.
+    """Return the training on examples, if the folder of the tokenizer has a model.
 
     Training on other data has settings that the data does not show, such as rewards.
     """

@@ -23,7 +23,7 @@ def run(folder: Path) -> None:
     """Write the report of the run in `folder` and print its results.
 
     Raises:
-        MsrlError: The folder is not that of a run, or the run has no step.
+        MsrlError: The folder belongs to no run, or the run has no step.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -94,6 +94,6 @@ def _last_checkpoint(config: Config) -> SavedTraining | None:
 
 
 def _is_completed(folder: Path, saved: SavedTraining) -> bool:
-    """Return True if the checkpoint is that of the run's last step."""
+    """Return True if the checkpoint was saved by the run's last step."""
     attempts = read_attempts(folder)
     return bool(attempts) and attempts[-1].get("num_steps") == saved.step

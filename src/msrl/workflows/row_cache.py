@@ -121,7 +121,7 @@ def _tokenizer_folder(plan: RunPlan) -> Path:
 
 
 def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
-    """Return the preprocessed rows: those of the cache, or new ones.
+    """Return the preprocessed rows: cached rows, or new ones.
 
     New ones are in the folder `temporary`, or else in the cache.
     """
@@ -179,7 +179,7 @@ def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, An
 
 
 def _own_files(handler: Path) -> list[Path]:
-    """Return the file of a handler and those of its folder that it imports, in a fixed order."""
+    """Return the file of a handler and its folder's files that it imports, in a fixed order."""
     files, pending = list[Path](), [handler]
     while pending:
         file = pending.pop()

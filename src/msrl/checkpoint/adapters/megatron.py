@@ -1,6 +1,6 @@
 """LoRA adapters in mcore checkpoints, in MindSpeed's naming. `peft` has Hugging Face's format.
 
-The format is that of MindSpeed-LLM (`--lora-ckpt-filter`): folders, tracker and files of any mcore
+The format comes from MindSpeed-LLM (`--lora-ckpt-filter`): folders, tracker and files of any mcore
 checkpoint (see `mcore`). Each file's `model` holds, for every adapted linear layer, with or without
 the base weights:
 

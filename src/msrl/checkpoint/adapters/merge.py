@@ -1,7 +1,7 @@
 """LoRA adapters merged into weights on the CPU: W' = W + s B A (arXiv:2106.09685, section 4.1).
 
-The score head of a reward model, which is trained alongside its adapters, replaces that of the base
-model, or its output layer.
+The score head of a reward model, which is trained alongside its adapters, replaces the head of the
+base model, or its output layer.
 
 A is [r, in], B is [out, r], W is [out, in] per Hugging Face tensor. s = alpha / r, or alpha /
 sqrt(r) for rank-stabilized LoRA (arXiv:2312.03732). The sum is computed in float32 and rounded once
@@ -149,8 +149,9 @@ class MergedSource(WeightSource):
         Args:
             base: Weights that the adapter belongs to.
             adapter: Adapter to merge.
-            dtype: Type that merged weights are rounded to; default: that of the weight in `base`.
-            hf_dir: Folder of config and tokenizer, if it is not that of `base`.
+            dtype: Type that merged weights are rounded to; default: the dtype of the weight in
+                `base`.
+            hf_dir: Folder of config and tokenizer, if it is not the folder of `base`.
         """
         if adapter.has_score_head:
             base = with_score_head(base)

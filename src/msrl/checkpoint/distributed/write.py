@@ -101,7 +101,7 @@ def write_metadata_files(
     args: argparse.Namespace,
     iteration: int,
 ) -> dict[str, WrittenFile]:
-    """Write all files of an iteration except those of tensors, and return their checksums.
+    """Write all files of an iteration except the tensors' files, and return their checksums.
 
     These are extra states, metadata, arguments and format. `specs` describes all tensors unsharded.
     """

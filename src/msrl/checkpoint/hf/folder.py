@@ -131,7 +131,7 @@ def sidecar_files(folder: Path) -> list[Path]:
     Named chat templates are in a folder of their own.
 
     Raises:
-        MsrlError: A link leads to another folder than that of the model. The files are copied to
+        MsrlError: A link leads to another folder than the model's. The files are copied to
             results, which may be published.
     """
     own, shared = folder.resolve(), (folder / "config.json").resolve().parent  # in hub caches
@@ -152,9 +152,9 @@ def sidecar_files(folder: Path) -> list[Path]:
 
 
 def record_score_head(folder: Path) -> None:
-    """Make the config.json of a decoder that of a sequence classifier with one label.
+    """Turn the config.json of a decoder into one of a sequence classifier with one label.
 
-    That of a reward model, or of a class without such a counterpart, is unchanged.
+    The config of a reward model, or of a class without such a counterpart, is unchanged.
     """
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def copy_sidecars(
     """Copy config and tokenizer files, and record `dtype` in config.json unless it is None.
 
     A `quantization_config` is removed, because FP8 and MXFP4 weights were dequantized on reading.
-    `chat` replaces the chat template, and adds its stop tokens to those of the model.
+    `chat` replaces the chat template, and adds its stop tokens to the model's.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sidecar_files(source):

@@ -7,7 +7,7 @@
     <save>/hf/                                  config.json and tokenizer of the model
 
 The last two are additions of msrl. A file is a dict of args, checkpoint_version, iteration and
-model (or model0, model1, ... for virtual stages). Tensor names are those of megatron-core or of
+model (or model0, model1, ... for virtual stages). Tensor names come from megatron-core or from
 Megatron's older models (`legacy`); the reader detects which. MindSpeed treats every entry of an
 iteration's folder as a rank, so the folder must contain nothing else.
 """
@@ -122,8 +122,8 @@ def rank_writer(
 def read_rank_file(path: Path, mmap: bool = True) -> dict[str, Any]:
     """Return the contents of a rank's file: args, checkpoint_version, iteration, model and others.
 
-    `model` has only tensors, under msrl's names; those of virtual stages are merged and begin with
-    `model0.`, `model1.`, ...
+    `model` has only tensors, under msrl's names; tensors of virtual stages are merged and begin
+    with `model0.`, `model1.`, ...
 
     Raises:
         MsrlError: The file is missing, truncated or harmful.

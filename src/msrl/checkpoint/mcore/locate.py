@@ -131,7 +131,7 @@ def _layout_from_folders(
             f"limit of {_MAX_FILES}, but there are {len(numbers)} folders"
         )
     if len(numbers[0]) == 2 and recorded.ep > 1 and recorded.pp == 1:
-        # The only number after tp is that of the experts.
+        # The only number after tp counts the experts.
         sizes[1:3] = [1, sizes[1]]
     return dataclasses.replace(recorded, tp=sizes[0], pp=sizes[1], ep=sizes[2])
 

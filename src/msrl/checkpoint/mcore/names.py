@@ -48,7 +48,7 @@ class Naming:
     """Tensor names of a file: Transformer Engine's (`te`), with `grouped` experts, or `legacy`.
 
     `converter` selects the names that MindSpeed-LLM's converter gives to Transformer Engine's
-    layers. Those of its training (`te`) fuse other norms.
+    layers. The layers of its training (`te`) fuse other norms.
     """
 
     te: bool = False
@@ -161,7 +161,7 @@ def local_name(name: str) -> str:
 def file_specs(
     targets: Iterable[FileTensor], specs: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Return types and shapes of a file's tensors from those of msrl's tensors."""
+    """Return types and shapes of a file's tensors from types and shapes of msrl's tensors."""
     return {entry.name: _file_spec(entry, specs) for entry in targets}
 
 

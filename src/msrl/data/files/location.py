@@ -56,7 +56,7 @@ def _ambiguity(name: str) -> str | None:
 
 
 def _has_rows(folder: Path) -> bool:
-    """Return True if a folder has data files that are those of rows, of one or several splits."""
+    """Return True if a folder has data files with rows, of one or several splits."""
     is_other = existing_prefixes(folder) or is_hf(str(folder)) or is_mcore(str(folder))
     return not is_other and any(is_data_file(path) for path in folder.rglob("*"))
 

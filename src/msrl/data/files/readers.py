@@ -77,7 +77,7 @@ class RowBatch:
 def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, ...]:
     """Return the files of `inputs` (files, folders or globs), each once.
 
-    The files of a folder are sorted by name. `split` selects those of one split.
+    The files of a folder are sorted by name. `split` selects the files of one split.
 
     Raises:
         MsrlError: an input matches no file, or a folder has several splits and none is selected.
@@ -133,13 +133,13 @@ def is_data_file(path: Path) -> bool:
 
 
 def _is_known(path: Path) -> bool:
-    """Return True if the suffix of a file is that of a known format."""
+    """Return True if the suffix of a file means a known format."""
     suffix = _suffix(path)
     return suffix in SUFFIXES and not (suffix == ".parquet" and path.suffix in COMPRESSIONS)
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix of a file without that of its compression."""
+    """Return the suffix of a file without the suffix of its compression."""
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 

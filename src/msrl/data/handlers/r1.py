@@ -40,7 +40,7 @@ def resolve(
 
 
 def _example(row: Any, columns: ColumnMapping) -> Conversation:
-    """Return the prompt's turns and those of the answer. Raises MsrlError for unknown formats."""
+    """Return the turns of prompt and answer. Raises MsrlError for unknown formats."""
     messages = [*_prompt(row, columns), *read_messages(columns.value(row, "response"))]
     check_order(messages)
     return Conversation(tuple(messages), extra=with_tools(row, columns))

@@ -285,7 +285,7 @@ def name_words(name: str) -> tuple[str, ...]:
 
 
 def _pieces(name: str) -> list[str]:
-    # Full-width letters and the like are those of ASCII.
+    # Full-width letters and the like count as letters of ASCII.
     return [piece for piece in re.split(r"[\W_]+", normalize("NFKC", name)) if piece]
 
 

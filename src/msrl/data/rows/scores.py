@@ -102,7 +102,7 @@ def _pairs(names: tuple[str, ...], chosen: str, rejected: str) -> tuple[tuple[st
 
 
 def _without_side(name: str, side: frozenset[str], other: frozenset[str]) -> tuple[str, ...] | None:
-    """Return the words of a name without those of a side; None for a name of another one."""
+    """Return the words of a name without a side's words; None for a name of another side."""
     words = name_words(name)
     if not side & set(words) or other & set(words):
         return None

@@ -357,7 +357,7 @@ def _read_blocks(blocks: list[Any], location: str) -> _Content:
 
 
 def _check_block_order(blocks: list[Any], location: str) -> None:
-    """Raise MsrlError if the order of blocks would be lost when those of a type are joined."""
+    """Raise MsrlError if joining the blocks of a type would lose the order of blocks."""
     kinds = [block["type"] for block in blocks if block.get("text") != ""]
     for before, kind in pairwise(kinds):
         if _BLOCK_ORDER[kind] < _BLOCK_ORDER[before]:

@@ -91,7 +91,7 @@ def environment(*, prompt_column: str = "", system: str = "", reward: bool = Fal
         prompt_column: Column with the question. Empty keeps the prompt of the row, which must show
             the tool.
         system: System text; empty for none.
-        reward: Reward the answer whose last number equals that of the ground truth.
+        reward: Reward the answer whose last number equals the ground truth's.
     """
     return Calculator(prompt_column, system, has_reward=reward)
 

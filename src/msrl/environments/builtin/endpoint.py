@@ -4,7 +4,7 @@ Every episode has an endpoint on the loopback address with its own key. A progra
 OPENAI_BASE_URL, OPENAI_API_KEY and MSRL_ROW, the row as JSON; a service gets a POST request with
 {base_url, api_key, row}. Each of its requests for a chat completion is a turn. Messages after the
 last answer are appended to the tokens; any other change of the conversation, or of the tools,
-starts a new training sequence. The settings of sampling are those of the training. The episode ends
+starts a new training sequence. It samples with the settings of the training. The episode ends
 with the program, or with the reply of the service, which may be {"reward": ...}.
 """
 
@@ -109,7 +109,7 @@ class Endpoint(Environment):
         return self._request
 
     def _new_reward(self) -> float | None:
-        """Return what the last reward adds to those of earlier turns; None without a new one."""
+        """Return what the last reward adds to earlier turns' rewards; None without a new one."""
         assert self._server is not None
         reward, before = self._server.reward, self._rewarded
         if reward is None or reward == before:

@@ -4,7 +4,7 @@ The map depends on the seed of the row, and always has a path to the goal. With 
 goes to one of the three directions that are not opposite, each with the same probability. Rules:
 https://gymnasium.farama.org/environments/toy_text/frozen_lake/
 
-With `random_ends`, maps are those of ROLL (8eb27cc2, env/frozen_lake/utils.py) for the same seed,
+With `random_ends`, maps equal ROLL's (8eb27cc2, env/frozen_lake/utils.py) for the same seed,
 and moves slip as in gymnasium.
 """
 

@@ -1,7 +1,7 @@
 """Sokoban: push all boxes onto the targets of a room.
 
 Rooms depend on the seed of the row. They are made by pulling boxes away from their targets, so that
-every room can be solved. With `search_depth`, rooms are those of ROLL for the same seed.
+every room can be solved. With `search_depth`, rooms equal ROLL's for the same seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tool calls of gpt-oss: messages to `functions.NAME` in OpenAI's harmony format.
 
-An answer is a sequence of messages, each a header and a body. Those of the channel `analysis` are
-thoughts. The header of the first message begins in the prompt.
+An answer is a sequence of messages, each a header and a body. Messages of the channel `analysis`
+are thoughts. The header of the first message begins in the prompt.
 Format: https://github.com/openai/harmony/blob/main/docs/format.md
 """
 

@@ -1,7 +1,7 @@
 """Tool calls of Mistral after the control token `[TOOL_CALLS]`.
 
 Tokenizers of version 3 write a JSON list of objects with `name` and `arguments`; tokenizers of
-version 11 write `[TOOL_CALLS]NAME[ARGS]ARGUMENTS` for every call, and those of version 13
+version 11 write `[TOOL_CALLS]NAME[ARGS]ARGUMENTS` for every call, and models of version 13
 `[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]ARGUMENTS` without the id. Decoders may omit `[ARGS]`.
 Format: https://github.com/mistralai/mistral-common
 """

@@ -68,7 +68,7 @@ _COMMANDS = {("hf", "mg"): "hf2mcore", ("mg", "hf"): "mcore2hf", ("mg", "mg"): "
 def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Translation:
     """Return the translation of all supported commands of a script, including `ray start`.
 
-    `arguments` are those of the script, which it reads as $1, $2 and so on.
+    The script reads its `arguments` as $1, $2 and so on.
 
     Raises:
         MsrlError: if the script has no supported command.

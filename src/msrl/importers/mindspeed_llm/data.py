@@ -100,7 +100,7 @@ def _put_template(translation: Translation, keys: Keys) -> None:
     """Translate prompt_type with prompt_type_path, the file that defines it.
 
     The file that MindSpeed ships defines the packaged templates, unless it exists here: it may
-    have been edited. `qwen_r1` of MindSpeed-LLM differs from that of MindSpeed-RL.
+    have been edited. `qwen_r1` of MindSpeed-LLM differs from `qwen_r1` of MindSpeed-RL.
     """
     name = keys.get("prompt_type")
     if name is not None:

@@ -96,7 +96,7 @@ def _sampling(translation: Translation, keys: Keys, commands: list[str]) -> None
 
 
 def _template(translation: Translation, keys: Keys, commands: list[str]) -> None:
-    """Translate the format of prompts: a template, that of the tokenizer, or plain text."""
+    """Translate the format of prompts: a template, the tokenizer's template, or plain text."""
     is_native = keys.value("hf_chat_template") is True
     name = keys.get("prompt_type")
     if is_native and name is not None:

@@ -221,7 +221,7 @@ class _RlFile:
         self._resource("vit_resource", "", "used for images only")
 
     def _resource(self, name: str, role: str, sharing: str) -> None:
-        """Translate the devices of a role, or record why it shares those of training."""
+        """Translate the devices of a role, or record why it shares the training's devices."""
         resource = self.rl.get(name)
         if resource is None or resource.value is None:
             return
@@ -338,7 +338,7 @@ class _RlFile:
         """Translate the trackers and the run name.
 
         wandb overrides TensorBoard; msrl always writes metrics.jsonl. The run has the name of
-        wandb, else that of the file.
+        wandb, else the file's.
         """
         on = {
             name: self.rl.value(f"use_{name}") is True

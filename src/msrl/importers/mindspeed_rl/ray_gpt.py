@@ -35,7 +35,7 @@ _OTHER_DEFAULTS = {
     "moe_aux_loss_coeff": 0.0,
     "lora_r": 16,
     "lora_alpha": 32,
-}  # defaults that differ from those of MindSpeed-RL
+}  # defaults that differ from the defaults of MindSpeed-RL
 
 
 def is_ray_file(tree: Node) -> bool:

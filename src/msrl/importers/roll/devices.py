@@ -193,7 +193,7 @@ class Devices:
         config.apply_remaining()
 
     def _engine_devices(self, tp: int) -> None:
-        """Translate the devices of actor_infer: separate ones, or a part of those of training."""
+        """Translate the devices of actor_infer: separate ones, or some of the training's."""
         own = self.infer.own
         mapping = own.get("device_mapping")
         if mapping is None or self.world is None:

@@ -496,7 +496,7 @@ def _put_turn_estimator(translation: Translation, top: Keys) -> None:
 
 
 def _omega(translation: Translation, top: Keys) -> float:
-    """Return the weight of turns relative to that of episodes."""
+    """Return the weight of turns relative to the weight of episodes."""
     step, episode = (
         float(top.real(key, 1.0)) for key in ("step_reward_weight", "episode_reward_weight")
     )
@@ -508,7 +508,7 @@ def _omega(translation: Translation, top: Keys) -> float:
     return step / episode if episode else step
 
 
-GROUPINGS = {  # scopes of msrl by `grouping`; state and inductive are those of ROLL's guide
+GROUPINGS = {  # scopes of msrl by `grouping`; state and inductive come from ROLL's guide
     "batch": "batch",
     "traj_group_id": "group",
     "state": "group",

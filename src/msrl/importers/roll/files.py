@@ -185,7 +185,7 @@ class _RollFile:
         )
 
     def _put_update(self, args: Keys, samples: int, why: str, data_parallel: int) -> None:
-        """Set the number of samples of an update: at most those of a step.
+        """Set the number of samples of an update: at most the samples of a step.
 
         Agentic runs of the original repeat trajectories of the step until updates, and passes
         without an update, are complete. If all count twice, only variances differ.

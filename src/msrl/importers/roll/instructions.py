@@ -34,7 +34,7 @@ class GameTexts:
     actions: tuple[str, ...]
 
     def instructions(self, instruction: str | None, vocabulary: Mapping[str, str] | None) -> str:
-        """Return the instructions, with the texts of a file in place of those of the class."""
+        """Return the instructions, with the texts of a file in place of the texts of the class."""
         meanings = (self.vocabulary if vocabulary is None else vocabulary).items()
         first, second = self.sentences
         symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in meanings)

@@ -92,7 +92,7 @@ class Losses:
                 self.translation.set(key, wrap(_CISPO_CLIP, entry.origin))
 
     def _has_scores(self) -> bool:
-        """Return True if the rewards of responses are their scores: those of games, or 0 and 1."""
+        """Return True if rewards of responses are their scores: rewards of games, or 0 and 1."""
         rewards = self.top.get("rewards")
         domains = rewards.value if rewards is not None else None
         if self.is_normalized is not None or not isinstance(domains, dict) or not domains:

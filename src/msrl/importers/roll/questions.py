@@ -91,7 +91,7 @@ def _inner(entry: SourceKey, name: str) -> SourceKey:
 
 
 def _put_time(keys: Keys, arguments: SourceKey) -> float:
-    """Set the time limit of a call, and return that of its program in seconds."""
+    """Set the time limit of a call, and return the limit of its program in seconds."""
     time_s = _mapping(arguments.value).get("timeout", _TIME_S)
     if is_number(time_s) and time_s > 0:
         put_call_time(keys.translation, arguments.origin, time_s)

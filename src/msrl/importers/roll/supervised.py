@@ -114,7 +114,7 @@ class _SupervisedFile:
         return self.translation
 
     def _put_batch(self, args: Keys, devices: Devices) -> None:
-        """Set the size of an update. That of DPO counts pairs, as in the original."""
+        """Set the size of an update. An update of DPO counts pairs, as in the original."""
         micro, steps = (
             args.number("per_device_train_batch_size"),
             args.number("gradient_accumulation_steps"),

@@ -82,7 +82,7 @@ def put_frozen(model: Keys) -> None:
 
 
 def put_engine_dtype(engine: Keys, model: Keys) -> None:
-    """Report an engine whose dtype is not that of training."""
+    """Report an engine whose dtype differs from the training's."""
     entry = engine.get("dtype")
     if entry is not None and entry.value not in (model.value("dtype"), "auto", None):
         text = "the engine has the dtype of training"

@@ -20,7 +20,7 @@ _LENGTHS = ("val_sequence_length", "val_prompt_length")
 def put_validation(translation: Translation, top: Keys, sections: Mapping[str, Keys]) -> bool:
     """Translate validation and return True if the run evaluates.
 
-    `top` holds the keys of the pipeline, `sections` those of the section validation.
+    `top` holds the keys of the pipeline, `sections` the keys of the section validation.
     """
     data = sections["data_args"]
     is_off = top.value("eval_steps") in (0, -1)

@@ -1,4 +1,4 @@
-"""Sections of a worker of ROLL: its own keys, and those of model, training and strategy."""
+"""Sections of a worker of ROLL: its own keys, and the keys of model, training and strategy."""
 
 from __future__ import annotations
 

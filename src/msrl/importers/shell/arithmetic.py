@@ -1,6 +1,6 @@
 """Integer arithmetic of shell scripts: `$((...))`, `((...))`, `let` and indices of arrays.
 
-The operators and their precedence are those of C. A name is a variable, and an unset one is 0.
+The operators and their precedence follow C. A name is a variable, and an unset one is 0.
 Source: Bash Reference Manual, Shell Arithmetic.
 """
 

@@ -2,7 +2,7 @@
 
 The script is interpreted as bash would run it: variables, arrays, functions, branches, loops and
 conditions that compare texts. No program is started: `$NAME` is the value that the script assigns,
-else that of the environment. A value that is known only at run time has a problem instead of a
+else the environment's value. A value that is known only at run time has a problem instead of a
 text, and so has a variable that differs between the branches of a condition on such a value.
 """
 
@@ -489,7 +489,7 @@ class _Interpreter:
         return True
 
     def _run_shell(self, words: Sequence[Word]) -> bool | None:
-        """Run `bash -c TEXT NAME ARGUMENT ...`, whose variables are those of another process."""
+        """Run `bash -c TEXT NAME ARGUMENT ...`, whose variables belong to another process."""
         scope = self.scope
         path = words[3].text if len(words) > 3 else scope.path
         self.scope = replace(
@@ -571,7 +571,7 @@ class _Interpreter:
         self.script.exported[match[1]] = _exported_word(variable, line)
 
 
-# Files that set up a machine. Their variables are those of the environment of msrl.
+# Files that set up a machine. Their variables have the values of msrl's environment.
 _MACHINE_FILES = (
     "set_env.sh", "setenv.bash", "activate", ".bashrc", "bashrc", ".bash_profile", ".profile",
     "profile", "conda.sh",
@@ -580,7 +580,7 @@ MAX_SOURCE_BYTES = 1_000_000
 
 
 def _sourced_file(name: str, script: str) -> Path | None:
-    """Return the file of `source NAME`, relative to the working folder or that of the script."""
+    """Return the file of `source NAME`, relative to the working folder or the script's folder."""
     if not name or Path(name).name in _MACHINE_FILES:
         return None
     for file in (Path(name), Path(script).parent / name):

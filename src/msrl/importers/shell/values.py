@@ -24,7 +24,7 @@ class Word:
 class Variable:
     """Value of a variable: its text, and the words of an unquoted expansion, or of an array.
 
-    With `is_split`, the words are those of a command line, which are not split again.
+    With `is_split`, the words come from a command line and are not split again.
     """
 
     text: str

@@ -30,7 +30,7 @@ _TAG = "extra.tag"  # the column by which reward sources choose rows
 POLICY, CRITIC = "train.optimizer", "cluster.roles.critic.optimizer"
 _FROM_ZERO = "train.optimizer.warmup_from_zero"
 _NO_BETAS = "Megatron of the original has [0.9, 0.999] whatever this is"
-_CRITIC_LR = 1e-5  # default of the original, in which that of the policy is 1e-6
+_CRITIC_LR = 1e-5  # default of the original, in which the policy's is 1e-6
 
 
 _IMAGE_KEYS = ("image_key", "video_key", "audio_key")
@@ -106,7 +106,7 @@ def put_files(data: Keys, key: str, native: str, model: object, kind: str = "pro
 
 
 def _put_columns(data: Keys) -> None:
-    """Translate the names of columns: that of the data source is the tag of reward sources."""
+    """Translate the names of columns: the data source's column is the tag of reward sources."""
     columns = {_TAG: str(data.value("reward_fn_key"))}
     prompt = data.value("prompt_key")
     if prompt != "prompt":
@@ -288,7 +288,7 @@ def _betas(keys: Keys) -> list[Any] | None:
 
 
 def _put_clipping(sections: Sections) -> None:
-    """Translate the gradient norm; versions before v0.7 read that of the actor with FSDP."""
+    """Translate the gradient norm; versions before v0.7 read the actor's norm with FSDP."""
     keys, actor = sections[OPTIM], sections[ACTOR]
     clip, earlier = keys.get("clip_grad"), actor.get("grad_clip")
     if clip is None and earlier is not None and not sections.is_megatron:
@@ -298,7 +298,7 @@ def _put_clipping(sections: Sections) -> None:
 
 
 def _require_equal(keys: Keys, key: str, value: object) -> None:
-    """Refuse another value of the critic than that of the policy, which is used for both."""
+    """Refuse another value of the critic than the policy's, which is used for both."""
     entry = keys.get(key)
     if entry is None:
         return

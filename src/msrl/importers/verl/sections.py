@@ -87,7 +87,7 @@ _TARGET = "_target_"  # class of verl that holds a section
 
 @dataclass
 class Sections:
-    """Keys of a configuration: those of the table section of a name, or of a path below a model."""
+    """Keys of a configuration: of the table section of a name, or of a path below a model."""
 
     translation: Translation
     is_megatron: bool = False

@@ -126,7 +126,7 @@ def _put_data(sections: Sections) -> None:
 
 
 def _put_mask(data: Keys) -> None:
-    """Report the trained tokens that differ; the token ids are those of the original.
+    """Report the trained tokens that differ; the token ids equal the original's.
 
     MultiTurnSFTDataset trains all of a rendered answer, msrl up to its end-of-turn token.
     """

@@ -6,7 +6,7 @@ A family is a module of this package. It defines:
 - `shape(config: HfConfig) -> Shape`, the sizes and features of a model. `decoder_shape` reads the
   keys that dense decoders share; refuse every other key that changes the network.
 - `rules(shape: Shape) -> Rules`, the tensors of Hugging Face and Megatron. `decoder_rules` has
-  those of Llama and similar networks.
+  the rules of Llama and similar networks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ChatGLM2, ChatGLM3 and GLM-4 as first published, with remote code (`ChatGLMModel`).
 
-The network is that of `glm.py` with other tensor names. The config keys are those of the published
+The network equals `glm.py` with other tensor names. The config keys come from the published
 `configuration_chatglm.py`.
 """
 

@@ -1,6 +1,6 @@
 """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7 (transformers' `Glm4MoeForCausalLM`).
 
-The router is that of DeepSeek V3. Half of each head is rotated, in pairs of the two halves. q, k
+The router is DeepSeek V3's. Half of each head is rotated, in pairs of the two halves. q, k
 and v have biases; GLM-4.5 also has a norm per head of q and k. Layers for multi-token prediction
 are treated as in `deepseek_v3.py`.
 """

@@ -4,7 +4,7 @@ Every layer has experts, every second one a window, and every attention has sink
 everywhere except in the output layer. The gate is clamped: quick_gelu(gate) * (up + 1).
 
 One Hugging Face tensor contains all experts of a layer, [experts, inputs, outputs], with
-alternating columns of gate and up. Megatron's names of the sinks and biases are those of its local
+alternating columns of gate and up. Megatron's names of the sinks and biases come from its local
 layer spec.
 """
 

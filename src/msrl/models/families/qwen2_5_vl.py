@@ -1,7 +1,7 @@
 """Language model of Qwen2.5-VL (transformers' `Qwen2_5_VLForConditionalGeneration`).
 
-It is that of `qwen2.py`. Only the language model is trained. Conversions and training runs copy the
-vision tower unchanged.
+It is the network of `qwen2.py`. Only the language model is trained. Conversions and training runs
+copy the vision tower unchanged.
 """
 
 from __future__ import annotations

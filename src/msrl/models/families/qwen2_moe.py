@@ -1,6 +1,6 @@
 """Qwen 1.5 MoE and Qwen 2 57B-A14B (transformers' `Qwen2MoeForCausalLM`).
 
-The attention is that of Qwen 2. Every layer or some layers have experts. The output of the shared
+The attention is Qwen 2's. Every layer or some layers have experts. The output of the shared
 expert is multiplied by a sigmoid gate.
 """
 
@@ -24,7 +24,7 @@ _EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expe
 
 
 def shape(config: HfConfig) -> Shape:
-    # Its windows alternate in another way than those of Qwen 2; no published model has any.
+    # Its windows alternate in another way than Qwen 2's; no published model has any.
     config.refuse("use_sliding_window", False)
     moe = Moe(
         num_experts=config.count("num_experts", config.count("num_local_experts", 60)),

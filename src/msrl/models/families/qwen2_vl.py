@@ -1,6 +1,6 @@
 """Language model of Qwen2-VL (transformers' `Qwen2VLForConditionalGeneration`).
 
-As that of Qwen2.5-VL; only the vision tower, which passes through, differs.
+Like the language model of Qwen2.5-VL; only the vision tower, which passes through, differs.
 """
 
 from __future__ import annotations

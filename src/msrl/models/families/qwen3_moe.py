@@ -1,6 +1,6 @@
 """Qwen 3, mixture of experts (transformers' `Qwen3MoeForCausalLM`).
 
-The attention is that of Qwen 3. Every layer or some layers have experts.
+The attention is Qwen 3's. Every layer or some layers have experts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Language model of Qwen3-VL, dense (transformers' `Qwen3VLForConditionalGeneration`).
 
-It is that of `qwen3.py` under longer names. Only the language model is trained, on text.
+It is the network of `qwen3.py` under longer names. Only the language model is trained, on text.
 Conversions and training runs copy the vision tower unchanged.
 """
 

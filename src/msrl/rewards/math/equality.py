@@ -193,7 +193,7 @@ def _plain(text: str) -> str:
 def _compact(text: str) -> str:
     """Return the text without text commands and without differences in spaces and size.
 
-    The case of words is ignored, unlike that of variables and commands.
+    The case of words is ignored, unlike the case of variables and commands.
     """
     text = _SPACES.sub("", re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", text).strip()))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -372,7 +372,7 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
 
 
 def _with_symbols(parsed: list[Any], reference: list[Any]) -> list[Any]:
-    """Return a parsed answer with the symbols of another one for those of the same name.
+    """Return a parsed answer with the symbols of a reference in place of symbols of equal name.
 
     math-verify parses the i of `0.5i` and of `1+i` as symbols with different assumptions.
     """

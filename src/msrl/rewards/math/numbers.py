@@ -107,7 +107,7 @@ _SYMBOLS = {
     "rupee": re.compile("₹|INR|Rs"),
 }
 _NO_NUMBER = re.compile(r"[^\d.,/ +-]")
-_POUNDS = {"pound", "sterling"}  # the name of the currency is that of the mass
+_POUNDS = {"pound", "sterling"}  # the currency and the mass have the same name
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def is_qualified(text: str) -> bool:
 def comparable(true: Amount, claimed: Amount) -> tuple[Fraction, Fraction] | None:
     """Return both values in one unit; None if the units measure different things.
 
-    A missing or unknown unit is that of the other amount.
+    A missing or unknown unit equals the unit of the other amount.
     """
     if not (true.unit and claimed.unit):
         return true.value, claimed.value

@@ -2,7 +2,7 @@
 
 The ground truth is a JSON object with the name of a constraint in `func_name` and its arguments, as
 in the dataset RLVR-IFeval of Tulu 3 (arXiv:2411.15124, section 6). Null arguments count as absent.
-The constraints are those of IFEval (arXiv:2311.07911). Only what follows the last thought counts.
+The constraints come from IFEval (arXiv:2311.07911). Only what follows the last thought counts.
 With `counts_all_words`, verify_keyword_frequency compares the number of all words of the response
 with N, whatever the keyword is, as ROLL's reward worker does.
 """

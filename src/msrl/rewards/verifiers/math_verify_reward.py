@@ -1,6 +1,6 @@
 """Accuracy of the boxed answer by math-verify in a response with reasoning tags.
 
-A right answer scores 1.0, any other response 0.0. The required format is that of `base_acc`.
+A right answer scores 1.0, any other response 0.0. It requires the format of `base_acc`.
 math-verify parses the box between the answer tags and compares symbolically. It ignores other
 formulas, including those inside a box that it cannot parse. It follows MindSpeed-RL's verifier of
 this name, whose timeout works only in the main thread; here the process is killed.

@@ -3,8 +3,9 @@ r"""Scores of verl for the data sources GSM8K, MATH and DAPO, number for number.
 `kind: gsm8k` compares the text after the last `####` within the last 300 characters: 1.0 or 0.0.
 `kind: math` compares the last box with the rules of MATH (arXiv:2103.03874): 1.0 or 0.0.
 `kind: math_dapo` compares the text after the last `Answer:` within the last 300 characters, or else
-the last box within the last 100, with those of Minerva: 1.0 or -1.0. The comparisons are textual:
-`math_17k_acc` and others know that 0.5 is 1/2. Source: verl 1dda0392, verl/utils/reward_score.
+the last box within the last 100, with the rules of Minerva: 1.0 or -1.0.
+The comparisons are textual: `math_17k_acc` and others know that 0.5 is 1/2.
+Source: verl 1dda0392, verl/utils/reward_score.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class TurnRequest:
 class Answer:
     """Answer of the policy, with the versions that sampled it as run lengths.
 
-    `routes` are those of the turn's prompt and of the answer without its last token.
+    `routes` cover the turn's prompt and the answer without its last token.
     """
 
     token_ids: Ints  # [R]
@@ -390,7 +390,7 @@ class EpisodeRunner:
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of a turn, counted from 0. The first turn has that of the sample."""
+    """Return the seed of a turn, counted from 0. The first turn has the sample's seed."""
     if seed is None or number == 0:
         return seed
     data = f"{seed},{number}".encode()

@@ -333,7 +333,7 @@ class GroupBuffer(Generic[Group]):
         return None
 
     def _meets_deadlines(self, version: int, taken: set[int]) -> bool:
-        """Return True if the groups with deadlines fit into the batches after that of `version`."""
+        """Return True if the groups with deadlines fit into the batches after batch `version`."""
         deadlines = sorted(self._deadlines(exclude=taken))
         return all(
             rank <= (deadline - version) * self._batch

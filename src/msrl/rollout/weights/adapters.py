@@ -58,7 +58,7 @@ class AdaptedWeights:
         shards = _complete_shards(buckets, version)
         factors = {key: shard for key, shard in shards.items() if key[0].endswith(FACTORS)}
         base = {key: shard for key, shard in shards.items() if key not in factors}
-        # Without new base weights, the adapted layers are those of the version before.
+        # Without new base weights, the adapted layers have the weights of the version before.
         expected = set(factors) if base else set(self._factors)
         expected |= {(_other_factor(name), number) for name, number in factors}
         missing = sorted(expected - set(factors))
@@ -109,7 +109,7 @@ class AdaptedWeights:
 
 
 def _other_factor(name: str) -> str:
-    """Return the name of B for that of A, and vice versa."""
+    """Return the name of B for the name of A, and vice versa."""
     base, own = name[: -len(FACTORS[0])], name[-len(FACTORS[0]) :]
     return base + FACTORS[own == FACTORS[0]]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WeightTransferError(VerificationError):
-    """Weights of a version are incomplete, or differ from those of the training ranks."""
+    """Weights of a version are incomplete, or differ from the weights of the training ranks."""
 
 
 class Assembler:

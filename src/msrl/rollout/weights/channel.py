@@ -108,7 +108,7 @@ class WeightChannel:
         """Return the connection of the next receiver of this version.
 
         Connections of receivers that waited for an earlier version and have ended are closed, and
-        those of other users.
+        connections of other users.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:

@@ -82,7 +82,7 @@ def shard_digests(
 
 
 def file_digests(name: str, tensor: Tensor, num_entries: int) -> Iterator[tuple[str, TensorDigest]]:
-    """Yield the digest of a Hugging Face tensor, or those of its entries.
+    """Yield the digest of a Hugging Face tensor, or the digests of its entries.
 
     Args:
         name: Name in Hugging Face files.

@@ -54,7 +54,7 @@ class WeightSender:
     ) -> Digests:
         """Send shards through shared memory; return their parts of the digests, if requested.
 
-        `factors` are those of adapters that the receivers add to the weights.
+        `factors` belong to adapters that the receivers add to the weights.
         """
         digests = dict[str, TensorDigest]()
         shards = _all_shards(weights, factors, digests if verify else None)

@@ -154,7 +154,7 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
 
 
 def _saved_weights(replica: ModelReplica) -> Mapping[str, Tensor]:
-    """Return the weights that checkpoints contain: all weights, or those of the adapters."""
+    """Return the weights that checkpoints contain: all weights, or the adapters alone."""
     return named_weights(replica.model) if replica.adapters is None else replica.adapters.named()
 
 

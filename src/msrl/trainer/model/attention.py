@@ -215,7 +215,8 @@ def block_diagonal_attention(
     outputs: list[Tensor] = []
     runs, dtype = equal_runs(lengths), query.dtype
     sizes = [length * count for length, count in runs]
-    # The gradient of a split is one concatenation. That of a slice has the size of all tokens.
+    # The gradient of a split is one concatenation. The gradient of a slice has the size of all
+    # tokens.
     parts = zip(*(_upcast(x).split(sizes) for x in (query, key, value)), strict=True)
     for (length, count), heads in zip(runs, parts, strict=True):
         q, k, v = (_sequences(x, count, length) for x in heads)
@@ -357,7 +358,7 @@ def _ring_attention(
 class CoreAttention(MegatronModule):
     """Core attention module of a layer, between the projections.
 
-    Megatron's layer spec creates it with Megatron's arguments. `traits` are those of the model;
+    Megatron's layer spec creates it with Megatron's arguments. `traits` belong to the model;
     `layer` is the number of the layer in the model, counted from 0 over all pipeline stages.
     """
 

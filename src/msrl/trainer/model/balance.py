@@ -32,7 +32,7 @@ from msrl.types import MicroBatch
 def aux_loss_coef(settings: RouterConfig, moe: Moe) -> float:
     """Return the coefficient of the load-balancing loss.
 
-    The default is that of the model's config.json.
+    The default is the coefficient in the model's config.json.
     """
     return (
         (moe.aux_loss_coef or 0.0) if settings.aux_loss_coef == "model" else settings.aux_loss_coef

@@ -295,7 +295,7 @@ def mark_expert_copy(parameter: Tensor) -> None:
     """Mark a parameter that all shards of one expert hold a copy of.
 
     Otherwise Megatron would treat it as a copy on all tensor-parallel ranks: it would sum the
-    gradients of different experts, and count only those of the first rank in the norm.
+    gradients of different experts, and count only the gradients of the first rank in the norm.
     """
     is_first = parallel_state.get_expert_tensor_parallel_rank() == 0
     vars(parameter).update(

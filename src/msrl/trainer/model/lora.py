@@ -82,7 +82,7 @@ def factor_name(placed: StageTensor, factor: str) -> str:
 
 
 def factor_layout(layout: Layout, factor: str) -> Layout:
-    """Return the tensor layout of a factor, from that of the base weight."""
+    """Return the tensor layout of a factor, from the layout of the base weight."""
     if factor == COMPLETE:
         return layout
     if factor == "A":
@@ -316,7 +316,7 @@ class Adapters:
     def start_from(self, root: Path) -> None:
         """Start from the adapters of the latest checkpoint of an earlier training.
 
-        A score head starts from that of the checkpoint, if it has one.
+        A score head starts from the head of the checkpoint, if there is one.
 
         Raises MsrlError if it lacks an adapter or has one of another shape.
         """

@@ -98,8 +98,8 @@ def _to_device(array: Ints, device: torch.device) -> Tensor:
 class _Expand(torch.autograd.Function):
     """Selection of a row for each token.
 
-    The gradients of a row's tokens are added in a fixed order. Those of torch's selections are not
-    on GPUs.
+    The gradients of a row's tokens are added in a fixed order. Gradients of torch's selections are
+    not on GPUs.
     """
 
     @staticmethod

@@ -46,7 +46,7 @@ class Tile:
         key_half: The same for the piece of the other rank.
         queries: First and last query in its piece.
         num_keys: Number of keys, from the start of their piece.
-        distance: Position of the first query minus that of the first key.
+        distance: Position of the first query minus position of the first key.
     """
 
     rows: tuple[int, int]
@@ -230,7 +230,7 @@ def _backward_around_ring(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:  # [n, g, d + v]
-    """Add the gradients of the queries; return those of this rank's keys and values."""
+    """Add the gradients of queries; return the gradients of this rank's keys and values."""
     group, widths, groups = ctx.group, [key.shape[-1], value.shape[-1]], key.shape[1]
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     own = torch.cat((key, value), -1)

@@ -28,7 +28,7 @@ def rope_frequencies(
 ) -> Tensor:  # [r / 2] float32
     """Return the scaled angle per position of each channel pair (section 3.2.2).
 
-    The scaling is that of transformers.
+    The scaling equals transformers'.
     """
     scaling = shape.rope_scaling
     if isinstance(scaling, DynamicRopeScaling):

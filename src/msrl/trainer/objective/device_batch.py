@@ -27,7 +27,7 @@ from msrl.types import MicroBatch
 class DeviceBatch:
     """Inputs of a pass and of its loss.
 
-    The model's inputs are those of this rank, the loss's fields those of the full micro-batch.
+    Inputs of the model belong to this rank, fields of the loss to the full micro-batch.
     """
 
     tokens: Tensor  # [1, n]; if sequences share rows (`packed.shared`), one token per row

@@ -358,8 +358,8 @@ def vocab_parallel_logprobs(
 
     The distribution is p = softmax(logits / temperature).
 
-    Columns that pad the vocabulary are ignored, so the results equal those of the Hugging Face
-    model.
+    Columns that pad the vocabulary are ignored, so the results equal the results of the Hugging
+    Face model.
 
     Returns:
         Log-probability of each label; entropy of each row if `columns` wants it; exact divergence

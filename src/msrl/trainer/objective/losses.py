@@ -141,9 +141,9 @@ class PolicyLoss:
     Each term is a sum over tokens weighted by the field `weights`, which holds the aggregation and
     its global denominators. The mismatch correction multiplies each token's policy loss and no
     other term. Without the field `old_logprobs` the current log-probabilities, detached, replace
-    them (a single update per rollout). With `old_logprobs="behavior"` those of the sampler replace
-    them, with "log-linear" an approximation that reads the field `proximal_shares`. The KL
-    estimator `full` is the exact divergence over the vocabulary, which the outputs must then
+    them (a single update per rollout). With `old_logprobs="behavior"` log-probabilities of the
+    sampler replace them, with "log-linear" an approximation that reads the field `proximal_shares`.
+    The KL estimator `full` is the exact divergence over the vocabulary, which the outputs must then
     contain. `kl_bias_correction` multiplies each token's KL by its likelihood ratio. The off-policy
     mask and the field `selected` also set policy losses to 0. Some losses read the field `scores`.
     """
@@ -330,7 +330,7 @@ class ValueLoss:
 def required_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the keyword arguments that are required parameters of the function."""
+    """Return the keyword arguments that are required parameters of the function."""
     parameters = inspect.signature(function).parameters
     return {
         name: value

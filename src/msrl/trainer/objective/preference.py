@@ -29,7 +29,7 @@ class PreferenceLoss:
     """Weighted mean of a preference loss over the pairs or labeled answers of an update.
 
     The field `reference_logprobs` holds the reference's log-probability of the complete answer at
-    each of its positions. `baseline` is that of kto, for the weights before the update.
+    each of its positions. `baseline` is the baseline of kto, for the weights before the update.
     """
 
     name: str

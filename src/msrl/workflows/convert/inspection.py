@@ -133,7 +133,7 @@ def training_state(save: Path) -> list[str]:
 def _distributed_state(folder: Path) -> list[str]:
     """Return `training_state` of a distributed checkpoint.
 
-    It mixes the tensors of an optimizer with those of the model.
+    It mixes tensors of an optimizer and of the model.
     """
     tensors, objects = read_metadata(folder)
     keys = [*tensors, *objects, *map(str, read_common(folder))]

@@ -83,7 +83,7 @@ def file_rows(
 ) -> Iterator[tuple[str, list[TensorSpec]]]:
     """Yield every file with weights, relative to `save`, and its tensors.
 
-    Their type is that of the config unless the target has another.
+    Their type is the dtype of the config unless the target has another.
     """
     if not target.distributed:
         for rank in plan.ranks:

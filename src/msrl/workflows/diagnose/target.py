@@ -195,7 +195,7 @@ def choose_step(steps: Sequence[int], files: Mapping[int, Path]) -> int:
 
 
 def _samples(plan: RunPlan, files: Mapping[int, Path], step: int) -> list[ViewSample]:
-    """Return the rollouts that version `step` sampled, else those of the newest step."""
+    """Return the rollouts that version `step` sampled, else the rollouts of the newest step."""
     number = step + 1 if step + 1 in files else max(files, default=None)
     if number is None:
         return []

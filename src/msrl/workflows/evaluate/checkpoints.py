@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def find_checkpoints(paths: Iterable[str]) -> list[Checkpoint]:
-    """Return the checkpoints of the paths; those of a run by step. Each occurs once."""
+    """Return the checkpoints of the paths, in a run by step. Each occurs once."""
     checkpoints: dict[tuple[Path, int | str | None], Checkpoint] = {}
     for path in paths:
         for checkpoint in _checkpoints(Path(path)):
@@ -119,7 +119,7 @@ def _named_folder(root: Path) -> Path:
 
 
 def model_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder with config.json or its `hf`: the checkpoint's, or that of its base."""
+    """Return the folder with config.json or its `hf`: the checkpoint's, or its base's."""
     root = checkpoint.root
     return base_folder(root) if is_adapter_folder(str(root)) else root
 

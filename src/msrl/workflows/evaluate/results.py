@@ -98,7 +98,7 @@ class ResultFolder:
     def folders(self, digests: Mapping[str, str]) -> dict[str, Path]:
         """Return the folder of the weights of each series with results.
 
-        `digests` are those of the checkpoints to evaluate, by label. A series whose results
+        `digests` are digests of the checkpoints to evaluate, by label. A series whose results
         are theirs is skipped, because its folder was moved.
         """
         stored = [entry for entry in self.results if entry.label in digests]

@@ -144,7 +144,7 @@ class PreferenceSteps:
         return on_the_fly(self._job.plan, self._trainers)
 
     def _with_baseline(self, batch: PreferenceBatch) -> PreferenceLoss:
-        """Return the loss of a batch; that of kto has a baseline for the current weights."""
+        """Return the loss of a batch; the loss of kto has a baseline for the current weights."""
         if self._plan.data != "labeled":
             return self._loss
         limits = forward_limits(self._job.plan, 1)

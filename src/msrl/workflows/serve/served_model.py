@@ -183,7 +183,7 @@ def _adapter(name: str, path: Path, shape: Shape) -> ServedAdapter:
 
 
 def write_adapters(adapters: Sequence[ServedAdapter], base: Path, folder: Path) -> dict[str, Path]:
-    """Return the adapters as PEFT folders by name; those of Megatron are written below `folder`."""
+    """Return the adapters as PEFT folders by name; Megatron's are written below `folder`."""
     from msrl.checkpoint.adapters.peft import write_peft
 
     folders: dict[str, Path] = {}

@@ -102,7 +102,7 @@ class _Engine:
         self._seen: tuple[ProcessRecord, ...] = ()
 
     def note(self, family: Sequence[ProcessRecord]) -> None:
-        """Add the processes of the engine among those of the server."""
+        """Add the engine's processes among the processes of the server."""
         new = (each for each in family if each.name.startswith(_ENGINE) and each not in self._seen)
         self._seen += tuple(new)
 

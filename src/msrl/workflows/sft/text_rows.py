@@ -1,6 +1,6 @@
 """Rows of continued pretraining: concatenated documents, split every `seq_length` tokens.
 
-The documents are those of one or several datasets.
+The documents belong to one or several datasets.
 
 A row begins with the last token of the row before it, so that every token except the first of a
 document is predicted exactly once. Tokens do not attend to other documents: the tokens of a
@@ -63,7 +63,7 @@ class _DocumentStream:
 
 
 class TextRows:
-    """Rows of all datasets. Row numbers of a dataset continue those of the dataset before it."""
+    """Rows of all datasets. Row numbers continue from one dataset to the next."""
 
     def __init__(self, prefixes: Sequence[str], row_tokens: int) -> None:
         """Open the datasets.

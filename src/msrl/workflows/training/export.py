@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def final_checkpoint(saved: SavedTraining, *, keep_best: bool) -> tuple[SavedTraining, str]:
     """Return the checkpoint to export and a note on it.
 
-    It is that of the best evaluation if `keep_best`, otherwise the last.
+    It has the best evaluation if `keep_best`, otherwise it is the last.
     """
     best = Best.of(saved.state()["extra"]) if keep_best else None
     if best is None or best.step == saved.step or best.step not in saved_steps(saved.root):

@@ -79,7 +79,7 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
     if plan.command in ("train-dpo", "train-rm") and config.data.eval is not None:
-        names["data.eval"] = config.data.eval  # the best evaluation is that of the lowest loss
+        names["data.eval"] = config.data.eval  # the best evaluation has the lowest loss
     contents = {key: fingerprint(plan.prefix(name)) for key, name in names.items()}
     if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = weights_digest(plan.model.weights)

@@ -112,7 +112,7 @@ class RunLog:
         trackers: Sequence[str] | None = None,
         is_reward_model: bool = False,
     ) -> None:
-        """Open the folder of the run. `trackers` are those of the configuration by default."""
+        """Open the folder of the run. `trackers` come from the configuration by default."""
         self._is_reward_model = is_reward_model
         self._folder = RunFolder.create(
             config.run.dir,

@@ -123,7 +123,7 @@ def rank_settings(
 
     `reward_models` are those that the ranks hold, by the names of their sources. Models with
     separate devices are not on these ranks. A rank that resumes replaces the policy's weights by
-    those of the checkpoint.
+    the checkpoint's.
     """
     has_reward_models = plan.separate_model("reward") is None
     return replace(
@@ -318,7 +318,7 @@ def adapted_base(plan: RunPlan) -> Path | None:
 def retention(config: Config, best: Best | None) -> Retention:
     """Return which checkpoints to keep.
 
-    With `checkpoint.keep_best`, that of the best evaluation is among them.
+    With `checkpoint.keep_best`, the checkpoint of the best evaluation is among them.
     """
     max_gb = config.checkpoint.max_gb
     best_step = best.step if best is not None and config.checkpoint.keep_best else None

@@ -195,7 +195,7 @@ class TrainerGroup:
 class ForwardResult:
     """Values of every token, by name: [T] of each sequence.
 
-    `routes` are those of all tokens, [T, L, k] of each sequence, if they were recorded.
+    `routes` cover all tokens, [T, L, k] of each sequence, if they were recorded.
     """
 
     by_name: Mapping[TokenValue, tuple[Floats, ...]]
@@ -239,7 +239,7 @@ class PendingForward:
         return sum(len(group) for own in self.batches for group in own.groups)
 
     def _routes(self, by_layer: Sequence[Mapping[int, Routes]]) -> tuple[Routes, ...]:
-        """Return the routes of every sequence from those of each layer."""
+        """Return the routes of every sequence from the routes of each layer."""
         return tuple(
             np.stack([layers[number] for number in sorted(layers)], 1)
             for layers in by_layer[: self.count]
@@ -266,7 +266,7 @@ def _rank_batches(sequences: Sequences, rows: Rows, limits: BatchLimits) -> _Ran
 def _split_routes(
     routes: StageRoutes, own: _RankBatches, by_layer: Sequence[dict[int, Routes]]
 ) -> None:
-    """Add the routes of a stage, [T, k] per layer, to those of the sequences in its batches."""
+    """Add the routes of a stage, [T, k] per layer, to the sequences in its batches."""
     for batch, group, experts in zip(
         own.micro_batches, own.groups, routes.micro_batches, strict=True
     ):

@@ -98,7 +98,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Return the folders of runs: those that are named, and those in named ones.
 
     Raises:
-        MsrlError: A folder neither is that of a run nor contains one.
+        MsrlError: A folder neither is a run folder nor contains one.
     """
     found: list[Path] = []
     for folder in folders:

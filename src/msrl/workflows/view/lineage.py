@@ -58,7 +58,7 @@ class _Lineage:
                 yield from self._ancestor(base / path, depth + 1)
 
     def _ancestor(self, folder: Path, depth: int) -> Iterator[Node]:
-        """Yield the nodes of an initial model, and those of the run that trained it."""
+        """Yield the nodes of an initial model, and the nodes of the run that trained it."""
         run_dir = folder.parent
         config = _yaml(run_dir / CONFIG)
         if config and folder.name in ("checkpoints", "hf"):

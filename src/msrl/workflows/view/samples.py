@@ -84,7 +84,7 @@ def sample_files(run_dir: Path, kind: Kind) -> list[Path]:
     """Return the file of each step in order.
 
     A step that was repeated in the other format has two files, of which the newer one counts. Files
-    with other names are not those of a run.
+    with other names do not belong to a run.
     """
     folder = run_dir / ("rollouts" if kind == "rollout" else "eval")
     files = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]

@@ -30,7 +30,7 @@ _MAX_NOTE_BYTES = 1 << 16
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Server of a view. `token` is that of its link; None allows every user of this machine."""
+    """Server of a view. `token` is in its link; None allows every user of this machine."""
 
     def __init__(self, port: int, view: View, token: str | None) -> None:
         super().__init__((HOST, port), partial(ViewHandler, directory=str(view.output)))

@@ -1,4 +1,4 @@
-"""Verdicts of samples: recorded ones, else those of recorded scores and the configuration."""
+"""Verdicts of samples: recorded ones, else computed from recorded scores and the configuration."""
 
 from __future__ import annotations
 

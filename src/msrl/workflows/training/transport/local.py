@@ -78,7 +78,7 @@ class LocalWorkers(Workers):
         return Calls(dict.fromkeys(arguments, self._num_calls))
 
     def wait(self, calls: Calls) -> list[Any]:
-        """Receive answers until those of these calls have arrived."""
+        """Receive answers until the answers of these calls have arrived."""
         results = dict[int, Any]()
         for worker, number in calls.references.items():
             results[worker] = self._result(worker, number)
