@@ -56,8 +56,8 @@ def _worker(settings: RankSettings, context: RankContext, name: str) -> Training
 def _step(worker: TrainingRank, step: int) -> int:
     """Train a step; return the bytes of the optimizer state on the device during its loss."""
     from msrl.algorithms.packing import micro_batch
-    from msrl.trainer import optimizer_state
     from msrl.trainer.objective.losses import SftLoss
+    from msrl.trainer.optimizer import state_tensors
 
     sizes: list[int] = []
 
@@ -65,7 +65,7 @@ def _step(worker: TrainingRank, step: int) -> int:
         def __call__(
             self, outputs: Outputs, fields: Mapping[str, Tensor], num_tokens: int
         ) -> tuple[Tensor, dict[str, Any]]:
-            tensors = optimizer_state.tensors(worker.policy.optimizer, is_bf16=True)
+            tensors = state_tensors(worker.policy.optimizer, is_bf16=True)
             sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
             return super().__call__(outputs, fields, num_tokens)
 

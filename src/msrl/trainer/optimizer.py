@@ -24,6 +24,8 @@ from torch import Tensor
 from msrl.config.sections import train
 from msrl.trainer.gradient_norm import use_accurate_norms
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool
@@ -69,6 +71,15 @@ def active_optimizers(chain: ChainedOptimizer) -> Iterator[DistributedOptimizer]
     for optimizer in chain.chained_optimizers:
         if not getattr(optimizer, "is_stub_optimizer", False):
             yield cast("DistributedOptimizer", optimizer)
+
+
+def state_tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
+    """Yield the moments, and the master weights where they are not the parameters themselves."""
+    for distributed in active_optimizers(chain):
+        for state in distributed.optimizer.state.values():
+            yield from (state[moment] for moment in MOMENTS if moment in state)
+        for group in distributed.optimizer.param_groups if is_bf16 else ():
+            yield from group["params"]
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:

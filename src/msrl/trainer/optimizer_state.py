@@ -18,12 +18,11 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from msrl.trainer import groups
-from msrl.trainer.optimizer import active_optimizers, is_torch_adamw
+from msrl.trainer.optimizer import MOMENTS, active_optimizers, is_torch_adamw
 
 if TYPE_CHECKING:
     from msrl.trainer.replica import ModelReplica
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 
 
@@ -59,15 +58,6 @@ def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
             if group.size() > 1:
                 dist.all_reduce(full, group=group)
             yield f"{kind}.{name}", full.view(parameter.shape)
-
-
-def tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]:
-    """Yield the moments, and the master weights where they are not the parameters themselves."""
-    for distributed in active_optimizers(chain):
-        for state in distributed.optimizer.state.values():
-            yield from (state[moment] for moment in MOMENTS if moment in state)
-        for group in distributed.optimizer.param_groups if is_bf16 else ():
-            yield from group["params"]
 
 
 def num_updates(replica: ModelReplica) -> int:

@@ -23,7 +23,7 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
 from msrl.models.shape import DynamicRopeScaling, Shape
-from msrl.trainer import groups, optimizer_state
+from msrl.trainer import groups
 from msrl.trainer.groups import RankPosition
 from msrl.trainer.guard import GradientGuard
 from msrl.trainer.model import build as megatron
@@ -39,7 +39,7 @@ from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
-from msrl.trainer.optimizer import build_optimizer, clip_gradients
+from msrl.trainer.optimizer import build_optimizer, clip_gradients, state_tensors
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
 from msrl.types import Floats, MicroBatch
 
@@ -146,9 +146,7 @@ class ModelReplica:
                 for buffer in [*cast("list[Any]", chunk.buffers), *chunk.expert_parallel_buffers]
             ]
             kinds["grads"] = lambda: [buffer.grad_data for buffer in buffers]
-            kinds["optimizer"] = lambda: optimizer_state.tensors(
-                self.optimizer, is_bf16=self._is_bf16
-            )
+            kinds["optimizer"] = lambda: state_tensors(self.optimizer, is_bf16=self._is_bf16)
         return {
             kind: tensors for kind, tensors in kinds.items() if getattr(self.settings.offload, kind)
         }
