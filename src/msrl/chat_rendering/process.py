@@ -29,6 +29,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msrl.chat_rendering.client import Chat, RenderedChat, RenderingLimits
+from msrl.processes.parent import leave_signals_to_parent
 
 
 class _Rendering:
@@ -58,8 +59,7 @@ class _GenerationBlocks(Extension):
 
 def main() -> None:
     """Render until the input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     connection = Connection(int(sys.argv[1]))
     limits: RenderingLimits = connection.recv()
     _limit_memory(limits.memory_bytes)

@@ -7,7 +7,6 @@ all episodes when that socket closes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -28,18 +27,16 @@ from msrl.environments.protocol import COMMAND, EXITED, OPEN
 from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tools import prepare_tools, tool_format
 from msrl.errors import MsrlError
+from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.rewards.worker import (
     HEADER,
     MAX_DETAIL_BYTES,
     READY,
     NotLoadedError,
     error_message,
-    leave_signals_to_parent,
     load_file,
     read,
 )
-
-_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -111,7 +108,7 @@ class _ForkServer:
         sink_fd: int,
     ) -> None:
         self._control, self._factories, self._setup = control, factories, setup
-        self._sink_fd = sink_fd
+        self._sink_fd, self._pid = sink_fd, os.getpid()
         self._pids: dict[int, int] = {}
         self._exited: deque[tuple[int, int]] = deque()
         self._wakeup, wake = socket.socketpair()
@@ -181,7 +178,7 @@ class _ForkServer:
         for descriptor in (self._control, self._wakeup, self._wake):
             descriptor.close()
         os.close(self._sink_fd)
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(self._pid)
         detach()
 
     def _kill(self, number: int) -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from msrl import user_files
+from msrl.processes.parent import leave_signals_to_parent
 from msrl.rewards import functions
 
 LENGTH = struct.Struct("<Q")
@@ -69,17 +70,6 @@ class Setup:
     functions: tuple[Function, ...]
     path: tuple[str, ...]  # sys.path of the parent
     memory_bytes: int  # of address space beyond the loaded functions; 0 disables the limit
-
-
-def leave_signals_to_parent() -> None:
-    """Let the parent decide when this process ends: a job manager may signal every process.
-
-    SIGTERM and SIGHUP get handlers, since programs that a function starts would inherit that they
-    are ignored.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
 
 
 def main() -> None:

@@ -9,9 +9,7 @@ PARENT is the pid of that process. The other arguments belong to vLLM's module
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import os
 import runpy
 import signal
 import sys
@@ -22,16 +20,9 @@ from jinja2 import Environment, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msrl.chat_rendering.client import Chat, RenderingError, render_chats
+from msrl.processes.parent import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
-
-
-def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send a signal to this process when its parent ends (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.trainer.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 from msrl.user_files import python_command
@@ -273,14 +274,6 @@ def skip_wandb() -> None:
     sys.modules.setdefault("wandb", None)  # pyright: ignore[reportArgumentType]
 
 
-def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-
-
 def _command(kind: str, *arguments: object) -> list[str]:
     return [*python_command("-m", "msrl.trainer.launch"), kind, *map(str, arguments)]
 
@@ -288,10 +281,8 @@ def _command(kind: str, *arguments: object) -> list[str]:
 def main() -> None:
     """Run one rank, or fork all ranks of this machine; the entry point of these processes."""
     kind, num_ranks, platform, job, parent, *descriptors = sys.argv[1:]
-    # Service managers signal every process of a unit, also those in other sessions.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    _end_with_parent(int(parent))
+    leave_signals_to_parent()
+    end_with_parent(int(parent))
     quiet_megatron()
     skip_wandb()
     if kind == "rank":
@@ -311,7 +302,7 @@ def _fork(num_ranks: int, job: Path, arguments: Sequence[str], platform: Platfor
         pickle.loads(job.read_bytes())
 
     def run(rank: int) -> None:
-        _end_with_parent(template)
+        end_with_parent(template)
         for descriptor in pipes:
             if descriptor != pipes[rank]:
                 os.close(descriptor)

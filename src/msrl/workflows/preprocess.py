@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 
 from msrl.config.schema import Config, PreprocessConfig
@@ -36,6 +36,7 @@ from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError
+from msrl.processes.parent import end_with_parent
 from msrl.types import DatasetManifest
 from msrl.workflows.shown_examples import ShownExample, print_examples, show_rows
 from msrl.workflows.training.interrupts import children_ignore_interrupts
@@ -211,7 +212,7 @@ def _in_processes(
     job: TokenizeSettings, batches: Iterable[RowBatch], workers: int
 ) -> Iterator[TokenizedRows]:
     """Yield the results of worker processes."""
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job, os.getpid()))
 
     def submit(batch: RowBatch) -> Future[TokenizedRows]:
         with children_ignore_interrupts():  # submitting may start a worker process
@@ -386,26 +387,16 @@ def _exit_when_terminated() -> Generator[None, None, None]:
 _JOB: list[TokenizeSettings] = []
 
 
-def _start_worker(job: TokenizeSettings) -> None:
+def _start_worker(job: TokenizeSettings, parent: int) -> None:
     """Initialize a worker process: one thread, and the settings for all its batches.
 
-    The main process handles Ctrl-C. When it ends, the worker ends too.
+    The main process handles Ctrl-C. When it ends, the worker would wait forever: the other workers
+    keep its queue open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _JOB.append(job)
-
-
-def _end_with_parent() -> None:
-    """End this process when the main process has been killed.
-
-    A worker would otherwise wait forever: the other workers keep its queue open.
-    """
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _work(batch: RowBatch) -> TokenizedRows:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl.chat_rendering.client import Chat, render_chats, template_variables
-from msrl.rewards.worker import leave_signals_to_parent, read, send
+from msrl.processes.parent import leave_signals_to_parent
+from msrl.rewards.worker import read, send
 
 Answer = tuple[float | None, str | None]
 

@@ -1,0 +1,1 @@
+"""Child processes: their ends, messages, limits and templates."""
