@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.source import open_weights
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.models.families import by_architecture
 from msrl.models.families import families as registered
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.unsupported import UNSUPPORTED
@@ -44,6 +46,23 @@ def megatron(folders: dict[str, Path]) -> dict[str, np.ndarray]:
         for name, folder in folders.items()
     ]
     return parity_ranks.rank_logits(cases)
+
+
+def family(file: str, *architectures: str) -> ModuleType:
+    """Return a family module of that file."""
+    module = ModuleType(file)
+    module.__file__, module.ARCHITECTURES = file, architectures
+    return module
+
+
+def test_a_family_without_architectures_is_refused_by_name():
+    with pytest.raises(MsrlError, match=mentions("b.py", "ARCHITECTURES")):
+        by_architecture([family("a.py", "A"), family("b.py")])
+
+
+def test_an_architecture_of_two_families_is_refused_with_both_files():
+    with pytest.raises(MsrlError, match=mentions("b.py", "AForCausalLM", "a.py")):
+        by_architecture([family("a.py", "AForCausalLM"), family("b.py", "B", "AForCausalLM")])
 
 
 def further_layouts(num_layers: int) -> dict[str, Layout]:

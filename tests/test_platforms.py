@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,6 +40,15 @@ def _python(code: str, *, path: Path | None = None, **env: str) -> str:
 def test_every_platform_file_can_be_chosen_by_name():
     assert NAMES == PLATFORMS and set(auto_names()) <= set(NAMES)
     assert auto_names() == ("npu", "cuda", "cpu")
+
+
+@pytest.mark.parametrize("value", [None, "cpu"])
+def test_a_platform_file_without_a_platform_is_refused_by_name(monkeypatch, value):
+    file = ModuleType("own")
+    file.__file__, file.PLATFORM = "own.py", value
+    monkeypatch.setattr(registry, "load", lambda *_, **__: file)
+    with pytest.raises(MsrlError, match=mentions("own.py", "PLATFORM")):
+        get("own")
 
 
 @pytest.mark.parametrize("name", PLATFORMS)

@@ -27,8 +27,16 @@ NAMES = registry.names(registry.PLATFORMS)
 
 
 def get(name: str) -> Platform:
-    """Return the platform `name`. This machine need not support it."""
-    return registry.load(registry.PLATFORMS, name, key="cluster.platform").PLATFORM
+    """Return the platform `name`. This machine need not support it.
+
+    Raises:
+        MsrlError: There is no such platform, or its file defines no PLATFORM.
+    """
+    module = registry.load(registry.PLATFORMS, name, key="cluster.platform")
+    platform = getattr(module, "PLATFORM", None)
+    if not isinstance(platform, Platform):
+        raise MsrlError(f"{module.__file__}: must define PLATFORM, an instance of a Platform class")
+    return platform
 
 
 def resolve(name: str = "auto") -> Platform:

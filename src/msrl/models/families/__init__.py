@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -33,11 +34,32 @@ from msrl.models.unsupported import UNSUPPORTED
 
 @functools.cache
 def families() -> dict[str, ModuleType]:
-    """Return the family modules by architecture name."""
-    modules = [
-        registry.load(registry.FAMILIES, name, key="") for name in registry.names(registry.FAMILIES)
-    ]
-    return {name: module for module in modules for name in getattr(module, "ARCHITECTURES", ())}
+    """Return the family modules by architecture name. Raises MsrlError as `by_architecture`."""
+    names = registry.names(registry.FAMILIES)
+    return by_architecture(registry.load(registry.FAMILIES, name, key="") for name in names)
+
+
+def by_architecture(modules: Iterable[ModuleType]) -> dict[str, ModuleType]:
+    """Return family modules by the architecture names that they define.
+
+    Raises:
+        MsrlError: A module defines no architecture, or one that another module defines too.
+    """
+    found: dict[str, ModuleType] = {}
+    for module in modules:
+        architectures: Sequence[str] = getattr(module, "ARCHITECTURES", ())
+        if not architectures:
+            raise MsrlError(
+                f"{module.__file__}: defines no ARCHITECTURES, so no model would use it"
+            )
+        for name in architectures:
+            if name in found:
+                raise MsrlError(
+                    f"{module.__file__}: {name} in ARCHITECTURES is also defined in "
+                    f"{found[name].__file__}. Remove one of them."
+                )
+            found[name] = module
+    return found
 
 
 def load_shape(hf_dir: Path) -> Shape:
