@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from msrl import user_files
+from msrl.processes.child import python_command
 
 
 def test_a_file_is_executed_without_writing_beside_it(tmp_path, monkeypatch):
@@ -33,6 +34,6 @@ def test_an_error_of_the_file_names_its_line(tmp_path):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for this")
 def test_files_of_the_working_folder_replace_no_module_of_a_process(tmp_path: Path) -> None:
     (tmp_path / "inspect.py").write_text("raise SystemExit('the wrong module')")
-    command = user_files.python_command("-c", "import inspect; print(inspect.__file__)")
+    command = python_command("-c", "import inspect; print(inspect.__file__)")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()) == Path(inspect.__file__)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Option of Python (3.11) that excludes the working folder from the search path.
-_ONLY_GIVEN_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
+_MAX_TRACEBACK = 4000  # characters
 
 
-def python_command(*words: str) -> list[str]:
-    """Return the command of this Python with these words.
-
-    A file in the working folder, such as `inspect.py`, does not replace the module of that name.
-    """
-    return [sys.executable, *_ONLY_GIVEN_PATH, *words]
+class NotLoadedError(Exception):
+    """A user's function cannot be loaded."""
 
 
 class _Loader(SourceFileLoader):
@@ -37,3 +35,17 @@ def execute(file: str, module_name: str) -> ModuleType:
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def load_function(file: str, module_name: str, attribute: str) -> Callable[..., Any]:
+    """Execute a file, which may import its neighbors, and return one of its functions.
+
+    Raises:
+        NotLoadedError: The file cannot be executed or does not define the function.
+    """
+    try:
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        return getattr(execute(file, module_name), attribute)
+    except BaseException as error:
+        detail = traceback.format_exc(limit=-2)[-_MAX_TRACEBACK:]
+        raise NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error

@@ -18,7 +18,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
-from msrl.user_files import python_command
+from msrl.processes.child import python_command
 
 
 class RenderingLimits(NamedTuple):

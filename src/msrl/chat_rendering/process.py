@@ -11,14 +11,12 @@ process ends with its input.
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
@@ -29,6 +27,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msrl.chat_rendering.client import Chat, RenderedChat, RenderingLimits
+from msrl.processes.limits import limit_memory
 from msrl.processes.parent import leave_signals_to_parent
 
 
@@ -62,7 +61,7 @@ def main() -> None:
     leave_signals_to_parent()
     connection = Connection(int(sys.argv[1]))
     limits: RenderingLimits = connection.recv()
-    _limit_memory(limits.memory_bytes)
+    limit_memory(limits.memory_bytes)
     while True:
         try:
             chats: list[Chat] = connection.recv()
@@ -139,15 +138,6 @@ def _raise(message: str) -> NoReturn:
 
 def _now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space to this much more than this process has now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * resource.getpagesize() + memory_bytes
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from msrl.cluster.startup import retry_timeouts
 from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
-from msrl.user_files import python_command
+from msrl.processes.child import python_command
 
 START_TIMEOUT_S = 90.0
 _STARTED = "Ray runtime started"

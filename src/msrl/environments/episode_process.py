@@ -1,7 +1,6 @@
 """Process of one episode, forked by `fork_server.py`: it runs the calls of one environment.
 
-Input messages are pickled and prefixed by their length, as in `msrl.rewards.worker`: first
-(name of the environment, row), then (answer, whether it is truncated). Output messages are frames
+Input messages: first (name of the environment, row), then (answer, whether it is truncated). Frames
 (kind, 0, detail): RESULT with JSON, or FAULT with JSON {reason, detail}. The process ends with its
 input.
 """
@@ -23,7 +22,8 @@ from typing import Any, get_args
 from msrl.environments.base import Environment, EnvironmentSource, StepResult
 from msrl.environments.clean import clean_text
 from msrl.environments.tools import tool_schemas
-from msrl.rewards.worker import HEADER, MAX_DETAIL_BYTES, limit_memory, read, start_alarm
+from msrl.processes.limits import limit_memory, start_alarm
+from msrl.processes.messages import MAX_DETAIL_BYTES, frame, read
 from msrl.types import JsonObject, Message, Role
 
 RESULT, FAULT = 1, 2
@@ -68,9 +68,9 @@ def serve_episode(
     call = partial(episode.open, row)
     while call is not None:
         start_alarm(timeout_s)
-        frame = _frame(call, setup.max_message_bytes)
+        reply = _reply(call, setup.max_message_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0.0)  # an idle episode has no time limit
-        channel.sendall(frame)
+        channel.sendall(reply)
         message = read(source)
         call = None if message is None else partial(episode.step, *message)
     signal.setitimer(signal.ITIMER_REAL, CLOSE_LIMIT_S)
@@ -118,10 +118,10 @@ class _Episode:
             self._environment.close()
 
 
-def _frame(call: Callable[[], JsonObject], max_bytes: int) -> bytes:
+def _reply(call: Callable[[], JsonObject], max_bytes: int) -> bytes:
     """Return the output message of a call."""
     try:
-        return _pack(RESULT, _encode(call(), max_bytes))
+        return frame(RESULT, detail=_encode(call(), max_bytes))
     except _InvalidError as error:
         return _fault("invalid", str(error))
     except _OversizedError as error:
@@ -142,11 +142,7 @@ def _encode(value: JsonObject, max_bytes: int) -> bytes:
 
 def _fault(reason: str, detail: str) -> bytes:
     text = detail[-MAX_DETAIL_BYTES:]
-    return _pack(FAULT, json.dumps({"reason": reason, "detail": text}).encode("ascii"))
-
-
-def _pack(kind: int, data: bytes) -> bytes:
-    return HEADER.pack(kind, 0.0, len(data)) + data
+    return frame(FAULT, detail=json.dumps({"reason": reason, "detail": text}).encode("ascii"))
 
 
 def _messages(messages: Sequence[Message], info: dict[str, Any]) -> list[JsonObject]:

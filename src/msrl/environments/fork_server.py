@@ -27,16 +27,9 @@ from msrl.environments.protocol import COMMAND, EXITED, OPEN
 from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tools import prepare_tools, tool_format
 from msrl.errors import MsrlError
+from msrl.processes.messages import MAX_DETAIL_BYTES, READY, error_frame, frame, read
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
-from msrl.rewards.worker import (
-    HEADER,
-    MAX_DETAIL_BYTES,
-    READY,
-    NotLoadedError,
-    error_message,
-    load_file,
-    read,
-)
+from msrl.user_files import NotLoadedError, load_function
 
 
 def main() -> None:
@@ -52,9 +45,9 @@ def main() -> None:
         if setup.tool_format:
             tool_format(setup.tool_format)
     except (NotLoadedError, MsrlError) as error:
-        sink.write(error_message(str(error)))
+        sink.write(error_frame(str(error)))
         return
-    sink.write(HEADER.pack(READY, 0.0, 0))
+    sink.write(frame(READY))
     gc.freeze()  # pages that collections do not write stay shared with the forks
     with socket.socket(fileno=setup.control_fd) as control:
         _ForkServer(control, factories, setup, sink.fileno()).serve()
@@ -93,7 +86,7 @@ def _target(name: str, source: EnvironmentSource) -> tuple[Callable[..., Any], o
         return module.environment, module
     file, _, attribute = source.path.rpartition(":")
     module_name = f"msrl_environment_{name}"
-    target = load_file(file, module_name, attribute)
+    target = load_function(file, module_name, attribute)
     return target, sys.modules[module_name]
 
 

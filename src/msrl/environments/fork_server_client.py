@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msrl.environments.episode_process import EpisodeSetup
 from msrl.environments.protocol import COMMAND, KILL, OPEN
-from msrl.rewards.worker_process import WorkerProcess
+from msrl.processes.child import WorkerProcess
 
 START_LIMIT_S = 600.0  # an environment may read a large corpus
 _SEND_LIMIT_S = 10.0

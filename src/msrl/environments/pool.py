@@ -8,7 +8,6 @@ process (`pool_loop.py`) sends calls and receives results, so that callers wait 
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import sys
 import threading
@@ -21,7 +20,7 @@ from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, Ste
 from msrl.environments.episode_process import EpisodeSetup
 from msrl.environments.pool_loop import CallRequest, EpisodeState, PoolLoop
 from msrl.errors import MsrlError
-from msrl.rewards.worker import LENGTH
+from msrl.processes.messages import packed
 
 ENVIRONMENT_COLUMN = "environment"  # column of a row that selects one of several environments
 DEFAULT_MEMORY_BYTES = 4 << 30
@@ -118,9 +117,7 @@ class EnvironmentPool:
         self._finalizer()
 
     def _call(self, episode: EpisodeState, kind: str, value: object) -> Future[Any]:
-        message = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        data = LENGTH.pack(len(message)) + message
-        self._loop.submit(CallRequest(kind, future := Future[Any](), episode, data))
+        self._loop.submit(CallRequest(kind, future := Future[Any](), episode, packed(value)))
         return future
 
 

@@ -22,8 +22,7 @@ from msrl.environments.episode_process import FAULT, EpisodeSetup
 from msrl.environments.fork_server_client import START_LIMIT_S, ForkServerClient
 from msrl.environments.protocol import EXITED
 from msrl.errors import MsrlError
-from msrl.rewards.worker import MAX_DETAIL_BYTES, READY
-from msrl.rewards.worker_process import FrameReader, FrameTooLongError
+from msrl.processes.messages import MAX_DETAIL_BYTES, READY, FrameReader, FrameTooLongError
 from msrl.types import Message
 
 KILL_LIMIT_S = 10.0  # from a kill to the report of the fork server

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from msrl.errors import MsrlError
-from msrl.rewards.worker import READY, SCORED, Function, Setup
-from msrl.rewards.worker_process import MAX_REPEATS, WorkerProcess
+from msrl.processes.child import MAX_REPEATS, WorkerProcess
+from msrl.processes.messages import READY, Frame
+from msrl.rewards.worker import SCORED, Function, Setup
 
 MAX_BATCH = 64
 START_LIMIT_S = 120.0
@@ -141,8 +142,8 @@ class _Worker(WorkerProcess):
         self.since = time.monotonic()
         self.send([(call.function, call.response, call.answer, call.extra) for call in calls])
 
-    def receive(self) -> list[tuple[int, float, str]] | None:
-        """Return the new messages (kind, score, detail), or None at the end of the output."""
+    def receive(self) -> list[Frame] | None:
+        """Return the new frames (kind, score, detail), or None at the end of the output."""
         messages = super().receive()
         if messages is not None:
             self.since = time.monotonic()

@@ -1,11 +1,10 @@
 """Worker process of `pool.py`, started as `python -m msrl.rewards.worker`.
 
-Input messages on standard input are pickled and prefixed by their length (8 bytes): first a Setup,
-then lists of calls (function, response, answer, extra).
+Messages on standard input: first a Setup, then lists of calls (function, response, answer, extra).
 
-Output messages on standard output are a HEADER (kind, score, length of the detail) and the detail
-in UTF-8: first READY, or RAISED if a user's file cannot be loaded, then one message per call in
-order. Output that a verifier prints goes to standard error. The process ends with its input.
+Frames on standard output: first READY, or RAISED if a user's file cannot be loaded, then one per
+call in order. Output that a verifier prints goes to standard error. The process ends with its
+input.
 """
 
 from __future__ import annotations
@@ -17,34 +16,24 @@ import inspect
 import json
 import math
 import os
-import pickle
 import reprlib
-import resource
 import signal
-import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from msrl import user_files
+from msrl.processes.limits import limit_memory, start_alarm
+from msrl.processes.messages import READY, error_frame, frame, read
 from msrl.processes.parent import leave_signals_to_parent
 from msrl.rewards import functions
+from msrl.user_files import NotLoadedError, load_function
 
-LENGTH = struct.Struct("<Q")
-HEADER = struct.Struct("<BdI")
-READY, SCORED, RAISED = 0, 1, 2
-MAX_DETAIL_BYTES = 4000
-GRACE_S = 5.0
+SCORED = 1  # kind of frames with a score
 
 _VerifierCall = Callable[[str, str, Mapping[str, str]], float]
-
-
-class NotLoadedError(Exception):
-    """A user's function cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +71,15 @@ def main() -> None:
     try:
         verifiers = [_load(function) for function in setup.functions]
     except NotLoadedError as error:
-        sink.write(error_message(str(error)))
+        sink.write(error_frame(str(error)))
         return
     limit_memory(setup.memory_bytes)
-    sink.write(HEADER.pack(READY, 0.0, 0))
+    sink.write(frame(READY))
     while (calls := read(source)) is not None:
         for index, response, answer, extra in calls:
             start_alarm(setup.functions[index].timeout_s)
             sink.write(_call(verifiers[index], response, answer, extra))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def send(stream: IO[bytes], message: object) -> None:
-    """Write one message to a worker's input."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    stream.write(LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def read(source: IO[bytes]) -> Any:
-    """Return the next message, or None at the end of the input."""
-    prefix = source.read(LENGTH.size)
-    if len(prefix) < LENGTH.size:
-        return None
-    return pickle.loads(source.read(LENGTH.unpack(prefix)[0]))
 
 
 def _load(function: Function) -> _VerifierCall:
@@ -117,7 +91,7 @@ def _load(function: Function) -> _VerifierCall:
     if function.file is None:
         target = getattr(importlib.import_module(function.module), function.attribute)
     else:
-        target = load_file(function.file, function.module, function.attribute)
+        target = load_function(function.file, function.module, function.attribute)
         return bound(target, function)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
@@ -217,36 +191,6 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def load_file(file: str, module_name: str, attribute: str) -> Callable[..., float]:
-    try:
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        return getattr(user_files.execute(file, module_name), attribute)
-    except BaseException as error:
-        detail = traceback.format_exc(limit=-2)[-MAX_DETAIL_BYTES:]
-        raise NotLoadedError(f"{file}:{attribute}: cannot be loaded: {detail}") from error
-
-
-def limit_memory(memory_bytes: int) -> None:
-    """Limit the address space to this much more than this process has now; 0 sets no limit."""
-    if memory_bytes:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = _address_space() + memory_bytes
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _address_space() -> int:
-    """Return the bytes of address space of this process; a fork begins with its parent's."""
-    num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
-    return int(num_pages) * resource.getpagesize()
-
-
-def start_alarm(timeout_s: float) -> None:
-    """Let the kernel kill this process after the parent's limit, in case the parent is gone."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + GRACE_S)
-
-
 def _call(function: _VerifierCall, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
     """Call a verifier and return the output message."""
     try:
@@ -256,12 +200,12 @@ def _call(function: _VerifierCall, response: str, answer: str, extra: Mapping[st
             text = f"{reprlib.repr(value)} ({type(value).__name__})"
             detail = f"could not convert the score {text} to a number"
         elif math.isfinite(score):
-            return HEADER.pack(SCORED, score, 0)
+            return frame(SCORED, score)
         else:
             detail = f"the score is {score}, not a finite number"
     except BaseException:  # report any exception of a verifier, and continue with the next call
         detail = traceback.format_exc(limit=-4)
-    return error_message(detail)
+    return error_frame(detail)
 
 
 def _number(value: Any) -> float | None:
@@ -270,11 +214,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def error_message(detail: str) -> bytes:
-    data = detail.encode("utf-8", "replace")[-MAX_DETAIL_BYTES:]
-    return HEADER.pack(RAISED, 0.0, len(data)) + data
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from msrl.platforms.base import Platform
+from msrl.processes.child import python_command
 from msrl.rollout import server_key
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import checked_arguments, engine_variables
-from msrl.user_files import python_command
 
 _MODULE = "msrl.rollout.vllm_server"
 # Arguments of `vllm.LLM` that only a process that generates for a training needs.

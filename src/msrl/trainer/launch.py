@@ -29,10 +29,10 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.processes.child import python_command
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.trainer.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
-from msrl.user_files import python_command
 
 _KILL_DETECTION_S = (
     1.0  # time to wait, after a rank fails, for the death of the rank that caused it

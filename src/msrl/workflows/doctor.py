@@ -23,7 +23,7 @@ from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.platforms import NAMES, get, resolve
 from msrl.platforms.base import Level, Platform
-from msrl.user_files import python_command
+from msrl.processes.child import python_command
 from msrl.workflows.doctor_config import config_findings
 
 GB = 10**9

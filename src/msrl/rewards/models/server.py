@@ -6,12 +6,8 @@ model is a Hugging Face folder of a sequence classifier with one label.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
+import json
 import selectors
-import signal
-import subprocess
 import sys
 import time
 import weakref
@@ -21,12 +17,11 @@ from typing import Any, Literal
 
 from msrl.errors import MsrlError, hub_hint
 from msrl.models.hf_config import ReadConfig, read_hf_config
+from msrl.processes.child import MAX_REPEATS, WorkerProcess, kill
+from msrl.processes.messages import READY, Frame
 from msrl.rewards.models.worker import Settings
 from msrl.rewards.pool import CallResult
 from msrl.rewards.remote import Item
-from msrl.rewards.worker import LENGTH, send
-from msrl.rewards.worker_process import KILLED, MAX_REPEATS
-from msrl.user_files import python_command
 
 START_LIMIT_S = 900.0
 MAX_FAILED_BATCHES = 4  # failed batches without an answer before the remaining ones are skipped
@@ -131,9 +126,9 @@ class RewardModel:
         process = self._started_process()
         process.send(texts)
         start = time.monotonic()
-        answer = process.receive(self._timeout_s)
-        if isinstance(answer, list):
-            return [_call_result(score, error) for score, error in answer]
+        answer = process.answer(self._timeout_s)
+        if answer is not None:
+            return [_call_result(score, error) for score, error in json.loads(answer[2])]
         is_late = time.monotonic() - start >= self._timeout_s
         was_killed = not is_late and process.was_killed()
         self.close()
@@ -148,10 +143,10 @@ class RewardModel:
         """Return the process, and start it first if necessary."""
         if self._process is None:
             self._process = _ModelProcess(self._settings)
-            status = self._process.receive(START_LIMIT_S)
-            if status != "ready":
+            status = self._process.answer(START_LIMIT_S)
+            if status is None or status[0] != READY:
                 self.close()
-                reason = status or "the process ended"
+                reason = "the process ended" if status is None else status[2]
                 setting = f"reward.sources: model={self._settings.path}"
                 raise MsrlError(f"{setting}: cannot be loaded: {reason}")
         return self._process
@@ -170,54 +165,24 @@ def _call_result(score: float | None, error: str | None) -> CallResult:
     return CallResult(score) if error is None else CallResult(None, "error", error)
 
 
-class _ModelProcess:
-    """Process of a reward model and its pipes; it is killed when this object is collected."""
+class _ModelProcess(WorkerProcess):
+    """Process of a reward model; it is killed when this object is collected."""
 
     def __init__(self, settings: Settings) -> None:
-        module_path = os.pathsep.join(folder for folder in settings.path_of_modules if folder)
-        self._process = subprocess.Popen(
-            python_command("-m", "msrl.rewards.models.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": module_path},
-            start_new_session=True,
+        super().__init__(
+            "msrl.rewards.models.worker", settings, settings.path_of_modules, environment={}
         )
-        self.close = weakref.finalize(self, _kill, self._process)
-        self.send(settings)
+        self.close = weakref.finalize(self, kill, self.process)
 
-    def send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # if the process died, its output ends too
-            send(self._process.stdin, message)
-
-    def was_killed(self) -> bool:
-        """Return True if others ended the process, whose output has ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=5.0) in KILLED
-        return False
-
-    def receive(self, timeout_s: float) -> Any:
-        """Return the next answer, or None if none arrives in time or the process ended."""
-        deadline, data = time.monotonic() + timeout_s, bytearray()
-        assert self._process.stdout is not None
-        number = self._process.stdout.fileno()
+    def answer(self, timeout_s: float) -> Frame | None:
+        """Return the next frame, or None if none arrives in time or the process ended."""
+        deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
-            selector.register(number, selectors.EVENT_READ)
-            while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+            selector.register(self, selectors.EVENT_READ)
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                frames = self.receive()
+                if frames is None:
                     return None
-                chunk = os.read(number, 1 << 16)
-                if not chunk:
-                    return None
-                data += chunk
-        return pickle.loads(bytes(data[LENGTH.size :]))
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-    process.wait()
+                if frames:
+                    return frames[0]
+        return None

@@ -1,12 +1,13 @@
 """Worker process of `server.py`, started as `python -m msrl.rewards.models.worker`.
 
-Messages are pickled and prefixed by their length (8 bytes). Input on standard input: Settings, then
-lists of (prompt, response, full_response), see `text_ids`. Output on standard output: "ready" or an
-error, then for each list a list of (score, None) or (None, error). The model runs in float32.
+Messages on standard input: Settings, then lists of (prompt, response, full_response), see
+`text_ids`. Frames on standard output: READY or RAISED, then ANSWERED for each list, with a list of
+(score, None) or (None, error) as JSON. The model runs in float32.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl.chat_rendering.client import Chat, render_chats, template_variables
+from msrl.processes.messages import READY, error_frame, frame, read
 from msrl.processes.parent import leave_signals_to_parent
-from msrl.rewards.worker import read, send
 
 Answer = tuple[float | None, str | None]
+ANSWERED = 1  # kind of frames with answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,13 @@ def main() -> None:
     try:
         model = Classifier(settings)
     except BaseException:  # the parent reports any error
-        send(sink, traceback.format_exc(limit=-2)[-2000:])
+        sink.write(error_frame(traceback.format_exc(limit=-2)[-2000:]))
         return
-    send(sink, "ready")
+    sink.write(frame(READY))
+    sink.flush()
     while (texts := read(source)) is not None:
-        send(sink, model.answers(texts))
+        sink.write(frame(ANSWERED, detail=json.dumps(model.answers(texts)).encode()))
+        sink.flush()
 
 
 def text_ids(
