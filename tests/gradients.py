@@ -16,8 +16,8 @@ from msrl.models.stages import stage_tensors
 from msrl.trainer import groups
 from msrl.trainer.model import lora
 from msrl.trainer.model.build import named_weights
-from msrl.trainer.optimizer_state import _owned, trained
-from msrl.trainer.weights import _experts_by_name, _gathered, export
+from msrl.trainer.optimizer_state import _owned_range, trained
+from msrl.trainer.weights import _experts_by_name, _gather_shards, export
 
 if TYPE_CHECKING:
     from msrl.trainer.replica import ModelReplica
@@ -74,7 +74,7 @@ def assert_equal_copies(replica: ModelReplica) -> None:
 def _unsharded(replica: ModelReplica, parameter: torch.nn.Parameter) -> Tensor:
     """Join the ranges of a gradient that the distributed optimizer keeps on different ranks."""
     total = torch.zeros(parameter.numel())
-    owned = _owned(replica.optimizer, parameter)
+    owned = _owned_range(replica.optimizer, parameter)
     if owned is not None:
         assert owned.main.grad is not None
         total[owned.start : owned.end] = owned.main.grad.flatten()
@@ -110,7 +110,7 @@ def _adapter_gradients(
                 yield from _expert_gradients(replica, gradient, layout, names)
                 continue
             is_sharded = replica.position.layout.tp > 1 and not isinstance(layout, Replicated)
-            shards = _gathered(gradient, groups.tp_group()) if is_sharded else [gradient]
+            shards = _gather_shards(gradient, groups.tp_group()) if is_sharded else [gradient]
             if replica.position.stage_rank == 0:
                 yield f"{adapted.placed.rule.mcore} {factor}", layouts.join(layout, shards)
 
@@ -120,6 +120,6 @@ def _expert_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a factor of an expert of this rank and of the corresponding experts of other ranks."""
     size = replica.position.layout.etp_size
-    shards = _gathered(gradient, groups.expert_group())
+    shards = _gather_shards(gradient, groups.expert_group())
     for number, name in enumerate(names if replica.position.stage_rank == 0 else ()):
         yield name, layouts.join(layout, shards[number * size : (number + 1) * size])

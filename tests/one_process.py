@@ -117,7 +117,7 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
 
         def _transfer(self) -> None:
             with torch.no_grad():
-                weights = list(rank._collected(everywhere=False))
+                weights = list(rank._collect(everywhere=False))
             engine._engine.load_weights(weights)
 
         reconnect = publish = verify_published = None

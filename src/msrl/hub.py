@@ -134,7 +134,7 @@ def _fetch_hf(
         variables = "HF_ENDPOINT to a mirror, or MSRL_HUB to modelscope"
         raise _unreachable(name, variables, error) from error
     except Exception as error:
-        raise _failed(name, error) from error
+        raise _download_error(name, error) from error
     return Snapshot(Path(folder), HubName(name.repository, Path(folder).name))
 
 
@@ -156,7 +156,7 @@ def _fetch_modelscope(
     except OSError as error:
         raise _unreachable(name, "or MODELSCOPE_DOMAIN to a mirror", error) from error
     except Exception as error:
-        raise _failed(name, error) from error
+        raise _download_error(name, error) from error
     return Snapshot(Path(folder), HubName(name.repository, revision))
 
 
@@ -178,6 +178,6 @@ def _unreachable(name: HubName, variables: str, error: Exception) -> MsrlError:
     )
 
 
-def _failed(name: HubName, error: Exception) -> MsrlError:
+def _download_error(name: HubName, error: Exception) -> MsrlError:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return MsrlError(f"{name.repository} cannot be downloaded: {type(error).__name__}: {text}")

@@ -152,14 +152,14 @@ def list_segments(folder: Path, pids: Iterable[int], before: Set[tuple[str, int]
 
     Segments that were listed before stay listed, since a killed process leaves what it had mapped.
     """
-    mapped = {inode for pid in pids for inode in _mapped(pid)}
+    mapped = {inode for pid in pids for inode in _mapped_segments(pid)}
     new = [[name, inode] for name, inode in segments() - before if inode in mapped]
     file = folder / _SEGMENTS
     listed: list[list[Any]] = json.loads(file.read_text()) if file.is_file() else []
     _write_json(file, listed + [entry for entry in new if entry not in listed])
 
 
-def _mapped(pid: int) -> set[int]:
+def _mapped_segments(pid: int) -> set[int]:
     """Return the inodes of the shared memory segments that a process has mapped.
 
     The maps show the name at the time of mapping, which is temporary for POSIX semaphores.

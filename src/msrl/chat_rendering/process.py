@@ -75,14 +75,14 @@ def main() -> None:
 def _answer(chats: list[Chat], limits: RenderingLimits) -> list[RenderedChat] | str:
     """Return the rendered conversations, or why one cannot be rendered."""
     try:
-        return [_rendered(chat, limits) for chat in chats]
+        return [_render_chat(chat, limits) for chat in chats]
     except MemoryError:
         return f"needs more than {limits.memory_bytes >> 20:,} MiB of memory"
     except Exception as error:  # a template is code of the model's author: it may fail in any way
         return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _rendered(chat: Chat, limits: RenderingLimits) -> RenderedChat:
+def _render_chat(chat: Chat, limits: RenderingLimits) -> RenderedChat:
     rendering = _render(chat.template, chat.variables, limits)
     text = "".join(rendering.pieces)
     starts: list[int] = []
@@ -102,7 +102,7 @@ def _render(source: str, variables: Mapping[str, Any], limits: RenderingLimits) 
     rendering = _GenerationBlocks.rendering = _Rendering()
     signal.setitimer(signal.ITIMER_PROF, limits.time_s)
     length = 0
-    for piece in _compiled(source).generate(**variables):
+    for piece in _compile_template(source).generate(**variables):
         rendering.pieces.append(piece)
         length += len(piece)
         if length > limits.characters:
@@ -111,7 +111,7 @@ def _render(source: str, variables: Mapping[str, Any], limits: RenderingLimits) 
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
+def _compile_template(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )

@@ -342,7 +342,7 @@ def ray_session(
     opened = (
         _local(num_devices, resource_name, init)
         if address is None
-        else _connected(address, init, answer_timeout_s, tls)
+        else _connection(address, init, answer_timeout_s, tls)
     )
     before = temporary.segments()
     with opened as (folder, find_loss):
@@ -455,7 +455,7 @@ def _keep_logs(temp_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _connected(
+def _connection(
     address: str, init: Mapping[str, Any], answer_timeout_s: float, tls: state.TlsFiles | None
 ) -> Iterator[tuple[Path | None, ray_loss.Finder]]:
     """Connect to a running cluster, and disconnect at the end."""

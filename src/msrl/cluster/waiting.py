@@ -84,13 +84,13 @@ class Watch:
             except RayActorError as error:
                 failures[f"{self._names[role]} {number}"] = error
         self._pings = pings
-        return {**self._silent(), **failures}
+        return {**self._silent_workers(), **failures}
 
     def _present(self) -> list[tuple[tuple[str, int], Any]]:
         """Return the present workers. Another thread may restart some of them during this call."""
         return list(self._workers.items())
 
-    def _silent(self) -> dict[str, RayError]:
+    def _silent_workers(self) -> dict[str, RayError]:
         """Return the workers without heartbeats, by name."""
         if self._heartbeats is None:
             return {}

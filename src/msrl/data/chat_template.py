@@ -45,7 +45,7 @@ def _system(renderer: Renderer) -> Iterator[str]:
     yield "{%- set system = messages[0]['content'] -%}{%- set messages = messages[1:] -%}"
     yield "{%- endif -%}"
     yield from _tools(renderer)
-    system = _filled(renderer, template.system, "system")
+    system = _form_expression(renderer, template.system, "system")
     yield f"{{%- set system = {system} if system else '' -%}}"
     yield f"{{{{- {_text(renderer, template.prefix)} -}}}}"
     if not template.system_in_user:
@@ -92,7 +92,7 @@ def _turns(renderer: Renderer) -> Iterator[str]:
     yield "{%- else -%}"
     if template.system_in_user:
         yield "{%- set content = system + content if loop.index0 == ns.first else content -%}"
-    yield f"{{{{- {_filled(renderer, template.user, 'content')} -}}}}"
+    yield f"{{{{- {_form_expression(renderer, template.user, 'content')} -}}}}"
     yield "{%- endif -%}"
     if template.end:
         is_last_answer = "loop.last and turn['role'] == 'assistant'"
@@ -119,7 +119,7 @@ def _answer(renderer: Renderer) -> Iterator[str]:
         if opens_thought(template):
             yield "{%- if content.lstrip().startswith('<think>') -%}"
             yield "{%- set content = content.lstrip()[7:].lstrip('\\n') -%}{%- endif -%}"
-    answer = _filled(renderer, template.assistant, "content")
+    answer = _form_expression(renderer, template.assistant, "content")
     yield f"{{{{- {answer} + {_text(renderer, template.after_assistant)} -}}}}"
 
 
@@ -166,7 +166,7 @@ def _tool(renderer: Renderer) -> Iterator[str]:
         return
     start, end = _text(renderer, template.tool_start), _text(renderer, template.tool_end)
     yield f"{{{{- {start} if loop.first or loop.previtem['role'] != 'tool' else '' -}}}}"
-    yield f"{{{{- {_filled(renderer, template.tool, 'content')} -}}}}"
+    yield f"{{{{- {_form_expression(renderer, template.tool, 'content')} -}}}}"
     yield f"{{{{- {end} if loop.last or loop.nextitem['role'] != 'tool' else '' -}}}}"
 
 
@@ -187,13 +187,13 @@ def _is_thinking_disabled(renderer: Renderer) -> str:
     return f"(enable_thinking | default({default})) is false"
 
 
-def _filled(renderer: Renderer, form: str, name: str) -> str:
+def _form_expression(renderer: Renderer, form: str, name: str) -> str:
     """Return a Jinja expression for a form whose content is the variable `name`."""
     head, _, tail = form.partition("{{content}}")
-    return f"{_indexed(renderer, head)} + {name} + {_indexed(renderer, tail)}"
+    return f"{_round_expression(renderer, head)} + {name} + {_round_expression(renderer, tail)}"
 
 
-def _indexed(renderer: Renderer, text: str) -> str:
+def _round_expression(renderer: Renderer, text: str) -> str:
     """Return a Jinja expression for a text in which `{{idx}}` is the number of the round."""
     pieces = [_text(renderer, piece) for piece in text.split("{{idx}}")]
     return " + (loop.index0 // 2) | string + ".join(pieces)

@@ -136,7 +136,7 @@ def native_examples(
     for conversation, turns, chat in zip(conversations, prepared, rendered, strict=True):
         text = chat.text
         if _has_blocks(turns.template):
-            located = _without_removed_thoughts(turns, text, _joined(chat.blocks))
+            located = _without_removed_thoughts(turns, text, _join_blocks(chat.blocks))
         else:
             located = _locate_answers(tokenizer, turns, chat)
         located = _without_context_answers(tokenizer, conversation, located)
@@ -219,7 +219,7 @@ def _prompts(tokenizer: TextTokenizer, turns: _Turns, number: int) -> list[dict[
     return [_variables(tokenizer, variant, number, generation=True) for variant in variants]
 
 
-def _joined(blocks: Sequence[_Bounds]) -> list[_Bounds]:
+def _join_blocks(blocks: Sequence[_Bounds]) -> list[_Bounds]:
     """Return blocks of which those without text between them, a thought and its answer, are one."""
     joined: list[_Bounds] = []
     for start, end in blocks:

@@ -131,10 +131,10 @@ class PreferenceDataset:
         count = len(self)
         for side in self._sides:
             if len(side.ids) != count or not np.array_equal(side.labels.lengths, side.ids.lengths):
-                raise MsrlError(_mixed(side.labels.name))
+                raise MsrlError(_mixed_runs_message(side.labels.name))
         values = self._values
         if values is not None and (len(values) != count or set(values.lengths.tolist()) != {2}):
-            raise MsrlError(_mixed(values.name))
+            raise MsrlError(_mixed_runs_message(values.name))
 
 
 class PreferenceMixture:
@@ -163,7 +163,7 @@ class PreferenceMixture:
         return self._datasets[dataset][index - start]
 
 
-def _mixed(name: str) -> str:
+def _mixed_runs_message(name: str) -> str:
     return (
         f"{name}.idx: does not fit the other files of the dataset: the files are not from the same "
         "run. Preprocess the data again."

@@ -92,7 +92,7 @@ class Renderer:
             if turn.role == "assistant":
                 keeps_thought = not is_prompt or number > last_question
                 answer = self._answer(turn.content, is_prompt, keeps_thought=keeps_thought)
-                spans += answer if turn.is_trained else _masked(answer)
+                spans += answer if turn.is_trained else _context_spans(answer)
             elif turn.role == "tool":
                 spans += _tool(template, turns, number)
             else:
@@ -333,7 +333,7 @@ def _thought_tags(template: Template, content: str) -> tuple[str, str]:
     return next(iter(begun), own if own[1] in content else THOUGHT)
 
 
-def _masked(answer: Sequence[Span]) -> list[Span]:
+def _context_spans(answer: Sequence[Span]) -> list[Span]:
     """Return the spans of an answer that is context only."""
     return [span._replace(is_masked=True) if span.is_trained else span for span in answer]
 

@@ -364,7 +364,7 @@ def _tokenize_texts(
     # One array for all sequences takes less time than an array for each of them.
     values = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
     sequences = Ragged(values, lengths)
-    return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _ragged([]), dropped, 0)
+    return TokenizedRows(num_read, sequences, np.zeros(0, np.bool_), (), _concat([]), dropped, 0)
 
 
 def _tokenize_steps(
@@ -398,11 +398,11 @@ def _collect_examples(
     examples = [e for e in fitting if e.loss_mask[1:].any()]
     _count(dropped, "nothing_to_learn", len(fitting) - len(examples))
     truncated = num_long if job.truncate else 0
-    sequences = _ragged([e.token_ids for e in examples])
+    sequences = _concat([e.token_ids for e in examples])
     loss_mask = np.concatenate([np.zeros(0, np.bool_), *(e.loss_mask for e in examples)])
     labels = [example.labels for example in examples if example.labels is not None]
     step_labels = np.concatenate(labels) if labels else None
-    none = _ragged([])
+    none = _concat([])
     return TokenizedRows(
         num_read, sequences, loss_mask, (), none, dropped, truncated, step_labels=step_labels
     )
@@ -427,7 +427,7 @@ def _collect_preferences(
             continue
         num_truncated += fitted is not examples
         preferences.append(RenderedPreference(fitted, row.value, row.weight))
-    none = _ragged([])
+    none = _concat([])
     return TokenizedRows(
         num_read,
         none,
@@ -473,14 +473,14 @@ def _collect_prompts(
         json.dumps({"answer": answer, "extra": dict(conversation.extra)}, ensure_ascii=False)
         for answer, (conversation, _) in zip(answers, fitting, strict=True)
     )
-    answer_ids = _ragged(encode_texts(job.tokenizer, answers))
-    sequences = _ragged([ids for _, ids in fitting])
+    answer_ids = _concat(encode_texts(job.tokenizer, answers))
+    sequences = _concat([ids for _, ids in fitting])
     no_mask = np.zeros(0, np.bool_)
     no_answer = sum(conversation.answer is None for conversation, _ in fitting)
     return TokenizedRows(num_read, sequences, no_mask, lines, answer_ids, dropped, 0, no_answer)
 
 
-def _ragged(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:
+def _concat(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:
     """Concatenate sequences as 32-bit integers."""
     arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
     lengths = np.array([len(array) for array in arrays], np.int32)

@@ -249,7 +249,7 @@ class DatasetWriter:
         names = ("chosen_", "rejected_") if self._kind == "pairs" else ("",)
         columns: dict[str, Ragged] = {}
         for name, sides in zip(names, sides_as_columns(rows), strict=False):
-            ids = _joined([side.token_ids for side in sides])
+            ids = _concat([side.token_ids for side in sides])
             mask = np.concatenate([side.loss_mask for side in sides])
             columns[f"{name}input_ids"] = ids
             if self._kind == "labeled":
@@ -268,9 +268,9 @@ class DatasetWriter:
         """Pack and write the oldest examples. Their number is independent of the batch sizes."""
         window, self._window = self._window[:WINDOW], self._window[WINDOW:]
         for row in pack_rows([len(ids) for ids, _ in window], self._capacity or 0):
-            self._add_rows(dict(self._packed([window[index] for index in row])))
+            self._add_rows(dict(self._packed_row([window[index] for index in row])))
 
-    def _packed(self, examples: list[tuple[Tokens, Tokens]]) -> Iterator[tuple[str, Ragged]]:
+    def _packed_row(self, examples: list[tuple[Tokens, Tokens]]) -> Iterator[tuple[str, Ragged]]:
         """Yield key and values of one row of examples, padded to the capacity."""
         assert self._capacity is not None
         free = self._capacity - sum(len(ids) for ids, _ in examples)
@@ -355,7 +355,7 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _joined(sequences: Sequence[NDArray[Any]]) -> Ragged:
+def _concat(sequences: Sequence[NDArray[Any]]) -> Ragged:
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     return Ragged(np.concatenate(sequences).astype(np.int32), lengths)
 

@@ -251,7 +251,7 @@ def check_router(evidence: Evidence) -> Cause | None:
     layers = sorted(engine.keys() & trainer.keys())
     if not layers or not _scores_differ(evidence):
         return None
-    shares = {layer: _rerouted(evidence, layer) for layer in layers}
+    shares = {layer: _rerouted_share(evidence, layer) for layer in layers}
     limit = max(_MAX_REROUTED[evidence.engine.dtype], _MAX_REROUTED[evidence.trainer.dtype])
     first = next((layer for layer in layers if shares[layer] > limit), None)
     if first is None or _precedes(evidence, first):
@@ -353,7 +353,7 @@ def _filters(evidence: Evidence) -> str:
     return ", ".join(set_filters) or f"temperature {sampling.temperature:g}"
 
 
-def _rerouted(evidence: Evidence, layer: int) -> float:
+def _rerouted_share(evidence: Evidence, layer: int) -> float:
     """Return the share of tokens whose sets of experts differ."""
     engine, trainer = evidence.engine.experts[layer], evidence.trainer.experts[layer]
     return float((engine != trainer).any(axis=1).mean())

@@ -102,7 +102,7 @@ class _Episode:
         self._environment.is_truncated = is_truncated
         result = self._environment.step(answer)
         if not isinstance(result, StepResult):
-            raise _InvalidError(f"step returned {_shown(result)}, not a StepResult")
+            raise _InvalidError(f"step returned {_excerpt(result)}, not a StepResult")
         info = dict(result.info)
         state = self._environment.state()
         if state is not None:
@@ -148,7 +148,7 @@ def _fault(reason: str, detail: str) -> bytes:
 def _messages(messages: Sequence[Message], info: dict[str, Any]) -> list[JsonObject]:
     """Return messages as JSON objects; characters without meaning in text become U+FFFD."""
     if not isinstance(messages, list | tuple):
-        raise _InvalidError(f"messages must be a list, not {_shown(messages)}")
+        raise _InvalidError(f"messages must be a list, not {_excerpt(messages)}")
     entries: list[JsonObject] = []
     num_replaced = 0
     for message in messages:
@@ -166,9 +166,9 @@ def _messages(messages: Sequence[Message], info: dict[str, Any]) -> list[JsonObj
 
 def _check_message(message: Message) -> None:
     if not isinstance(message, Message):
-        raise _InvalidError(f"messages must be of type Message, not {_shown(message)}")
+        raise _InvalidError(f"messages must be of type Message, not {_excerpt(message)}")
     if message.role not in _ROLES or not isinstance(message.content, str):
-        raise _InvalidError(f"a message needs a role and text, not {_shown(message)}")
+        raise _InvalidError(f"a message needs a role and text, not {_excerpt(message)}")
 
 
 def _check_step(messages: Sequence[JsonObject], is_done: bool) -> None:
@@ -183,14 +183,14 @@ def _check_calls(info: Mapping[str, Any]) -> None:
     """Refuse records of tool calls that metrics and penalties cannot read."""
     calls = info.get("tool_calls") or []
     if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
-        raise _InvalidError(f"info: tool_calls must be a list of dicts, not {_shown(calls)}")
+        raise _InvalidError(f"info: tool_calls must be a list of dicts, not {_excerpt(calls)}")
 
 
 def _finite(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise _InvalidError(f"the reward {_shown(value)} is no number") from None
+        raise _InvalidError(f"the reward {_excerpt(value)} is no number") from None
     if not math.isfinite(number):
         raise _InvalidError(f"the reward is {number}, not a finite number")
     return number
@@ -203,7 +203,7 @@ def _plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 

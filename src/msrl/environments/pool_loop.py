@@ -335,10 +335,10 @@ class PoolLoop:
             if kind != READY:
                 return self._lose_server(detail, MsrlError(detail))
             self._server.is_ready = True
-            self._started(None)
+            self._finish_start(None)
         return None
 
-    def _started(self, error: Exception | None) -> None:
+    def _finish_start(self, error: Exception | None) -> None:
         for future in self._starting:
             _resolve(future, error)
         self._starting.clear()
@@ -348,9 +348,9 @@ class PoolLoop:
             return
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while data := self._server.control.recv(EXITED.size):
-                self._exited(*EXITED.unpack(data))
+                self._finish_episode(*EXITED.unpack(data))
 
-    def _exited(self, number: int, status: int) -> None:
+    def _finish_episode(self, number: int, status: int) -> None:
         episode = self._known.pop(number, None)
         if episode is not None and episode.fault is None and not episode.is_closed:
             self._hang_up(episode)
@@ -376,7 +376,7 @@ class PoolLoop:
 
     def _refuse(self, error: Exception | None, problem: str) -> None:
         """End the waiting calls: with the error of a user's file, else as lost."""
-        self._started(error or RuntimeError(problem))
+        self._finish_start(error or RuntimeError(problem))
         while self._waiting:
             command = self._waiting.popleft()
             assert command.episode is not None and command.future is not None

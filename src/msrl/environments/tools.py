@@ -204,7 +204,7 @@ def _run_method(method: Callable[..., Any], call: ToolCall) -> tuple[str, str | 
     try:
         arguments = check_arguments(method, call.arguments)
     except ValueError as error:
-        return _shortened(f"Error: wrong arguments of {call.name}: {error}"), "arguments"
+        return _shorten(f"Error: wrong arguments of {call.name}: {error}"), "arguments"
     return _run_guarded(method, **arguments)
 
 
@@ -214,7 +214,7 @@ def _run_guarded(
     try:
         return as_text(function(*positional, **arguments)), None
     except Exception as error:
-        return _shortened(f"Error: {type(error).__name__}: {error}"), "raised"
+        return _shorten(f"Error: {type(error).__name__}: {error}"), "raised"
 
 
 def check_arguments(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,11 +299,11 @@ def _tool_message(call: ToolCall | MalformedCall, output: str, number: int) -> M
 
 def _record(call: ToolCall | MalformedCall, error: str | None) -> JsonObject:
     if isinstance(call, MalformedCall):
-        return {"name": None, "arguments": _shortened(call.text), "error": error}
+        return {"name": None, "arguments": _shorten(call.text), "error": error}
     return {"name": call.name, "arguments": call.arguments, "error": error}
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     if len(text) <= _MAX_ERROR_CHARS:
         return text
     return f"{text[:_MAX_ERROR_CHARS]}... ({len(text)} characters)"

@@ -58,7 +58,7 @@ def translate_arguments(
             f"config import --from {system}: no input. Name a file, or add flags after --."
         )
     try:
-        translation = run_within(_TIME_LIMIT_S, lambda: _translated(system, arguments))
+        translation = run_within(_TIME_LIMIT_S, lambda: _translate_command(system, arguments))
     except TimeLimitError as error:
         raise MsrlError(f"{arguments[0]}: {error} to read. Import a shorter file.") from None
     except MsrlError as error:
@@ -70,7 +70,7 @@ def translate_arguments(
     return translation
 
 
-def _translated(system: str, arguments: Sequence[str]) -> Translation:
+def _translate_command(system: str, arguments: Sequence[str]) -> Translation:
     """Return the translation of a file, a script with arguments, or words of a command line."""
     if arguments[0] in _SHELLS and len(arguments) > 1 and not arguments[1].startswith("-"):
         arguments = arguments[1:]

@@ -99,21 +99,21 @@ class Override:
     def applied(self, tree: Node) -> Node:
         """Return a tree with the change."""
         if self.node is None:
-            return _without(tree, self.path.split("."))
+            return _remove_key(tree, self.path.split("."))
         return merge(tree, at(self.path, self.node))
 
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
 
 
-def _without(tree: Node, path: Sequence[str]) -> Node:
+def _remove_key(tree: Node, path: Sequence[str]) -> Node:
     """Return a tree without the key at a path."""
     if not isinstance(tree.value, dict):
         return tree
     first, *below = path
     entries = dict(tree.value)
     if first in entries and below:
-        entries[first] = _without(entries[first], below)
+        entries[first] = _remove_key(entries[first], below)
     else:
         entries.pop(first, None)
     return Node(entries, tree.origin)
@@ -239,7 +239,7 @@ def _with_resolvers(node: Node, path: tuple[str, ...]) -> Node:
     text = node.value
     for _ in range(_MAX_DEPTH):
         changed = _RELATIVE.sub(lambda match: _absolute(match, path), text)
-        changed = _RESOLVER.sub(_resolved, changed)
+        changed = _RESOLVER.sub(_resolve_reference, changed)
         if changed == text:
             break
         text = changed
@@ -253,7 +253,7 @@ def _absolute(match: re.Match[str], path: tuple[str, ...]) -> str:
     return "${" + ".".join((*section, match[2])) + "}"
 
 
-def _resolved(match: re.Match[str]) -> str:
+def _resolve_reference(match: re.Match[str]) -> str:
     kind, argument = match[1], match[2]
     if kind == "now":
         return time.strftime(argument)

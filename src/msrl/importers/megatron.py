@@ -69,7 +69,7 @@ class MegatronKeys:
         With `by_tokens`, a token budget defines the micro-batches, and micro_batch_size is not
         read.
         """
-        self._required()
+        self._require_keys()
         self._checkpoint()
         self._tokenizer()
         self._optimizer()
@@ -88,7 +88,7 @@ class MegatronKeys:
 
     def apply_supervised(self) -> None:
         """Translate the flags of a supervised training."""
-        self._required()
+        self._require_keys()
         self._checkpoint()
         self._tokenizer()
         self._optimizer()
@@ -98,7 +98,7 @@ class MegatronKeys:
         self._lora()
         self.apply_shapes()
 
-    def _required(self) -> None:
+    def _require_keys(self) -> None:
         """Require the keys that have a default in msrl but none in the original."""
         required = (
             ("lr", "the peak learning rate"),

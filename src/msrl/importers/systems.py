@@ -55,13 +55,13 @@ def detect_system(tree: Node, file: Path | None = None, depth: int = 0) -> str |
         system = "mindspeed-llm"
     if system is not None or file is None or depth >= _MAX_DEPTH:
         return system
-    for path in _included(entries.get("defaults"), file):
+    for path in _included_files(entries.get("defaults"), file):
         with contextlib.suppress(MsrlError):
             system = system or detect_system(read(path, is_old=True), path, depth + 1)
     return system
 
 
-def _included(defaults: Node | None, file: Path) -> list[Path]:
+def _included_files(defaults: Node | None, file: Path) -> list[Path]:
     """Return the files in a list of `defaults` that are beside the file."""
     items = plain(defaults) if defaults is not None else None
     names = [item for item in cast("list[Any]", items) if isinstance(item, str)] if items else []

@@ -171,9 +171,9 @@ class Translation:
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:
-            self.errors.append(f"{entry}: {self._unknown(key, *sections)}")
+            self.errors.append(f"{entry}: {self._unknown_key_message(key, *sections)}")
 
-    def _unknown(self, key: str, *sections: str) -> str:
+    def _unknown_key_message(self, key: str, *sections: str) -> str:
         """Return the message for a key without a row: of the original, or misspelled."""
         if self.table.is_original(key):
             hint = self.table.elsewhere(key)

@@ -197,9 +197,9 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _uncompiled(model: Any = None, **kwargs: object) -> Any:
+def _keep_uncompiled(model: Any = None, **kwargs: object) -> Any:
     """Return the function unchanged. Replaces `torch.compile`, with or without arguments."""
-    return model if model is not None else _uncompiled
+    return model if model is not None else _keep_uncompiled
 
 
 def _is_cuda(device: object) -> bool:
@@ -260,7 +260,7 @@ def _redirect_cuda() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Megatron compiles small fusions on import. On the CPU that takes seconds without any benefit.
-    torch.compile = _uncompiled
+    torch.compile = _keep_uncompiled
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     _skip_collectives_in_groups_of_one()

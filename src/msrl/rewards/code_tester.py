@@ -443,7 +443,7 @@ class Tester(Peer):
         """
         defined = self.request("names", None, names, imports)
         values = {
-            name: self._named(name, *defined[name], is_called=name in called)
+            name: self._value_of_name(name, *defined[name], is_called=name in called)
             for name in names
             if name in defined
         }
@@ -452,7 +452,7 @@ class Tester(Peer):
             name: value for name, value in values.items() if not (own and hasattr(builtins, name))
         }
 
-    def _named(self, name: str, kind: str, value: Any, *, is_called: bool) -> Any:
+    def _value_of_name(self, name: str, kind: str, value: Any, *, is_called: bool) -> Any:
         """Return the value of a name. The names of modules mean the real modules."""
         module = name if name in sys.stdlib_module_names else MODULE_ALIASES.get(name)
         if kind == "module" or (module and not is_called):
@@ -725,7 +725,7 @@ def _run_tests(text: str, peer: Tester) -> None:
     texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     module.__dict__.setdefault("eval", functools.partial(_evaluate, peer, texts))
     timed = vars(timeit)["template"].format(init=", _stmt=_stmt", stmt="_stmt()", setup="pass")
-    _forbid_other_code({code, *_compiled({*texts, timed})})
+    _forbid_other_code({code, *_compile_texts({*texts, timed})})
     exec(code, module.__dict__)
 
 
@@ -737,7 +737,7 @@ def _evaluate(peer: Tester, texts: set[Any], text: Any, *namespaces: Any) -> Any
     return eval(text, *(namespaces or (frame.f_globals, frame.f_locals)))
 
 
-def _compiled(texts: set[Any]) -> set[types.CodeType]:
+def _compile_texts(texts: set[Any]) -> set[types.CodeType]:
     """Return the code of the texts that are Python, with and without this file's future imports."""
     codes: set[types.CodeType] = set()
     for text in texts:

@@ -51,7 +51,7 @@ class RewardSteps:
         The `algo` section defines the steps after that: KL penalty, returns, whitening and clipping
         of advantages.
         """
-        shaping, shaped, clipped = self._shaped(groups)
+        shaping, shaped, clipped = self._shape(groups)
         decided = np.array([group.is_decided for group in groups])
         self._running = self._running.with_more(clipped[decided])
         norm = self._config.norm
@@ -75,10 +75,10 @@ class RewardSteps:
 
         Normalization and the length reward compare responses, so they do not apply.
         """
-        _, _, clipped = self._shaped([group.greedy for group in groups if group.greedy is not None])
+        _, _, clipped = self._shape([group.greedy for group in groups if group.greedy is not None])
         return clipped[:, 0]
 
-    def _shaped(
+    def _shape(
         self, groups: Sequence[ScoredGroup]
     ) -> tuple[dict[str, Reals], Reals, Reals]:  # [P, G] each
         """Return the shaping terms, and the rewards before and after clipping."""

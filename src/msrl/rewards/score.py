@@ -252,11 +252,11 @@ class Scorer:
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             columns = row_columns(prompt, completion)
-            decoded = self._decoded(prompt.token_ids, prompt_texts[g], completion)
+            decoded = self._decode(prompt.token_ids, prompt_texts[g], completion)
             items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, decoded))
         return items
 
-    def _decoded(self, prompt_ids: Ints, prompt_text: str, completion: Completion) -> str:
+    def _decode(self, prompt_ids: Ints, prompt_text: str, completion: Completion) -> str:
         """Return the text of all tokens of a response, also of special ones.
 
         For an episode of several turns, it is the text of their answers and the token that ended

@@ -68,7 +68,7 @@ def with_environment(group: ScoredGroup, weight: float) -> ScoredGroup:
     """
     rewards: list[Reward] = []
     for reward, completion in zip(group.rewards, group.rollout.completions, strict=True):
-        joined = _joined(reward, completion.episode, weight)
+        joined = _add_episode_reward(reward, completion.episode, weight)
         is_decided = reward.is_decided and completion.finish_reason != "fault"
         rewards.append(replace(joined, is_decided=is_decided))
     return replace(group, rewards=tuple(rewards))
@@ -83,7 +83,7 @@ def with_neutral_totals(group: ScoredGroup) -> ScoredGroup:
     return replace(group, rewards=tuple(rewards))
 
 
-def _joined(reward: Reward, episode: Episode | None, weight: float) -> Reward:
+def _add_episode_reward(reward: Reward, episode: Episode | None, weight: float) -> Reward:
     own = None if episode is None else episode.reward
     if own is None:
         return reward

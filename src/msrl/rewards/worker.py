@@ -181,13 +181,13 @@ def _column(name: str, extra: Mapping[str, str]) -> Any:
 def _result(value: Any, *, is_batch: bool) -> Any:
     """Return the score of a result: a number, verl's mapping with `score`, or TRL's list."""
     if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
+        value = asyncio.run(_await_value(value))
     if is_batch:
         (value,) = value
     return value["score"] if isinstance(value, Mapping) else value
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 

@@ -27,14 +27,14 @@ def read_api_key(
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise MsrlError(f"cannot be read: {error.strerror or error}") from error
-        return _checked(text.strip(), path), path
+        return _check_key(text.strip(), path), path
     for name in KEY_VARIABLES:
         if environment.get(name):
-            return _checked(environment[name], f"${name}"), name
+            return _check_key(environment[name], f"${name}"), name
     return None
 
 
-def _checked(key: str, where: str) -> str:
+def _check_key(key: str, where: str) -> str:
     """Return the key, which must be valid in an HTTP header. No message contains it."""
     if key and key.isascii() and all("!" <= character <= "~" for character in key):
         return key

@@ -139,7 +139,7 @@ class TeacherServer:
         entries = [cast("dict[str, Any]", m) for m in models if isinstance(m, dict)]
         named: dict[str, Mapping[str, Any]] = {str(m["id"]): m for m in entries if "id" in m}
         if not named:
-            raise self._unexpected("a list of models", answer)
+            raise self._answer_error("a list of models", answer)
         return named
 
     def _entries(self, token_ids: Sequence[int]) -> list[Any]:  # T of {id: {...}} or None
@@ -157,7 +157,7 @@ class TeacherServer:
             raise self._error(error) from error
         entries = _prompt_logprobs(answer)
         if entries is None or len(entries) != len(token_ids):
-            raise self._unexpected(f"prompt_logprobs of {len(token_ids)} tokens", answer)
+            raise self._answer_error(f"prompt_logprobs of {len(token_ids)} tokens", answer)
         return entries
 
     def _value(self, position: int, token_id: int, entry: Any) -> float:
@@ -167,7 +167,7 @@ class TeacherServer:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         expected = f"a log-probability of token {token_id} at position {position}"
-        raise self._unexpected(expected, entry)
+        raise self._answer_error(expected, entry)
 
     def _server(self, path: str) -> Server:
         section = self.section
@@ -184,7 +184,7 @@ class TeacherServer:
             "and its address."
         )
 
-    def _unexpected(self, expected: str, answer: object) -> MsrlError:
+    def _answer_error(self, expected: str, answer: object) -> MsrlError:
         text = self._server("").without_secrets(str(answer)[:_SHOWN])
         return MsrlError(
             f"{self.setting}: expected {expected}, got {text}. Use a server that returns "

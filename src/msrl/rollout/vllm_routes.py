@@ -45,7 +45,7 @@ class StepRecorder:
 
     def __init__(self, runner: Any, num_layers: int, number_bytes: int) -> None:
         if any(not hasattr(runner, name) for name in _RUNNER):
-            raise _unsupported(f"{type(runner).__qualname__} is not vLLM's first model runner")
+            raise _refusal(f"{type(runner).__qualname__} is not vLLM's first model runner")
         self._runner, self._dtype = runner, _DTYPES[number_bytes]
         self._group, block_tokens = _full_attention(runner.kv_cache_config)
         self.store = RouteStore(block_tokens)
@@ -53,7 +53,7 @@ class StepRecorder:
         routers = _routers(runner.get_model())
         if len(routers) != num_layers:
             reason = f"{len(routers)} of {num_layers} mixture layers have a router with a hook"
-            raise _unsupported(reason)
+            raise _refusal(reason)
         for layer, router in routers.items():
             router.set_capture_fn(functools.partial(self._capture, layer))
         self._execute = runner.execute_model
@@ -125,7 +125,7 @@ def _routers(model: Any) -> dict[int, Any]:
             continue
         if module._quant_method.is_monolithic:
             kernel = type(module._quant_method).__name__
-            raise _unsupported(f"its kernel {kernel} routes and computes in one operation")
+            raise _refusal(f"its kernel {kernel} routes and computes in one operation")
         routers[module.layer_id] = router
     return routers
 
@@ -137,14 +137,14 @@ def _full_attention(config: Any) -> tuple[int, int]:
         layers = list(getattr(spec, "kv_cache_specs", {0: spec}).values())
         if all(_FULL_ATTENTION in _class_names(layer) for layer in layers):
             return number, spec.block_size
-    raise _unsupported("its KV cache has blocks for the tokens of a window only")
+    raise _refusal("its KV cache has blocks for the tokens of a window only")
 
 
 def _class_names(value: Any) -> set[str]:
     return {base.__name__ for base in type(value).__mro__}
 
 
-def _unsupported(reason: str) -> MsrlError:
+def _refusal(reason: str) -> MsrlError:
     return MsrlError(
         f"train.router.replay=engine: vLLM does not show the experts of this model: {reason}. Set "
         "it to trainer."

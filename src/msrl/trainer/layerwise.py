@@ -53,7 +53,7 @@ class LayerwiseReplica(LanguageModelReplica):
             if not isinstance(weight, nn.Parameter):  # biases of experts, one number each
                 put(weight, read(name), name)
         if source.shape.tie_word_embeddings:
-            model.output_layer.register_forward_pre_hook(_tied(read), with_kwargs=True)
+            model.output_layer.register_forward_pre_hook(_tied_hook(read), with_kwargs=True)
         return model, source.shape
 
 
@@ -72,7 +72,7 @@ class _WithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _tied(
+def _tied_hook(
     read: Callable[[str], Tensor],
 ) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
     """Return a hook that reads the weight of a tied output layer.

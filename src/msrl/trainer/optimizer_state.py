@@ -44,7 +44,7 @@ def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     All of them must call it.
     """
     for name, parameter in trained(replica.model):
-        owned = _owned(replica.optimizer, parameter)
+        owned = _owned_range(replica.optimizer, parameter)
         group = (
             groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
         )
@@ -85,7 +85,7 @@ def restore(
         for group in () if is_torch_adamw(distributed) else distributed.optimizer.param_groups:
             group["step"] = replica.position.platform.count_of_updates(updates)
     for name, parameter in trained(replica.model):
-        owned = _owned(replica.optimizer, parameter)
+        owned = _owned_range(replica.optimizer, parameter)
         if owned is None:
             continue
         main = owned.main
@@ -114,7 +114,7 @@ class _Owned:
     counts_updates: bool  # True: the state counts the updates; False: the parameter groups do
 
 
-def _owned(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
+def _owned_range(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
     """Return the range that this rank updates; None if other ranks own all of the parameter.
 
     Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of

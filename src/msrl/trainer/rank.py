@@ -150,7 +150,7 @@ class TrainingRank:
         chooses its own routes, also where it is the policy without its adapters.
         """
         unrouted = [replace(batch, routes=None, is_routed=None) for batch in micro_batches]
-        with self._compared(model.teacher) as other:
+        with self._compared_model(model.teacher) as other:
             distributions = other.distributions(unrouted, temperature)
         plugin = registry.load(
             registry.DIVERGENCES, model.divergence, key="algo.distill.divergence"
@@ -197,7 +197,7 @@ class TrainingRank:
             yield self.reference
 
     @contextmanager
-    def _compared(self, teacher: str | None) -> Iterator[LanguageModelReplica]:
+    def _compared_model(self, teacher: str | None) -> Iterator[LanguageModelReplica]:
         """Provide a teacher, or the reference for None.
 
         A teacher without a replica has the weights that the policy started from.

@@ -304,7 +304,7 @@ class ModelReplica:
             batch = self._to_device(micro_batch, by_number.get(number, ()), is_training=is_training)
             is_filler = number >= len(micro_batches)
             if self.replay is not None and not is_filler:
-                batch = self._routed(batch, number, micro_batch)
+                batch = self._with_routes(batch, number, micro_batch)
             output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
@@ -346,7 +346,7 @@ class ModelReplica:
         expert_groups = self.balance.expert_groups(micro_batch, batch.packed)
         return replace(batch, packed=replace(batch.packed, expert_groups=expert_groups))
 
-    def _routed(self, batch: DeviceBatch, number: int, micro_batch: MicroBatch) -> DeviceBatch:
+    def _with_routes(self, batch: DeviceBatch, number: int, micro_batch: MicroBatch) -> DeviceBatch:
         """Return the batch with the routes to record or to replay."""
         assert self.replay is not None
         routes = self.replay.routes(number, micro_batch, batch.packed)

@@ -31,7 +31,7 @@ def export(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     files have no name for it.
     """
     replica.host.onload("params")
-    yield from stack_experts(_exported(replica), stack_sizes(replica.shape))
+    yield from stack_experts(_split_experts(replica), stack_sizes(replica.shape))
 
 
 def local_shards(replica: ModelReplica) -> Iterator[tuple[StageTensor, Tensor]]:
@@ -73,7 +73,7 @@ def sends_weights(replica: ModelReplica) -> bool:
     return bool(_sent_by(replica))
 
 
-def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
+def _split_experts(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     """Yield the same with separate experts, even where Hugging Face stacks them."""
     weights = megatron.named_weights(replica.model)
     placed = [
@@ -84,7 +84,7 @@ def _exported(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     if replica.position.stage_rank < replica.position.layout.tp:
         for each in placed:
             if each.rule.expert is None:
-                yield from _joined(
+                yield from _join_shards(
                     each.rule, _gather(_effective(replica, weights, each), each, replica), replica
                 )
     if replica.position.stage_rank < replica.position.layout.etp_size * replica.position.layout.ep:
@@ -99,7 +99,7 @@ def _effective(replica: ModelReplica, weights: Mapping[str, Tensor], placed: Sta
     return weights[placed.name] if merged is None else merged
 
 
-def _joined(
+def _join_shards(
     rule: Rule, shards: Sequence[Tensor], replica: ModelReplica
 ) -> Iterator[tuple[str, Tensor]]:
     if replica.position.stage_rank == 0:
@@ -110,10 +110,10 @@ def _gather(weight: Tensor, placed: StageTensor, replica: ModelReplica) -> list[
     """Return the shards of all tensor-parallel ranks, on tp_rank 0."""
     if replica.position.layout.tp == 1 or isinstance(placed.layout, Replicated):
         return [weight.detach()]
-    return _gathered(weight, groups.tp_group())
+    return _gather_shards(weight, groups.tp_group())
 
 
-def _gathered(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def _gather_shards(weight: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks of a group, on its first rank."""
     shard = weight.detach().contiguous()
     shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
@@ -130,9 +130,9 @@ def _experts(
     elsewhere = _experts_by_name(replica)
     for each in placed:
         own = _effective(replica, weights, each)
-        shards = [own.detach()] if group.size() == 1 else _gathered(own, group)
+        shards = [own.detach()] if group.size() == 1 else _gather_shards(own, group)
         for number, rule in enumerate(elsewhere[each.name]):
-            yield from _joined(rule, shards[number * size : (number + 1) * size], replica)
+            yield from _join_shards(rule, shards[number * size : (number + 1) * size], replica)
 
 
 def _experts_by_name(replica: ModelReplica) -> dict[str, list[Rule]]:

@@ -100,10 +100,10 @@ def open_model(model: str | None, key: str, lora: str | None = None) -> WeightSo
     verify_models([Path(model)])
     if lora is None:
         return open_weights(Path(model))
-    return _merged(Path(model), Path(lora))
+    return _merge_adapter(Path(model), Path(lora))
 
 
-def _merged(model: Path, lora: Path) -> WeightSource:
+def _merge_adapter(model: Path, lora: Path) -> WeightSource:
     """Return the weights of a model with an adapter, which may be in the same mcore folder."""
     from msrl.checkpoint.adapters.megatron import read_adapter
     from msrl.checkpoint.adapters.merge import MergedSource

@@ -88,23 +88,23 @@ def _is_later(plan: RunPlan) -> bool:
 def _train_sft(plan: RunPlan) -> str:
     from msrl.workflows.sft.run import SftTask
 
-    return _supervised(plan, SftTask())
+    return _check_supervised(plan, SftTask())
 
 
 def _train_dpo(plan: RunPlan) -> str:
     from msrl.workflows.preference.run import PreferenceTask
 
-    return _supervised(plan, PreferenceTask(plan))
+    return _check_supervised(plan, PreferenceTask(plan))
 
 
 def _train_rm(plan: RunPlan) -> str:
     from msrl.workflows.preference.reward_model import RewardModelTask
     from msrl.workflows.preference.steps import StepTask
 
-    return _supervised(plan, StepTask() if plan.trains_steps else RewardModelTask())
+    return _check_supervised(plan, StepTask() if plan.trains_steps else RewardModelTask())
 
 
-def _supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
+def _check_supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
     from msrl.workflows.training.preflight import check_start, planned_platform
     from msrl.workflows.training.supervised import prepare
 

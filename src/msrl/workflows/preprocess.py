@@ -58,7 +58,7 @@ def run(config: Config) -> DatasetManifest | None:
     if settings.show is not None:
         print_examples(examples(settings), open_tokenizer(str(settings.tokenizer)))
         return None
-    prefix = _required("output_prefix", settings.output_prefix)
+    prefix = _require("output_prefix", settings.output_prefix)
     manifest, notes = write(settings, prefix)
     for line in notes:
         print(line)
@@ -124,7 +124,7 @@ def check(config: Config) -> int:
     files = find_files(settings.input, settings.split)
     job = make_job(settings)
     if settings.show is None:
-        prefix = _required("output_prefix", settings.output_prefix)
+        prefix = _require("output_prefix", settings.output_prefix)
         check_prefix(prefix, overwrite=settings.overwrite)
     num_read = num_examples = 0
     dropped: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
     Raises:
         MsrlError: a setting is not valid. This is checked before any row is read.
     """
-    name = _required("handler", settings.handler)
+    name = _require("handler", settings.handler)
     handler = make_handler(
         name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options
     )
@@ -160,7 +160,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
             "Remove it."
         )
     template = None if handler.kind in TEXTS else _load_template(settings.template)
-    tokenizer = open_tokenizer(_required("tokenizer", settings.tokenizer))
+    tokenizer = open_tokenizer(_require("tokenizer", settings.tokenizer))
     tokenizer = with_date(tokenizer, template, settings.date)
     renderer: Renderer | None = None
     if template is not None:
@@ -473,7 +473,7 @@ def _check_not_empty(
         )
 
 
-def _required(key: str, value: str | None) -> str:
+def _require(key: str, value: str | None) -> str:
     """Return the value of a key. Raises MsrlError if it is not set."""
     if value is None:
         raise MsrlError(f"preprocess.{key}: not set. Pass --{key.replace('_', '-')}.")

@@ -132,7 +132,7 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
     digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:32]
     root = _cache_folder()
     entry = root / digest
-    with contextlib.nullcontext() if temporary else _locked(root, digest):
+    with contextlib.nullcontext() if temporary else _lock_entry(root, digest):
         problem = _damage(entry)
         if problem is not None:
             if entry.is_dir():
@@ -239,7 +239,7 @@ def _cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, digest: str) -> Generator[None]:
+def _lock_entry(root: Path, digest: str) -> Generator[None]:
     """Hold the lock of an entry: of two runs, one preprocesses and the other one waits for it.
 
     Raises:
@@ -314,8 +314,8 @@ def _user_names(plan: RunPlan, datasets: Mapping[str, DatasetPlan]) -> Generator
     except MsrlError as error:
         names = _texts(plan, datasets)
         if isinstance(error, ManyErrors):
-            raise ManyErrors([_replaced(line, names) for line in error.messages]) from error
-        error.args = (_replaced(str(error), names), *error.args[1:])
+            raise ManyErrors([_replace_names(line, names) for line in error.messages]) from error
+        error.args = (_replace_names(str(error), names), *error.args[1:])
         raise
 
 
@@ -333,7 +333,7 @@ def _texts(plan: RunPlan, datasets: Mapping[str, DatasetPlan]) -> dict[str, str]
     return texts
 
 
-def _replaced(text: str, names: Mapping[str, str]) -> str:
+def _replace_names(text: str, names: Mapping[str, str]) -> str:
     for old, new in names.items():
         text = text.replace(old, new)
     return text

@@ -62,7 +62,7 @@ def print_examples(examples: Iterable[ShownExample], tokenizer: TextTokenizer | 
 
 def lines(example: ShownExample, tokenizer: TextTokenizer | None, *, color: bool) -> Iterator[str]:
     """Yield the lines of an example. Without a tokenizer, they have no texts of tokens."""
-    yield _escaped(example.title)
+    yield _escape(example.title)
     hidden = example.parts[_HEAD_PARTS : _HEAD_PARTS - _MAX_PARTS]
     is_long = len(example.parts) > _MAX_PARTS
     for part in example.parts[:_HEAD_PARTS] if is_long else example.parts:
@@ -90,7 +90,7 @@ def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Itera
         else:
             kind = job.handler.kind
             unread = Part("not read", ", ".join(sorted(result.unread)))
-            for example in _shown(where, kind, (_only_item(kind, result),), job.tokenizer):
+            for example in _show_row(where, kind, (_only_item(kind, result),), job.tokenizer):
                 parts = (*example.parts, *([unread] if result.unread else []))
                 yield replace(example, parts=parts)
 
@@ -112,7 +112,7 @@ def show_data(
     for number in range(min(count, len(dataset))):
         item = dataset[number]
         items = item if isinstance(item, tuple) else (item,)
-        shown += _shown(f"{name}, row {number + 1}", kind, items, tokenizer)
+        shown += _show_row(f"{name}, row {number + 1}", kind, items, tokenizer)
     return shown
 
 
@@ -145,7 +145,7 @@ def _only_item(kind: str, result: TokenizedRows) -> Any:
     return ids if kind == "pretrain" else RenderedExample(ids, result.loss_mask, result.step_labels)
 
 
-def _shown(
+def _show_row(
     where: str, kind: str, items: Sequence[Any], tokenizer: TextTokenizer | None
 ) -> Iterator[ShownExample]:
     """Yield the examples of a row, which has several if it is packed."""
@@ -194,7 +194,7 @@ def _example_parts(example: RenderedExample, tokenizer: TextTokenizer | None) ->
 
 
 def _label(ids: Ints, tokenizer: TextTokenizer | None) -> str:
-    names = [str(i) if tokenizer is None else _decoded(tokenizer, (), [i]) for i in ids.tolist()]
+    names = [str(i) if tokenizer is None else _decode(tokenizer, (), [i]) for i in ids.tolist()]
     return ", ".join(names)
 
 
@@ -226,28 +226,28 @@ def _preference_parts(row: RenderedPreference, kind: str) -> tuple[Part, ...]:
 
 def _part_lines(part: Part, tokenizer: TextTokenizer | None, *, color: bool) -> Iterator[str]:
     if isinstance(part.content, str):
-        yield f"  {_escaped(part.title)}"
+        yield f"  {_escape(part.title)}"
         yield from _text_lines(part.content[:_MAX_CHARACTERS]) if part.content else ()
         if len(part.content) > _MAX_CHARACTERS:
             yield f"    ... {len(part.content) - _MAX_CHARACTERS:,} characters not shown"
         return
     ids = part.content.tolist()
-    yield f"  {_escaped(part.title)}, {_count(len(ids))}: {_ids_text(ids)}"
+    yield f"  {_escape(part.title)}, {_count(len(ids))}: {_ids_text(ids)}"
     if tokenizer is None:
         return
     is_color = color and part.is_trained
     if len(ids) <= _MAX_TOKENS:
-        yield from _text_lines(_decoded(tokenizer, part.before, ids), color=is_color)
+        yield from _text_lines(_decode(tokenizer, part.before, ids), color=is_color)
         return
     tail = _MAX_TOKENS - _HEAD_TOKENS
-    yield from _text_lines(_decoded(tokenizer, part.before, ids[:_HEAD_TOKENS]), color=is_color)
+    yield from _text_lines(_decode(tokenizer, part.before, ids[:_HEAD_TOKENS]), color=is_color)
     yield f"    ... {len(ids) - _MAX_TOKENS:,} tokens not shown"
-    yield from _text_lines(_decoded(tokenizer, ids[:-tail][-1:], ids[-tail:]), color=is_color)
+    yield from _text_lines(_decode(tokenizer, ids[:-tail][-1:], ids[-tail:]), color=is_color)
 
 
 def _text_lines(text: str, *, color: bool = False) -> Iterator[str]:
     for line in text.split("\n"):
-        shown = _escaped(line)
+        shown = _escape(line)
         yield f"    | {_COLOR}{shown}{_PLAIN}" if color and shown else f"    | {shown}"
 
 
@@ -258,7 +258,7 @@ def _ids_text(ids: Sequence[int]) -> str:
     return f"{' '.join(map(str, ids[:_HEAD_IDS]))} ... {' '.join(map(str, tail))}"
 
 
-def _decoded(tokenizer: TextTokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+def _decode(tokenizer: TextTokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text of tokens that follow the tokens `before`.
 
     Some decoders drop a space at the beginning, which a token before it prevents.
@@ -271,7 +271,7 @@ def _decoded(tokenizer: TextTokenizer, before: Sequence[int], ids: Sequence[int]
     return decode(list(ids), skip_special_tokens=False)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a line with backslashes doubled and other than printable characters escaped."""
     doubled = text.replace("\\", "\\\\")
     if doubled.isprintable():

@@ -191,11 +191,11 @@ class MergedSource(WeightSource):
         """Return the Hugging Face tensors of a rule, with the sum computed in `compute`."""
         dtype = self.dtype(rule)
         return tuple(
-            self._merged(name, tensor, compute).to(dtype)
+            self._merge_tensor(name, tensor, compute).to(dtype)
             for name, tensor in zip(rule.hf, self.base.hf_tensors(rule), strict=True)
         )
 
-    def _merged(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
+    def _merge_tensor(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
         """Return a merged weight that is not yet rounded to its type."""
         weight = self.adapter.replaced.get(name, tensor)
         delta = self.adapter.deltas.get(name)

@@ -34,7 +34,7 @@ class DistSource(WeightSource):
         self._positions = {rule.mcore: self._find(rule) for rule in all_rules(shape)}
         self._refuse_unexpected()
         for rule in all_rules(shape):
-            if isinstance(rule.layout, Zeros) and self._unsharded(rule).any():
+            if isinstance(rule.layout, Zeros) and self._unshard(rule).any():
                 raise MsrlError(
                     f"{folder}: {rule.mcore} is not zero, "
                     f"but {shape.architecture} has no such parameter"
@@ -103,7 +103,7 @@ class DistSource(WeightSource):
                 f"{self.shape.architecture}: {names}"
             )
 
-    def _unsharded(self, rule: Rule) -> Tensor:
+    def _unshard(self, rule: Rule) -> Tensor:
         """Return the tensor as a single rank would hold it."""
         tensors = [
             self._tensors.read(position.key, position.index)
@@ -115,7 +115,7 @@ class DistSource(WeightSource):
         return self._tensors.stored[self._positions[rule.mcore][0].key].dtype
 
     def canonical(self, rule: Rule) -> Tensor:
-        return layouts.join(rule.layout, [self._unsharded(rule)])
+        return layouts.join(rule.layout, [self._unshard(rule)])
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return layouts.unfuse(rule.layout, self.canonical(rule))
@@ -125,7 +125,7 @@ class DistSource(WeightSource):
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        tensor = self._unsharded(rule)
+        tensor = self._unshard(rule)
         shape = layouts.shard_shape(rule.layout, rule.shapes, 1, padded_vocab)
         if size == 1 and tuple(tensor.shape) == shape:
             yield tensor

@@ -85,7 +85,7 @@ def dequantize_tensors(
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if tensor.spec.dtype == FP8:
-            tensors[name] = _dequantized(name, tensor, stored[name + _SCALE], block, dtype)
+            tensors[name] = _scaled_tensor(name, tensor, stored[name + _SCALE], block, dtype)
         elif name not in scales:
             tensors[name] = tensor
     return tensors
@@ -106,7 +106,7 @@ def _block(config: HfConfig) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _dequantized(
+def _scaled_tensor(
     name: str, weight: StoredTensor, scale: StoredTensor, block: tuple[int, int], dtype: torch.dtype
 ) -> StoredTensor:
     """Return `weight` as a tensor that is multiplied by its scales on reading."""

@@ -142,7 +142,7 @@ def _weight_files(folder: Path) -> tuple[str, dict[str, set[str] | None]]:
         if has_single and not has_index:
             return index, {single: None}
         if has_index:
-            files = _indexed(folder, index)
+            files = _read_index(folder, index)
             if has_single and single not in files:
                 raise MsrlError(
                     f"{folder}: {single} and {index} both exist and disagree. Remove one of them."
@@ -153,7 +153,7 @@ def _weight_files(folder: Path) -> tuple[str, dict[str, set[str] | None]]:
     )
 
 
-def _indexed(folder: Path, index: str) -> dict[str, set[str] | None]:
+def _read_index(folder: Path, index: str) -> dict[str, set[str] | None]:
     try:
         weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}

@@ -257,7 +257,7 @@ def _query_groups(shape: Shape, recorded: Arguments) -> object:
     return shape.num_query_groups if recorded.get("group_query_attention") else NO_COUNTERPART
 
 
-def _interleaved(shape: Shape, recorded: Arguments) -> object:
+def _is_interleaved(shape: Shape, recorded: Arguments) -> object:
     """Return True if rotated channels are interleaved.
 
     MindSpeed-LLM interleaves them with --use-glm-rope, and latent attention has another argument.
@@ -354,7 +354,7 @@ COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
         _without_latents(lambda s: s.rotated_channels / s.head_dim),
         default=1.0,
     ),
-    "rotary_interleaved": ComparedArgument("rotary_interleaved", _interleaved, default=False),
+    "rotary_interleaved": ComparedArgument("rotary_interleaved", _is_interleaved, default=False),
     "rotary_seq_len_interpolation_factor": ComparedArgument(
         "rope_scaling.factor", _always(_interpolation_factor)
     ),

@@ -193,12 +193,12 @@ def _local_tensors(
     """Yield a file's tensors under msrl's names, with experts one by one."""
     for name, tensor in tensors:
         if is_fused(name):
-            yield from _unfused(path, name, tensor, num_local_experts(path, args))
+            yield from _split_fused(path, name, tensor, num_local_experts(path, args))
         else:
             yield local_name(name), tensor
 
 
-def _unfused(
+def _split_fused(
     path: Path, name: str, tensor: Tensor, num_experts: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the experts of a fused tensor. Raise MsrlError if it does not divide into them."""

@@ -81,7 +81,7 @@ def file_tensors(
     unfused_norms = _unfused_norms(names)
     if naming.converter:
         unfused_norms = _unfused_by_converter(names, is_mixture)
-    fused = _fused(names) if naming.grouped and not naming.te else {}
+    fused = _fused_tensors(names) if naming.grouped and not naming.te else {}
     tensors: list[FileTensor] = []
     for name in names:
         if fused and _EXPERT.fullmatch(name):
@@ -119,7 +119,7 @@ def _unfused_by_converter(names: Iterable[str], is_mixture: bool) -> set[str]:
     return {name for name in names if name.endswith(_PRE_MLP)}
 
 
-def _fused(names: Iterable[str]) -> dict[str, list[FileTensor]]:
+def _fused_tensors(names: Iterable[str]) -> dict[str, list[FileTensor]]:
     """Return the fused tensors of each layer's experts, by the name of the last expert tensor."""
     layers: dict[str, dict[str, list[str]]] = {}
     last: dict[str, str] = {}

@@ -154,7 +154,7 @@ def _number(layout: str) -> Callable[[_Machine], None]:
     return push
 
 
-def _sized(layout: str, convert: Callable[[bytes], object]) -> Callable[[_Machine], None]:
+def _sized_handler(layout: str, convert: Callable[[bytes], object]) -> Callable[[_Machine], None]:
     """Return a handler that pushes data prefixed with its length."""
     compiled = struct.Struct(layout)
 
@@ -351,14 +351,14 @@ _HANDLERS = _OpcodeHandlers(
         pickle.BININT2: _number("<H"),
         pickle.BINFLOAT: _number(">d"),
         # LONG4 is for integers of more than 2040 bits, which no checkpoint contains.
-        pickle.LONG1: _sized("<B", _integer),
-        pickle.SHORT_BINUNICODE: _sized("<B", _text),
-        pickle.BINUNICODE: _sized("<I", _text),
-        pickle.BINUNICODE8: _sized("<Q", _text),
-        pickle.SHORT_BINBYTES: _sized("<B", bytes),
-        pickle.BINBYTES: _sized("<I", bytes),
-        pickle.BINBYTES8: _sized("<Q", bytes),
-        pickle.BYTEARRAY8: _sized("<Q", bytearray),
+        pickle.LONG1: _sized_handler("<B", _integer),
+        pickle.SHORT_BINUNICODE: _sized_handler("<B", _text),
+        pickle.BINUNICODE: _sized_handler("<I", _text),
+        pickle.BINUNICODE8: _sized_handler("<Q", _text),
+        pickle.SHORT_BINBYTES: _sized_handler("<B", bytes),
+        pickle.BINBYTES: _sized_handler("<I", bytes),
+        pickle.BINBYTES8: _sized_handler("<Q", bytes),
+        pickle.BYTEARRAY8: _sized_handler("<Q", bytearray),
         pickle.TUPLE1: _tuple(1),
         pickle.TUPLE2: _tuple(2),
         pickle.TUPLE3: _tuple(3),

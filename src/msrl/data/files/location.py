@@ -67,7 +67,7 @@ def _folder_mistake(folder: Path, split: str | None = None) -> str | None:
         return "is the folder of a model. Name a prefix of preprocessed data, or rows."
     if prefixes:
         return (
-            f"is a folder with preprocessed data. Name a prefix ({_listed(prefixes)}), or files of "
+            f"is a folder with preprocessed data. Name a prefix ({_names(prefixes)}), or files of "
             f"rows such as {folder}/*.jsonl."
         )
     return _files_mistake(str(folder), split)
@@ -100,7 +100,7 @@ def _absence(path: Path, name: str) -> str:
     if close:
         hint = f"; did you mean {names[close[0]]}?"
     elif prefixes:
-        hint = f". Prefixes in this folder: {_listed(prefixes)}"
+        hint = f". Prefixes in this folder: {_names(prefixes)}"
     else:
         hint = "" if path.is_absolute() else f". Relative paths start in {Path.cwd()}."
     return (
@@ -109,6 +109,6 @@ def _absence(path: Path, name: str) -> str:
     )
 
 
-def _listed(prefixes: list[str]) -> str:
+def _names(prefixes: list[str]) -> str:
     more = ", ..." if len(prefixes) > _MAX_PREFIXES else ""
     return ", ".join(prefixes[:_MAX_PREFIXES]) + more

@@ -49,17 +49,17 @@ def folder_files(
             hint = nearest(split, known) if known else "it has none"
             raise MsrlError(f"preprocess.split={split}: no split of {folder}; {hint}")
         files = [file for file in files if splits[file] == wanted]
-        return _checked(folder, _one_subset(folder, files))
+        return _complete_files(folder, _one_subset(folder, files))
     if len(known) > 1:
         counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
         raise MsrlError(
             f"preprocess.input={folder}: has the splits {', '.join(counts)}. Choose one with "
             f"preprocess.split, as in --split {known[-1]}, or name files."
         )
-    return _checked(folder, _one_subset(folder, files) if known and not names else files)
+    return _complete_files(folder, _one_subset(folder, files) if known and not names else files)
 
 
-def _checked(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:
+def _complete_files(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:
     """Return the files to read of a folder.
 
     Raises:

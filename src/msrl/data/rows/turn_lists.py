@@ -40,7 +40,7 @@ def _turn_list(value: Any) -> list[Any] | None:
         value = _json(value)
         return _turn_list(value) or (value if is_turns(value) else None)
     if isinstance(value, dict):
-        return _zipped(cast("dict[str, Any]", value))
+        return _zip_turns(cast("dict[str, Any]", value))
     if isinstance(value, list) and value and all(_is_pair(turn) for turn in value):
         return [turn for pair in cast("list[dict[str, Any]]", value) for turn in _split(pair)]
     return None
@@ -54,7 +54,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _zipped(table: dict[str, Any]) -> list[Any] | None:
+def _zip_turns(table: dict[str, Any]) -> list[Any] | None:
     """Return the turns of a table with a list for each key, or None. Nulls are padding."""
     lists = [*table.values()]
     if not all(isinstance(item, list) for item in lists) or len({*map(len, lists)}) != 1:

@@ -101,11 +101,11 @@ def read_messages(value: Any) -> tuple[Message, ...]:
         else:
             messages += read
         for message in read:
-            ids = _unanswered(message, ids, location)
+            ids = _unanswered_calls(message, ids, location)
     return tuple(messages)
 
 
-def _unanswered(message: Message, ids: list[str] | None, location: str) -> list[str] | None:
+def _unanswered_calls(message: Message, ids: list[str] | None, location: str) -> list[str] | None:
     """Return the ids of the calls that a message leaves without a result; None without ids.
 
     Args:

@@ -66,15 +66,15 @@ def _field(path: Path, key: str, value: Any) -> Any:
     default = defaults[key]
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise MsrlError(f"template {path}: {key}={_shown(value)}: must be a list of strings")
+            raise MsrlError(f"template {path}: {key}={_excerpt(value)}: must be a list of strings")
         return tuple(value)
     if not isinstance(value, type(default)):
         expected = "true or false" if isinstance(default, bool) else "text"
-        raise MsrlError(f"template {path}: {key}={_shown(value)}: must be {expected}")
+        raise MsrlError(f"template {path}: {key}={_excerpt(value)}: must be {expected}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     """Return a value for a message. Aliases may expand it without end."""
     try:
         return reprlib.repr(value)

@@ -74,7 +74,7 @@ def _convert(entry: dict[str, Any], where: str) -> Template:
     return Template(
         name=name,
         prefix=form.text("format_prefix", ""),
-        default_system=_joined(entry.get("default_system") or ""),
+        default_system=_join_text(entry.get("default_system") or ""),
         system=form.text("format_system", _CONTENT),
         system_in_user=name.startswith("llama2") or entry.get("template_class") == "Llama2Template",
         tools=_QWEN_TOOLS if _tool_format(entry) == "qwen" else "",
@@ -158,6 +158,6 @@ def _tool_format(entry: dict[str, Any]) -> str:
     return str(form.get("tool_format")) if isinstance(form, dict) else ""
 
 
-def _joined(text: Any) -> str:
+def _join_text(text: Any) -> str:
     """Return a text, also if it is written as a list of texts."""
     return "".join(text) if isinstance(text, list) else str(text)

@@ -66,13 +66,13 @@ class GameText:
         gap = "\n" if self.template else "\n\n"
         head = f"{self.instructions}{gap}" if self.instructions else ""
         messages = [Message("system", self.system)] if self.system else []
-        return [*messages, Message("user", head + self._rendered(observation, 0))]
+        return [*messages, Message("user", head + self._message_text(observation, 0))]
 
     def turn(self, observation: str, num_steps: int, note: str = "") -> Message:
         """Return the message after `num_steps` steps. A template shows no note on the action."""
         if note and not self.template:
             observation = f"{note}\n{observation}"
-        return Message("user", self._rendered(observation, num_steps))
+        return Message("user", self._message_text(observation, num_steps))
 
     def action(self, answer: str, *, opens_thought: bool) -> str | None:
         """Return the action of an answer, or None."""
@@ -85,7 +85,7 @@ class GameText:
         name = match[match.re.groups].strip().lower() if match and match[match.re.groups] else ""
         return name if name in ACTIONS else None
 
-    def _rendered(self, observation: str, num_steps: int) -> str:
+    def _message_text(self, observation: str, num_steps: int) -> str:
         """Return the text of a message after `num_steps` steps."""
         if not self.template:
             return observation

@@ -79,7 +79,7 @@ class _Maker:
     def room(self) -> Room | None:
         """Return a room whose boxes are off their targets; None if there is none."""
         for _ in range(_TRIES_PER_SEED):
-            placed = self._placed(self._floor())
+            placed = self._place_objects(self._floor())
             if placed is None:
                 return None
             fixed = "".join(FLOOR if cell == PLAYER else cell for cell in placed)
@@ -107,7 +107,7 @@ class _Maker:
     def _inside(self, number: int) -> int:
         return max(min(number, self.size - 2), 1)
 
-    def _placed(self, grid: list[str]) -> list[str] | None:
+    def _place_objects(self, grid: list[str]) -> list[str] | None:
         """Place the player and the targets; return None without room for them."""
         if grid.count(FLOOR) <= self.num_boxes + 1:
             return None

@@ -66,7 +66,7 @@ class Endpoint(Environment):
         if request is None:
             raise RuntimeError(f"the agent ended before its first request. {self._problem}")
         self._tools = _tools(request.body)
-        return self._restored(self._seen)
+        return self._restore_answers(self._seen)
 
     def external_tools(self) -> list[JsonObject]:
         """Return the tools of the last request, which the agent runs itself."""
@@ -91,10 +91,10 @@ class Endpoint(Environment):
         if new is not None:
             return StepResult([_message(entry) for entry in new], reward, info=info)
         self._tools = tools
-        history = self._restored(self._seen[:-1])
+        history = self._restore_answers(self._seen[:-1])
         info["history"] = [{"role": entry.role, "content": entry.content} for entry in history]
         info["tools"] = tools
-        return StepResult(self._restored(self._seen[-1:]), reward, info=info)
+        return StepResult(self._restore_answers(self._seen[-1:]), reward, info=info)
 
     def close(self) -> None:
         """End the program."""
@@ -130,7 +130,7 @@ class Endpoint(Environment):
         content = f"{thought}{parsed.content}{rest}"
         return {"role": "assistant", "content": content, "tool_calls": entries}
 
-    def _restored(self, entries: Sequence[JsonObject]) -> list[Message]:
+    def _restore_answers(self, entries: Sequence[JsonObject]) -> list[Message]:
         """Return messages, in which answers of the policy have the text that it sampled."""
         messages: list[Message] = []
         for entry in entries:

@@ -138,12 +138,12 @@ class FrozenLake(Environment):
 
     def _move(self, action: str) -> None:
         if self._slippery:
-            action = self._slipped(action)
+            action = self._slippery_direction(action)
         target = self.player.moved(action)
         if self._is_inside(target):
             self.player = target
 
-    def _slipped(self, action: str) -> str:
+    def _slippery_direction(self, action: str) -> str:
         """Return one of the three directions of a slippery move."""
         if not self._random_ends:
             return self._random.choice((action, *_SIDES.get(action, ("left", "right"))))

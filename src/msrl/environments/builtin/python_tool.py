@@ -45,9 +45,9 @@ class PythonTool(Environment):
             code: The program. Print the values that you need.
         """
         (case,) = sandbox.run(code, [""], self._limits)
-        return self._shortened(_output(case))
+        return self._shorten(_output(case))
 
-    def _shortened(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         """Return the beginning and the end of a long output, and the length of the rest."""
         excess = len(text) - self._max_output_chars
         if excess <= 0:

@@ -81,10 +81,10 @@ class Search(Environment):
         texts = self._index.search(query, self._num_results)
         lines = [f"Results for {query[:200]!r}:"]
         for number, text in enumerate(texts, 1):
-            lines.append(f"[{number}] {self._shortened(text)}")
+            lines.append(f"[{number}] {self._shorten(text)}")
         return "\n".join(lines if texts else [*lines, "(none)"])
 
-    def _shortened(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         excess = len(text) - self._max_chars
         return text if excess <= 0 else f"{text[: self._max_chars]} [{excess} characters omitted]"
 

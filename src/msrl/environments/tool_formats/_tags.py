@@ -94,7 +94,7 @@ def _read_call(
     """Return the call at a position and its end. A malformed one ends with its block."""
     opened = tags.call.match(text, start)
     if opened is None:
-        return _malformed(text, start, tags, "the call must begin with the name of a tool")
+        return _malformed_call(text, start, tags, "the call must begin with the name of a tool")
     name, position = opened[1].strip(), _skip_space(text, opened.end())
     types = schemas.get(name, {})
     arguments: dict[str, Any] = {}
@@ -102,16 +102,16 @@ def _read_call(
         end = _argument_end(text, argument.end(), tags)
         if end is None:
             problem = f"{tags.argument_end} is missing after the argument {argument[1]!r}"
-            return _malformed(text, start, tags, problem)
+            return _malformed_call(text, start, tags, problem)
         key, value = argument[1].strip(), text[argument.end() : end]
         if key in arguments:
-            return _malformed(text, start, tags, f"the argument {key!r} occurs twice")
+            return _malformed_call(text, start, tags, f"the argument {key!r} occurs twice")
         arguments[key] = tags.read(value, argument, types.get(key))
         position = _skip_space(text, end + len(tags.argument_end))
     if not name or "\n" in name:
-        return _malformed(text, start, tags, "the call must begin with the name of a tool")
+        return _malformed_call(text, start, tags, "the call must begin with the name of a tool")
     if not text.startswith(tags.call_end, position):
-        return _malformed(text, start, tags, f"{tags.call_end} is missing")
+        return _malformed_call(text, start, tags, f"{tags.call_end} is missing")
     return ToolCall(name, arguments), position + len(tags.call_end)
 
 
@@ -130,7 +130,7 @@ def _argument_end(text: str, start: int, tags: Tags) -> int | None:
     return None
 
 
-def _malformed(text: str, start: int, tags: Tags, problem: str) -> tuple[MalformedCall, int]:
+def _malformed_call(text: str, start: int, tags: Tags, problem: str) -> tuple[MalformedCall, int]:
     end_tag = tags.block[1] if tags.block else tags.call_end
     after = next_mark(text, start, (end_tag,))
     return MalformedCall(text[start:after].removesuffix(end_tag).strip(), problem), after

@@ -68,12 +68,12 @@ def _read_call(node: ast.expr) -> ToolCall:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("each argument needs its own name")
         arguments[keyword.arg] = _literal(keyword.value)
-    return ToolCall(_dotted(node.func), arguments)
+    return ToolCall(_dotted_name(node.func), arguments)
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_dotted_name(node.value)}.{node.attr}"
     if not isinstance(node, ast.Name):
         raise ValueError("a call needs the name of a tool")
     return node.id

@@ -73,7 +73,7 @@ def _include(
         translation.record(entry, KeyStatus.DROPPED, text)
     else:
         changes = [override for override, _ in overrides]
-        translation.include(_translated(read(file, is_old=True), file, changes))
+        translation.include(_translate_tree(read(file, is_old=True), file, changes))
         translation.record(entry, KeyStatus.APPLIED, f"the keys of {file}")
     for override, word in overrides:
         node = override.node or wrap(None, Origin(translation.name, word.line))
@@ -84,7 +84,7 @@ def _include(
             translation.record(change, KeyStatus.APPLIED, f"a key of {file.name}")
 
 
-def _translated(tree: Node, file: Path, overrides: Sequence[Override]) -> Translation:
+def _translate_tree(tree: Node, file: Path, overrides: Sequence[Override]) -> Translation:
     system = mindspeed_ray if mindspeed_ray.is_ray_file(tree) else mindspeed_rl
     return system.translate(tree, file, overrides)
 

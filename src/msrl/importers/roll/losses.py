@@ -51,7 +51,7 @@ class Losses:
         self._policy_loss()
         self._aggregation()
         self._whitening()
-        self._removed()
+        self._removed_keys()
 
     def has_clip(self) -> bool:
         """Return True if the policy loss reads pg_clip."""
@@ -164,7 +164,7 @@ class Losses:
                 origin = self.top.origin(key)
                 self.translation.set("algo.advantage.whiten_scope", wrap("domain", origin))
 
-    def _removed(self) -> None:
+    def _removed_keys(self) -> None:
         """Translate keys that v0.2.0 removed, in the way in which earlier versions read them."""
         self._reward_norm()
         for key in ("sft_loss_coef", "postive_loss_coef"):

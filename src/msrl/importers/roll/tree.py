@@ -24,21 +24,21 @@ def resolved(tree: Node, file: Path, errors: list[str]) -> tuple[Node, frozenset
     variables: set[str] = set()
 
     def prepare(node: Node) -> Node:
-        variables.update(_referenced(node))
+        variables.update(_referenced_names(node))
         return _without_deepspeed(node)
 
     tree = composed(tree, file, errors, skip=lambda name: "deepspeed" in name, prepare=prepare)
     return tree, frozenset(variables)
 
 
-def _referenced(node: Node) -> Iterator[str]:
+def _referenced_names(node: Node) -> Iterator[str]:
     """Yield the first names of all references `${NAME.KEY}`."""
     if isinstance(node.value, dict):
         children: Iterable[Node] = node.value.values()
     else:
         children = node.value if isinstance(node.value, tuple) else ()
     for child in children:
-        yield from _referenced(child)
+        yield from _referenced_names(child)
     if isinstance(node.value, str):
         yield from _VARIABLE.findall(node.value)
 

@@ -117,7 +117,7 @@ class _Evaluator:
         self.pos += 2
         right = self._assignment()
         change = following[0].removesuffix("=")
-        return self._set(name, _BINARY[change](self._named(name), right) if change else right)
+        return self._set(name, _BINARY[change](self._read_name(name), right) if change else right)
 
     def _set(self, name: str, value: int) -> int:
         if not self.is_skipped:
@@ -148,10 +148,10 @@ class _Evaluator:
             is_decided = (token == "&&" and not left) or (token == "||" and left != 0)
             following = level if token == "**" else level + 1
             right = self._unless(is_decided, lambda following=following: self._binary(following))
-            left = self._combined(token, left, right)
+            left = self._combine(token, left, right)
         return left
 
-    def _combined(self, token: str, left: int, right: int) -> int:
+    def _combine(self, token: str, left: int, right: int) -> int:
         if token in ("&&", "||"):
             return int((left and right) if token == "&&" else (left or right)) and 1
         return 0 if self.is_skipped else int(_BINARY[token](left, right))
@@ -162,7 +162,7 @@ class _Evaluator:
             if not _is_name(name):
                 raise ValueError
             self.pos += 1
-            return self._set(name, self._named(name) + (1 if token == "++" else -1))
+            return self._set(name, self._read_name(name) + (1 if token == "++" else -1))
         if token := self._accept("-", "+", "!", "~"):
             value = self._unary()
             return {"-": -value, "+": value, "!": int(not value), "~": ~value}[token]
@@ -178,12 +178,12 @@ class _Evaluator:
         self.pos += 1
         if not _is_name(token):
             return _number(token)
-        value = self._named(token)
+        value = self._read_name(token)
         if change := self._accept("++", "--"):
             self._set(token, value + (1 if change == "++" else -1))
         return value
 
-    def _named(self, name: str) -> int:
+    def _read_name(self, name: str) -> int:
         """Return the number in a variable, whose text may be an expression."""
         variable = self.scope.look_up(name)
         if variable is None or not variable.text.strip():

@@ -308,7 +308,7 @@ class _Expander:
             value = value.first()
         if match[1] == "#":
             return literal(str(len(value.words if is_list else value.text)), value.problem)
-        return self._changed(name, value, action, argument, is_list=is_list)
+        return self._apply_action(name, value, action, argument, is_list=is_list)
 
     def _item(self, value: Variable, index: str) -> Variable:
         """Return `${NAME[index]}`, which is empty for an index that does not exist."""
@@ -319,7 +319,7 @@ class _Expander:
             return EMPTY
         return item(value.words[number])
 
-    def _changed(
+    def _apply_action(
         self, name: str, value: Variable, action: str, argument: str, *, is_list: bool
     ) -> Variable:
         """Return a value after the action of `${NAME<action>argument}`."""
@@ -336,8 +336,8 @@ class _Expander:
         if action[0] in "^,":
             return literal(_with_case(value.text, action))
         if action[0] == "/":
-            return self._replaced(value, action, argument)
-        return _trimmed(value, action, expand_text(argument, self.line, self.scope).text)
+            return self._replace_pattern(value, action, argument)
+        return _trim(value, action, expand_text(argument, self.line, self.scope).text)
 
     def _slice(self, value: Variable, argument: str, *, is_list: bool) -> Variable:
         """Return `${NAME:offset:length}` of a text or of the words of a list."""
@@ -353,7 +353,7 @@ class _Expander:
             return Variable(" ".join(word.text for word in words), words)
         return literal(value.text[start:end])
 
-    def _replaced(self, value: Variable, action: str, argument: str) -> Variable:
+    def _replace_pattern(self, value: Variable, action: str, argument: str) -> Variable:
         """Return `${NAME/pattern/text}`. The pattern is a glob; `#` and `%` anchor it."""
         match = re.match(r"((?:\\.|[^/\\])*)(?:/(.*))?$", argument, re.S)
         assert match is not None
@@ -429,7 +429,7 @@ def _commands(source: str) -> list[str]:
     return [source[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _trimmed(value: Variable, action: str, pattern: str) -> Variable:
+def _trim(value: Variable, action: str, pattern: str) -> Variable:
     """Return a value without the prefix (#) or suffix (%) that matches."""
     text = value.text
     positions = range(len(text) + 1)

@@ -137,7 +137,7 @@ class _Interpreter:
             if operator and status is not None and status != (operator == "&&"):
                 continue
             if operator and status is None:
-                self._either(node.line, partial(self.run_node, pipeline))
+                self._run_branches(node.line, partial(self.run_node, pipeline))
             else:
                 status = self.run_node(pipeline)
         return status
@@ -163,14 +163,14 @@ class _Interpreter:
                 return self.run(body)
             bodies.append(partial(self.run, body))
             if status is True:
-                return self._either(node.line, *bodies, is_complete=True)
-        return self._either(node.line, *bodies) if bodies else True
+                return self._run_branches(node.line, *bodies, is_complete=True)
+        return self._run_branches(node.line, *bodies) if bodies else True
 
     def _case(self, node: syntax.CaseCommand) -> bool | None:
-        word = _joined(expand(node.word, node.line, self.scope))
+        word = _join_words(expand(node.word, node.line, self.scope))
         if word.problem:
             bodies = [partial(self.run, body) for _, body, _ in node.branches]
-            return self._either(node.line, *bodies)
+            return self._run_branches(node.line, *bodies)
         status: bool | None = True
         is_falling = False
         for patterns, body, end in node.branches:
@@ -190,7 +190,7 @@ class _Interpreter:
                 return True
         return False
 
-    def _either(
+    def _run_branches(
         self, line: int, *bodies: Callable[[], object], is_complete: bool = False
     ) -> bool | None:
         """Run branches of which a run chooses one, or none unless they are complete.
@@ -207,14 +207,14 @@ class _Interpreter:
             branches.append(self.scope.variables)
         self.num_unknown -= 1
         names = dict.fromkeys(name for variables in branches for name in variables)
-        self.scope.variables = {name: _merged(name, branches, line) for name in names}
+        self.scope.variables = {name: _merge_branches(name, branches, line) for name in names}
         return None
 
     # --- Loops and functions ---
 
     def _for(self, node: syntax.For) -> bool | None:
         if node.arithmetic is not None:
-            return self._counted(node, node.arithmetic.split(";"))
+            return self._run_counted_loop(node, node.arithmetic.split(";"))
         words = expand(node.words, node.line, self.scope, may_cut=True)
         for word in words[:MAX_REPEATS]:
             self.scope.variables[node.name] = Variable(word.text, (word,), word.problem)
@@ -223,41 +223,41 @@ class _Interpreter:
         if len(words) <= MAX_REPEATS:
             return True
         self.scope.variables[node.name] = unknown(node.name, node.line)
-        return self._unfinished(node)
+        return self._end_unfinished_loop(node)
 
-    def _counted(self, node: syntax.For, expressions: Sequence[str]) -> bool | None:
+    def _run_counted_loop(self, node: syntax.For, expressions: Sequence[str]) -> bool | None:
         """Run `for ((first; condition; change))`."""
         first, condition, change = (*expressions, "", "", "")[:3]
-        self._calculated(first, node.line)
+        self._calculate(first, node.line)
         for _ in range(MAX_REPEATS):
-            value = self._calculated(condition, node.line) if condition.strip() else 1
+            value = self._calculate(condition, node.line) if condition.strip() else 1
             if value is None:
                 self._forget(first, node.line)
-                return self._either(node.line, partial(self._repeat, node.body))
+                return self._run_branches(node.line, partial(self._repeat, node.body))
             if value == 0 or self._repeat(node.body):
                 return True
-            self._calculated(change, node.line)
+            self._calculate(change, node.line)
         self._forget(first, node.line)
-        return self._unfinished(node)
+        return self._end_unfinished_loop(node)
 
-    def _calculated(self, text: str, line: int) -> int | None:
+    def _calculate(self, text: str, line: int) -> int | None:
         return calculate(expand_text(text, line, self.scope), self.scope)
 
     def _while(self, node: syntax.While) -> bool | None:
         for _ in range(MAX_REPEATS):
             status = self.run(node.condition)
             if status is None:
-                return self._either(node.line, partial(self._repeat, node.body))
+                return self._run_branches(node.line, partial(self._repeat, node.body))
             if status is node.is_until or self._repeat(node.body):
                 return True
             first = node.condition[0] if node.condition else None
             if isinstance(first, syntax.Simple) and first.text in ("true", "false", ":"):
                 return True  # ends by a condition that is known only at run time
-        return self._unfinished(node)
+        return self._end_unfinished_loop(node)
 
-    def _unfinished(self, node: syntax.For | syntax.While) -> bool | None:
+    def _end_unfinished_loop(self, node: syntax.For | syntax.While) -> bool | None:
         """End a loop at the limit of repeats. The variables that it changes have no known value."""
-        return self._either(node.line, partial(self._repeat, node.body))
+        return self._run_branches(node.line, partial(self._repeat, node.body))
 
     def _repeat(self, body: Sequence[syntax.Node]) -> bool:
         """Run the body of a loop and return True if it ends the loop."""
@@ -301,7 +301,7 @@ class _Interpreter:
     # --- Simple commands ---
 
     def _arithmetic(self, node: syntax.Arithmetic) -> bool | None:
-        value = self._calculated(node.text, node.line)
+        value = self._calculate(node.text, node.line)
         if value is None:
             self._forget(node.text, node.line)
         return None if value is None else value != 0
@@ -532,7 +532,7 @@ class _Interpreter:
         if index is not None:
             variable = _without_value(name, f"{name}{index} is an element of an array", line)
         elif appends and name in self.scope.variables:
-            variable = _appended(self.scope.variables[name], variable)
+            variable = _append(self.scope.variables[name], variable)
         if len(variable.text) > MAX_CHARACTERS or len(variable.words) > MAX_CHARACTERS:
             raise MsrlError(f"{self.script.name}:{line}: {name}: its value is too long.")
         self.scope.variables[name] = variable
@@ -621,7 +621,7 @@ def _raw_words(source: str) -> list[tuple[str, int]]:
     return words
 
 
-def _merged(name: str, branches: Sequence[dict[str, Variable]], line: int) -> Variable:
+def _merge_branches(name: str, branches: Sequence[dict[str, Variable]], line: int) -> Variable:
     values = [variables.get(name) for variables in branches]
     first = values[0]
     if first is not None and all(
@@ -644,7 +644,7 @@ def _variable(value: str, line: int, scope: Scope) -> Variable:
     """Return the value of an assignment. A placeholder with spaces stays one word."""
     if value.startswith("("):
         return _array(value, line, scope)
-    inner = _unquoted(value)
+    inner = _text_without_quotes(value)
     if value.startswith("'") and value.endswith("'") and value.count("'") == 2:
         return _split(value[1:-1], line, [], scope)
     whole = expand_text(inner, line, scope) if inner != value else expand_value(value, line, scope)
@@ -658,7 +658,7 @@ def _variable(value: str, line: int, scope: Scope) -> Variable:
     return _split(whole.text, line, words, scope)
 
 
-def _appended(before: Variable, after: Variable) -> Variable:
+def _append(before: Variable, after: Variable) -> Variable:
     """Return the value of `NAME+=after`: more items of an array, or more text."""
     problem = before.problem or after.problem
     if before.is_array:
@@ -713,7 +713,7 @@ def _array(value: str, line: int, scope: Scope) -> Variable:
     return Variable(" ".join(word.text for word in words), words, is_array=True)
 
 
-def _joined(words: Sequence[Word]) -> Variable:
+def _join_words(words: Sequence[Word]) -> Variable:
     problem = next((word.problem for word in words if word.problem), "")
     return Variable(" ".join(word.text for word in words), tuple(words), problem)
 
@@ -722,7 +722,7 @@ def _exported_word(variable: Variable, line: int | None) -> Word:
     return Word(variable.text, line, variable.problem)
 
 
-def _unquoted(value: str) -> str:
+def _text_without_quotes(value: str) -> str:
     is_quoted = len(value) > 1 and value[0] == value[-1] == '"' and '"' not in value[1:-1]
     return value[1:-1] if is_quoted else value
 

@@ -33,7 +33,7 @@ def output(commands: Sequence[Sequence[str]]) -> str | None:
     for command in commands[:-1]:
         if len(command) < 2 or command[0] != "cd":
             return None
-        folder = _joined(folder, command[1])
+        folder = _join_path(folder, command[1])
     last = commands[-1] if commands else ()
     program, arguments = (last[0], last[1:]) if last else (":", ())
     return _program_output(program, arguments, folder)
@@ -79,15 +79,15 @@ def printed(arguments: Sequence[str]) -> str | None:
     pattern, values = arguments[0], list(arguments[1:])
     fields = [field for field in _FORMAT.findall(pattern) if field != "%"]
     try:
-        text = _formatted(pattern, fields, values)
+        text = _format_once(pattern, fields, values)
         while fields and values:
-            text += _formatted(pattern, fields, values)
+            text += _format_once(pattern, fields, values)
     except ValueError:
         return None
     return re.sub(r"\\([nt\\])", lambda match: _ESCAPES[match[1]], text)
 
 
-def _formatted(pattern: str, fields: Sequence[str], values: list[str]) -> str:
+def _format_once(pattern: str, fields: Sequence[str], values: list[str]) -> str:
     """Return the format once, and remove the values that it reads."""
     texts = [values.pop(0) if values else "" for _ in fields]
     pairs = zip(fields, texts, strict=True)
@@ -121,6 +121,6 @@ def _path_output(program: str, names: Sequence[str]) -> str | None:
     return str(path) if program in ("realpath", "readlink") else None
 
 
-def _joined(folder: str, name: str) -> str:
+def _join_path(folder: str, name: str) -> str:
     """Return a folder and a name below it, without `..` where that is possible."""
     return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118  (paths of another machine)

@@ -141,7 +141,7 @@ def parse(text: str, name: str) -> tuple[Node, ...]:
     """
     if "\0" in text:  # which bash drops, and which no path and no format of a date may contain
         raise MsrlError(f"{name}: contains null characters. Name a shell script.")
-    parser = _Parser(_prepared(text), name)
+    parser = _Parser(_prepare(text), name)
     nodes = parser.body(())
     if parser.token is not None:
         raise parser.error(f"{parser.token.text!r} has no beginning")
@@ -196,7 +196,7 @@ def word_end(text: str, pos: int) -> int:
     return min(max(pos, start + 1), len(text))
 
 
-def _prepared(text: str) -> str:
+def _prepare(text: str) -> str:
     """Return a text with line feeds, whose comments do not end a continued command."""
     lines = [_BLANKS.sub(r"\\", line.rstrip("\r")) for line in text.split("\n")]
     for number in _comments_inside(lines):
@@ -423,9 +423,9 @@ class _Parser:
             end = self.token.end
             self.advance()
         spans = [s for s in self.redirections[num_redirections:] if first.start <= s[0] < end]
-        return Simple(self._without(first.start, end, spans), self.line(first.start))
+        return Simple(self._remove_spans(first.start, end, spans), self.line(first.start))
 
-    def _without(self, start: int, end: int, spans: Sequence[tuple[int, int]]) -> str:
+    def _remove_spans(self, start: int, end: int, spans: Sequence[tuple[int, int]]) -> str:
         """Return the source without these spans, but with all of its line feeds."""
         text = ""
         for first, after in spans:

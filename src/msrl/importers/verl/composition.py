@@ -47,7 +47,7 @@ def compose(
     tree: Node, file: Path, overrides: Sequence[Override], errors: list[str], table: Table
 ) -> tuple[Node, Choices]:
     """Return a configuration with its overrides and references resolved, and its choices."""
-    choices = Choices(list(_chosen(tree)))
+    choices = Choices(list(_chosen_groups(tree)))
     keys: list[Override] = []
     for override in overrides:
         is_group = "@" in override.path or "/" in override.path
@@ -73,7 +73,7 @@ def compose(
     return Node(entries, tree.origin), choices
 
 
-def _chosen(tree: Node) -> Iterator[str]:
+def _chosen_groups(tree: Node) -> Iterator[str]:
     """Yield the values of the groups in a `defaults` list."""
     entries = tree.value if isinstance(tree.value, dict) else {}
     defaults = entries.get("defaults")

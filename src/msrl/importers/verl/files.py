@@ -57,10 +57,10 @@ def translate(
     translation = Translation("verl", load_table("verl"), str(file))
     tree, choices = compose(tree, file, overrides, translation.errors, translation.table)
     choices.names += names
-    return _translated(translation, tree, choices)
+    return _translate_training(translation, tree, choices)
 
 
-def _supervised(
+def _translate_supervised(
     overrides: Sequence[Override], launcher: Sequence[Word], tree: Node, file: Path, name: str
 ) -> Translation:
     """Return the translation of a command of the supervised trainer."""
@@ -71,7 +71,7 @@ def _supervised(
     return translation
 
 
-def _translated(translation: Translation, tree: Node, choices: Choices) -> Translation:
+def _translate_training(translation: Translation, tree: Node, choices: Choices) -> Translation:
     sections = Sections.of(translation, tree)
     if feature := needs_images(sections):
         translation.errors[:] = [f"{translation.name}: not supported: {feature}"]
@@ -181,7 +181,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
     file, own = _config(options, name)
     tree = read(file, is_old=True) if file is not None else Node({}, Origin(name))
     if program in sft.PROGRAMS:
-        translation = _supervised(overrides, launcher, tree, file or Path(name), name)
+        translation = _translate_supervised(overrides, launcher, tree, file or Path(name), name)
     else:
         translation = translate(tree, file or Path(name), overrides, own)
     translation.name = name

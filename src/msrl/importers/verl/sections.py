@@ -128,7 +128,7 @@ def _entries(
         if below in paths and (node.value is None or isinstance(node.value, dict)):
             yield from _entries(translation, node, below, paths)
         elif key != _TARGET and node.value != _MISSING:
-            leaves[key] = _expanded(node)
+            leaves[key] = _expand_user(node)
     name, *also = paths[path]
     for entry in translation.entries(Node(leaves, section.origin), name, path, also=also):
         is_unset = entry.value is None or entry.value == {}
@@ -138,7 +138,7 @@ def _entries(
             yield path if path.startswith(_OWN) else entry.section, entry
 
 
-def _expanded(node: Node) -> Node:
+def _expand_user(node: Node) -> Node:
     """Return a path below `~` with the folder of the user, as the original expands it."""
     text = node.value
     if not isinstance(text, str) or not text.startswith("~/"):

@@ -146,8 +146,8 @@ def amount(text: str) -> Amount | None:
         return None
     text, num_wrapped = _WRAPPED.subn(r" \1", _with_rates(text))
     text = re.sub(r"\s*/\s*", "/", text)
-    text = _WORD_BEFORE_UNIT.sub(lambda match: _raised(match[0], match[2], match[1]), text)
-    text = _WORD_AFTER_UNIT.sub(lambda match: _raised(match[0], match[1], match[2]), text)
+    text = _WORD_BEFORE_UNIT.sub(lambda match: _raise_unit(match[0], match[2], match[1]), text)
+    text = _WORD_AFTER_UNIT.sub(lambda match: _raise_unit(match[0], match[1], match[2]), text)
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
         return None
@@ -283,7 +283,7 @@ def _currency(text: str) -> str:
     return next(names, "")
 
 
-def _raised(text: str, unit: str, word: str) -> str:
+def _raise_unit(text: str, unit: str, word: str) -> str:
     """Return a unit beside a word such as `square` with its exponent, or the text unchanged."""
     if _singular(unit) not in (*_UNITS, "unit"):
         return text

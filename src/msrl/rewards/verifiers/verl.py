@@ -41,7 +41,7 @@ def refusal(*, kind: str = "math") -> str | None:
     return None if kind in kinds else f"options.kind={kind}: must be one of {', '.join(kinds)}"
 
 
-def _enclosed(text: str, start: int) -> str | None:
+def _enclosed_text(text: str, start: int) -> str | None:
     """Return the text from `start` to the brace that closes the first open one."""
     depth = 0
     for position in range(start, len(text)):
@@ -75,7 +75,7 @@ def _last_box(text: str) -> str | None:
         return text.split("\\boxed ")[-1].split("$")[0]
     start = text.rfind("\\boxed")
     start = text.rfind("\\fbox") if start < 0 else start
-    return None if start < 0 else _content(_enclosed(text, start))
+    return None if start < 0 else _content(_enclosed_text(text, start))
 
 
 def _same_in_math(first: str, second: str) -> bool:
@@ -158,7 +158,7 @@ def _is_right_in_dapo(response: str, answer: str) -> bool:
         return form == _dapo_form(answer)
     tail = response[-_BOX_TAIL:]
     start = tail.rfind("\\boxed{")
-    claimed = None if start < 0 else _content(_enclosed(tail, start))
+    claimed = None if start < 0 else _content(_enclosed_text(tail, start))
     return claimed == answer if claimed is not None else _dapo_form(answer) == "[INVALID]"
 
 

@@ -59,10 +59,10 @@ def environment_sources(section: EnvironmentConfig) -> dict[str, EnvironmentSour
     """Return the environments of a section of the configuration by name."""
     if not section.mixture:
         return {"environment": _source(section, 1.0)}
-    return {name: _mixed(entry) for name, entry in section.mixture.items()}
+    return {name: _mixed_source(entry) for name, entry in section.mixture.items()}
 
 
-def _mixed(entry: MixtureEntry) -> EnvironmentSource:
+def _mixed_source(entry: MixtureEntry) -> EnvironmentSource:
     return _source(entry, entry.weight)
 
 

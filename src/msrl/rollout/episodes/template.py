@@ -107,7 +107,7 @@ class EpisodeTemplate:
         Raises:
             MsrlError: The template cannot render it.
         """
-        turns = [self._marked(message) for message in messages]
+        turns = [self._mark(message) for message in messages]
         return self._encode(self._render(turns, mark_controls(list(tools), self._pattern)))
 
     def suffix(self, num_answers: int, new: Sequence[Message], last_token: int | None) -> Ints:
@@ -136,7 +136,7 @@ class EpisodeTemplate:
         Raises:
             MsrlError: The template cannot render the messages.
         """
-        turns = [self._marked(message) for message in new]
+        turns = [self._mark(message) for message in new]
         empty = [{"role": "system", "content": ""}]
         start = len(self._encode(self._render(empty, [], prompts=False)))
         return np.concatenate([self._end, self._encode(self._render([*empty, *turns], []))[start:]])
@@ -195,7 +195,7 @@ class EpisodeTemplate:
         """Return the text after an answer. Its control tokens in `new` are marked."""
         pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         before = [*pair * (num_answers - 1), pair[0]]
-        turns = [self._marked(message) for message in new]
+        turns = [self._mark(message) for message in new]
         try:
             text = self._render([*before, {"role": "assistant", "content": _SENTINEL}, *turns], [])
         except MsrlError:
@@ -225,7 +225,7 @@ class EpisodeTemplate:
     def _pattern(self) -> re.Pattern[str] | None:
         return control_pattern(self.controls)
 
-    def _marked(self, message: Message) -> JsonObject:
+    def _mark(self, message: Message) -> JsonObject:
         return mark_controls(turn_fields(message, self.source), self._pattern)
 
     def _render(

@@ -162,7 +162,7 @@ class GroupBuffer(Generic[Group]):
     def state(self) -> BufferState[Group]:
         """Return the state for a checkpoint. Groups that are not finished are pending in it."""
         finished = self._in_stage("finished")
-        pending = [slot.ticket for slot in self._ordered() if slot.stage != "finished"]
+        pending = [slot.ticket for slot in self._ordered_slots() if slot.stage != "finished"]
         groups = [FinishedGroup(slot.ticket, slot.version, slot.group) for slot in finished]
         return BufferState(
             self._next_number, self._taken, tuple(pending), tuple(groups), tuple(self._filtered)
@@ -263,7 +263,7 @@ class GroupBuffer(Generic[Group]):
         if self._on_stale == "wait":
             return []
         dropped: list[Ticket] = []
-        for slot in self._ordered():
+        for slot in self._ordered_slots():
             is_stale = slot.version < version - self._staleness and slot.stage != "pending"
             if is_stale and not slot.is_kept:
                 dropped.append(slot.ticket)
@@ -295,7 +295,7 @@ class GroupBuffer(Generic[Group]):
 
     def missing(self) -> Mapping[Ticket, Stage]:
         """Return the unfinished groups among those that the next batch waits for."""
-        slots = self._ordered()
+        slots = self._ordered_slots()
         if self._on_stale == "wait":
             slots = slots[: self._batch]
         return {slot.ticket: slot.stage for slot in slots if slot.stage != "finished"}
@@ -305,15 +305,15 @@ class GroupBuffer(Generic[Group]):
         issued = self._taken + len(self._slots)
         return self._num_groups is not None and issued >= self._num_groups
 
-    def _ordered(self) -> list[_Slot]:
+    def _ordered_slots(self) -> list[_Slot]:
         return sorted(self._slots.values(), key=_number)
 
     def _in_stage(self, stage: Stage) -> list[_Slot]:
-        return [slot for slot in self._ordered() if slot.stage == stage]
+        return [slot for slot in self._ordered_slots() if slot.stage == stage]
 
     def _oldest(self) -> list[_Slot] | None:
         """Return the groups with the lowest numbers if they are all finished."""
-        slots = self._ordered()[: self._batch]
+        slots = self._ordered_slots()[: self._batch]
         is_ready = len(slots) == self._batch and all(slot.stage == "finished" for slot in slots)
         return slots if is_ready else None
 

@@ -74,7 +74,7 @@ class Assembler:
         if missing == 0:
             del self._missing_rows[chunk.name]
             for name in rule.hf:
-                yield from self._completed(name)
+                yield from self._finished_file(name)
 
     def _copy(self, rule: Rule, chunk: ShardRows, rows: Tensor) -> None:
         tensors = [
@@ -102,7 +102,7 @@ class Assembler:
         tensor = self._tensors[file_name]
         return tensor if number is None else tensor[number]
 
-    def _completed(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def _finished_file(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensor of a file if all of it has arrived."""
         file_name, number = split_entry(name) or (name, None)
         if number is not None:

@@ -57,7 +57,7 @@ class Saver:
                 )
                 self._finished.append(saved)
         except _FAILURES as error:
-            raise self._failed(step, error) from error
+            raise self._save_error(step, error) from error
 
     def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
         self._join()
@@ -106,7 +106,7 @@ class Saver:
             if publication is not None:
                 publication.publish()
         except _FAILURES as error:
-            self._error = self._failed(files.step, error)
+            self._error = self._save_error(files.step, error)
         except BaseException as error:
             self._error = error
         else:
@@ -119,7 +119,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _failed(self, step: int, error: Exception) -> MsrlError:
+    def _save_error(self, step: int, error: Exception) -> MsrlError:
         """Return the error of a save that failed, and remove its files."""
         discard(self._root, step)
         return MsrlError(

@@ -62,7 +62,7 @@ class PolicyModel(GPTModel):
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return hidden
-        gathered = self._gathered(hidden).squeeze(1)
+        gathered = self._gather(hidden).squeeze(1)
         every = gathered if packed.shared is None else packed.shared.expand(gathered)
         selected = every[loss_mask]  # [M, c]
         if self._shape.reward_head:
@@ -79,7 +79,7 @@ class PolicyModel(GPTModel):
         # The scale is rounded like the weights.
         return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
-    def _gathered(self, hidden: Tensor) -> Tensor:
+    def _gather(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [n, 1, c] of all tokens of a sequence-parallel group."""
         if not self.config.sequence_parallel:
             return hidden

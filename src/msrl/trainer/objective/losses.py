@@ -188,7 +188,7 @@ class PolicyLoss:
         before = self._before(outputs.logprobs, fields)
         # The ratio to the behavior policy is measured for the policy in training.
         trainer = outputs.logprobs.detach() if self.old_logprobs == "behavior" else before
-        factors, sums = self._corrected(trainer, fields, mask, outputs.sequences)
+        factors, sums = self._mismatch_weights(trainer, fields, mask, outputs.sequences)
         tokens = PolicyTokens.of(
             outputs.logprobs,
             before,
@@ -198,13 +198,13 @@ class PolicyLoss:
             ratio=self.ratio,
             scores=fields.get("scores"),
         )
-        factors = factors * self._selected(tokens, fields, before, sums)
+        factors = factors * self._trained_tokens(tokens, fields, before, sums)
         policy = self._policy(tokens, fields)
         # The factors multiply the loss, not the advantages: a loss may have terms without an
         # advantage, such as the drift of cpgd.
         terms = {
             "policy_loss": (self.rl_coef, policy.loss * factors),
-            **self._further(outputs, fields, tokens),
+            **self._other_terms(outputs, fields, tokens),
         }
         loss = outputs.logprobs.new_zeros(())
         for name, (coef, values) in terms.items():
@@ -239,7 +239,7 @@ class PolicyLoss:
             tokens, **required_arguments(plugin.policy_loss, arguments), **self.options
         )
 
-    def _selected(
+    def _trained_tokens(
         self, tokens: PolicyTokens, fields: Mapping[str, Tensor], before: Tensor, sums: Sums
     ) -> Tensor:  # [M], 0 or 1
         """Return which tokens the policy loss trains on, and add dropped ones to `sums`."""
@@ -257,13 +257,13 @@ class PolicyLoss:
         sums["off_policy_masked"] = dropped.to(selected.dtype).sum()
         return selected.masked_fill(dropped, 0.0)
 
-    def _further(
+    def _other_terms(
         self, outputs: Outputs, fields: Mapping[str, Tensor], tokens: PolicyTokens
     ) -> dict[str, tuple[float, Tensor]]:
         """Return the coefficient and the values per token of the terms besides the policy loss."""
         terms: dict[str, tuple[float, Tensor]] = {}
         if self._has_exact_kl:
-            terms["kl"] = (self.rl_coef * self.kl_coef, _required(outputs.divergences)[:, 0])
+            terms["kl"] = (self.rl_coef * self.kl_coef, _require(outputs.divergences)[:, 0])
         elif "reference_logprobs" in fields:
             values = kl.per_token(
                 self.kl_estimator, outputs.logprobs, fields["reference_logprobs"], tokens.mask
@@ -278,14 +278,14 @@ class PolicyLoss:
         if outputs.entropy is not None:  # a reported entropy is cheap, a differentiated one is not
             terms["entropy"] = (-self.entropy_coef, outputs.entropy)
         if self.distillation is not None:
-            from_teachers = _required(outputs.divergences)[:, int(self._has_exact_kl) :]
+            from_teachers = _require(outputs.divergences)[:, int(self._has_exact_kl) :]
             terms["distill"] = (
                 self.distillation.coef,
                 self.distillation.per_token(from_teachers, fields),
             )
         return terms
 
-    def _corrected(
+    def _mismatch_weights(
         self, before: Tensor, fields: Mapping[str, Tensor], mask: Tensor, sequences: Tensor
     ) -> tuple[Tensor, Sums]:
         """Return factors that correct the policy loss for the mismatch, and their metrics.
@@ -348,6 +348,6 @@ def _movement(tokens: PolicyTokens) -> dict[str, Tensor]:
     return {"ppo_kl": log_ratio.exp() - 1.0 - log_ratio}
 
 
-def _required(values: Tensor | None) -> Tensor:
+def _require(values: Tensor | None) -> Tensor:
     assert values is not None, "`compared` requests it"
     return values

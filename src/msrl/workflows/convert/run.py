@@ -79,7 +79,7 @@ def check(config: Config) -> None:
     elif convert.command == "lora2hf":
         _read_adapter(load, Path(convert.hf_config) if convert.hf_config else None)
     else:
-        _checked(config, load, Path(convert.save or ""))
+        _check_conversion(config, load, Path(convert.save or ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Conversion:
     """Descriptions of the contents that are not converted."""
 
 
-def _checked(config: Config, load: Path, save: Path) -> _Conversion:
+def _check_conversion(config: Config, load: Path, save: Path) -> _Conversion:
     """Open and verify the checkpoint, and check that the result can be written."""
     convert = config.convert
     _verify_source(convert, load)
@@ -104,8 +104,8 @@ def _checked(config: Config, load: Path, save: Path) -> _Conversion:
     # Read before anything is written, because the training state may be damaged too.
     dropped = [] if convert.command in FROM_HF else training_state(load)
     require_free_path(save)
-    require_free_path(_written(convert, save))
-    num_bytes, write = _prepare(convert, source, _written(convert, save))
+    require_free_path(_result(convert, save))
+    num_bytes, write = _prepare(convert, source, _result(convert, save))
     require_space(save, num_bytes)
     return _Conversion(source, num_bytes, write, tuple(dropped))
 
@@ -114,7 +114,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
     convert = config.convert
-    conversion = _checked(config, load, save)
+    conversion = _check_conversion(config, load, save)
     source, num_bytes, write = conversion.source, conversion.num_bytes, conversion.write
     start = time.perf_counter()
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
@@ -122,7 +122,7 @@ def _convert(config: Config, load: Path, save: Path) -> None:
     elapsed = time.perf_counter() - start
     layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
     print_line(
-        f"Wrote {_written(convert, save)}: {layout}{num_parameters(source.shape):,} parameters, "
+        f"Wrote {_result(convert, save)}: {layout}{num_parameters(source.shape):,} parameters, "
         f"{amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
     )
     _print_pass_through(source)
@@ -140,12 +140,12 @@ def _convert(config: Config, load: Path, save: Path) -> None:
         print_line("Not verified: neither the files nor the logits were compared with the source")
 
 
-def _written(convert: ConvertConfig, save: Path) -> Path:
+def _result(convert: ConvertConfig, save: Path) -> Path:
     """Return the folder to write: the result has its name only after a requested verification."""
-    return _unverified(save) if convert.verify else save
+    return _unverified_folder(save) if convert.verify else save
 
 
-def _unverified(save: Path) -> Path:
+def _unverified_folder(save: Path) -> Path:
     target = save.resolve()  # a link to an empty folder stays
     return target.with_name(f"{target.name}{UNVERIFIED[0]}")
 
@@ -210,7 +210,7 @@ def _export_adapter(load: Path, save: Path, hf_config: Path | None) -> None:
     adapter, shape, hf_dir = _read_adapter(load, hf_config)
     recorded = None if hf_config else adapted_base(load)
     base = (recorded if recorded is not None and has_weights(recorded) else hf_dir).absolute()
-    folder = _unverified(save)
+    folder = _unverified_folder(save)
     require_free_path(save)
     write_peft(adapter, folder, str(base))
     written = read_peft(folder)
@@ -285,7 +285,7 @@ def _verify(config: Config, source: WeightSource, load: Path, save: Path) -> Non
 
     A result that is not exact has another name, and VerificationError is raised.
     """
-    start, written = time.perf_counter(), _written(config.convert, save)
+    start, written = time.perf_counter(), _result(config.convert, save)
     try:
         checks = report.checks(config.convert, config.cluster.platform, source, load, written)
     except BaseException:

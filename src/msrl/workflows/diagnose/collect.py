@@ -145,7 +145,7 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
         cache=cache,
         adapted=target.adapted,
         base_digests={} if target.base is None else _digests(target.base, target.plan.dtype),
-        recorded=_recorded(target, trainers),
+        recorded=_score_record(target, trainers),
     )
 
 
@@ -260,7 +260,7 @@ def _one_by_one(engine: VllmEngine, samples: SampledTokens) -> list[Floats]:
     return rows
 
 
-def _recorded(target: Target, trainers: TrainerGroup) -> Recorded | None:
+def _score_record(target: Target, trainers: TrainerGroup) -> Recorded | None:
     """Score the samples of the rollout record with the version that they name."""
     records = target.recorded
     if not records:
@@ -277,12 +277,12 @@ def _recorded(target: Target, trainers: TrainerGroup) -> Recorded | None:
     return Recorded(
         records[0].step,
         target.version,
-        _selected(behavior, masks),
-        _selected(rows, masks),
+        _join_selected(behavior, masks),
+        _join_selected(rows, masks),
     )
 
 
-def _selected(rows: Sequence[Floats], masks: Sequence[Any]) -> Floats:
+def _join_selected(rows: Sequence[Floats], masks: Sequence[Any]) -> Floats:
     return np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)])
 
 
@@ -306,11 +306,11 @@ def _engine_component(
         settings=reference.config_settings(facts["config"], shape),
         encodings=rendered_encodings(target.renderer, lambda text: engine.encode(text).tolist()),
         activations=by_layer(layers, len(ids)),
-        experts=_chosen(target, by_layer(logits, len(ids)), biases),
+        experts=_chosen_experts(target, by_layer(logits, len(ids)), biases),
     )
 
 
-def _chosen(
+def _chosen_experts(
     target: Target, logits: Mapping[str, Floats], biases: Mapping[str, Floats]
 ) -> dict[int, Ints]:
     """Return the experts that router logits [T, E] select, sorted, [T, k] by layer."""
@@ -341,8 +341,8 @@ def _trainer_component(
     trainers.forward(TokenRequest(), alone, BatchLimits(1))
     ranks: list[RankRecording] = trainers.workers.call("end_recording")
     num_tokens = len(alone.token_ids[0])
-    routed = by_layer(_joined([(rank, rank.experts) for rank in ranks]), num_tokens)
-    layers = by_layer(_joined([(rank, rank.layers) for rank in ranks]), num_tokens)
+    routed = by_layer(_join_recordings([(rank, rank.experts) for rank in ranks]), num_tokens)
+    layers = by_layer(_join_recordings([(rank, rank.layers) for rank in ranks]), num_tokens)
     return Component(
         dtype=dtype,
         digests=_as_text(digests),
@@ -358,7 +358,7 @@ def _trainer_component(
     )
 
 
-def _joined(
+def _join_recordings(
     recordings: Sequence[tuple[RankRecording, Mapping[str, Floats]]],
 ) -> dict[str, Floats]:
     """Return the values of the first model replica; tokens that ranks split are joined again."""

@@ -141,7 +141,7 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     if plan.train.lora.rank is None:
         settings = _forward_only(settings, root, step)
     else:
-        base, resume, adapted = model.source, saved, _adapted(source)
+        base, resume, adapted = model.source, saved, _adapted_names(source)
     own_files = root / "hf"
     return replace(
         model,
@@ -156,7 +156,7 @@ def _open_run(plan: RunPlan, platform: str, run_dir: Path) -> Target:
     )
 
 
-def _adapted(source: WeightSource) -> frozenset[str]:
+def _adapted_names(source: WeightSource) -> frozenset[str]:
     from msrl.checkpoint.adapters.merge import MergedSource
 
     return frozenset(source.adapter.deltas) if isinstance(source, MergedSource) else frozenset()

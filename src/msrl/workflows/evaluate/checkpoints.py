@@ -157,13 +157,13 @@ def open_checkpoint(checkpoint: Checkpoint) -> WeightSource:
     verify_files(file_checks(checkpoint))
     root, iteration = checkpoint.root, checkpoint.iteration
     if has_only_adapter(root, iteration):
-        return _merged(checkpoint)
+        return _merge_adapter(checkpoint)
     from msrl.checkpoint.source import open_mcore, open_weights
 
     return open_weights(root) if iteration is None else open_mcore(root, iteration=iteration)
 
 
-def _merged(checkpoint: Checkpoint) -> WeightSource:
+def _merge_adapter(checkpoint: Checkpoint) -> WeightSource:
     from msrl.checkpoint.adapters.megatron import read_mcore_lora
     from msrl.checkpoint.adapters.merge import MergedSource
     from msrl.checkpoint.adapters.peft import read_peft

@@ -151,13 +151,13 @@ def summary(setup: EvaluationSetup) -> str:
     num_finished = len(setup.models) - len(setup.pending)
     finished = f", {num_finished} of them finished before" if num_finished else ""
     return (
-        f"{_counted(len(setup.models), 'checkpoint')}{finished}; "
-        f"{_counted(len(setup.prompts), 'prompt')}, "
-        f"{_counted(setup.sampling.num_samples, 'response')} each"
+        f"{_count_text(len(setup.models), 'checkpoint')}{finished}; "
+        f"{_count_text(len(setup.prompts), 'prompt')}, "
+        f"{_count_text(setup.sampling.num_samples, 'response')} each"
     )
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

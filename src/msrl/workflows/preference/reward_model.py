@@ -144,11 +144,11 @@ def scored_sequences(batch: PreferenceBatch) -> Sequences:
     )
     masks = tuple(np.arange(len(tokens)) == len(tokens) - 1 for tokens in ids)
     fields = {
-        name: tuple(_extended(values[:end]) for values, end in zip(column, ends, strict=True))
+        name: tuple(_repeat_last(values[:end]) for values, end in zip(column, ends, strict=True))
         for name, column in sequences.fields.items()
     }
     return Sequences(ids, masks, fields)
 
 
-def _extended(values: Floats) -> Floats:
+def _repeat_last(values: Floats) -> Floats:
     return np.append(values, values[-1:])

@@ -123,7 +123,7 @@ class PreferenceSteps:
         stages = {"reference": time.perf_counter() - start_time} if has_passes else {}
         request = UpdateRequest(loss, job.schedule.at(step), divisor=batch.total_weight)
         metrics = self._trainers.update(request, sequences, job.limits, rows=batch.rows)
-        metrics, num_tokens = self._reported(metrics, loss), batch.num_loss_tokens
+        metrics, num_tokens = self._report_values(metrics, loss), batch.num_loss_tokens
         return step_report(job, step + 1, sequences, num_tokens, metrics, start_time, stages)
 
     def evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
@@ -133,7 +133,7 @@ class PreferenceSteps:
         metrics = self._trainers.update(
             request, batch.sequences(reference), self._job.limits, rows=batch.rows
         )
-        return self._reported(metrics, loss)
+        return self._report_values(metrics, loss)
 
     def reference(self, rows: PreferenceRows) -> ReferenceLogprobs:
         """Return the function that gives the reference's log-probabilities of a batch."""
@@ -163,7 +163,9 @@ class PreferenceSteps:
         further = (plan.data.seq_length, plan.train.max_tokens_per_micro_batch)
         return min(*limits, *(limit for limit in further if limit is not None))
 
-    def _reported(self, metrics: Mapping[str, float], loss: PreferenceLoss) -> dict[str, float]:
+    def _report_values(
+        self, metrics: Mapping[str, float], loss: PreferenceLoss
+    ) -> dict[str, float]:
         """Return the metrics to report; rewards of labeled answers are means over their kind."""
         if self._plan.data != "labeled":
             return dict(metrics)

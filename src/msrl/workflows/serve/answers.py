@@ -165,11 +165,11 @@ def requires_ascii(output: Path | None) -> bool:
 
 def completions_text(completions: Sequence[Completion], stop: Sequence[str]) -> str:
     """Return the completions of one prompt as text, numbered if there are several."""
-    texts = [_shown(completion, stop) for completion in completions]
-    return "\n\n".join(_numbered(texts)) + "\n"
+    texts = [_shown_text(completion, stop) for completion in completions]
+    return "\n\n".join(_number_texts(texts)) + "\n"
 
 
-def _shown(completion: Completion, stop: Sequence[str]) -> str:
+def _shown_text(completion: Completion, stop: Sequence[str]) -> str:
     """Return the text of a completion; a stop text ends a turn of an episode, not the episode."""
     if completion.episode is None:
         return truncate_at_stop(completion.text, stop)
@@ -177,7 +177,7 @@ def _shown(completion: Completion, stop: Sequence[str]) -> str:
     return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
 
 
-def _numbered(texts: Sequence[str]) -> Iterator[str]:
+def _number_texts(texts: Sequence[str]) -> Iterator[str]:
     for number, text in enumerate(texts, 1):
         yield text if len(texts) == 1 else f"[{number}] {text}"
 

@@ -237,12 +237,12 @@ def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) 
     conversation = with_system(
         Conversation(_messages(where, row), extra=_tools(where, row)), section.system
     )
-    with _located(where):
+    with _add_location(where):
         return Request(where, row, renderer.prompt(conversation))
 
 
 @contextlib.contextmanager
-def _located(where: str) -> Generator[None, None, None]:
+def _add_location(where: str) -> Generator[None, None, None]:
     """Add the location to errors of the body."""
     try:
         yield

@@ -50,7 +50,7 @@ def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     )
     lora = config.train.lora
     keys: dict[str, Any] = {
-        "model.path": _described(plan.shape),
+        "model.path": _describe(plan.shape),
         "model.dtype": config.model.dtype,
         "train.lora.rank": lora.rank,
         **(
@@ -179,7 +179,7 @@ def _weight_files(folder: Path) -> list[tuple[str, Path]]:
     return sorted((str(path.relative_to(folder)), path) for path in files)
 
 
-def _described(shape: Shape) -> str:
+def _describe(shape: Shape) -> str:
     sizes = f"{shape.num_layers} layers, {shape.hidden_size} channels and {shape.vocab_size} tokens"
     return f"{shape.architecture} of {sizes}"
 

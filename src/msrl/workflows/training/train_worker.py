@@ -209,7 +209,7 @@ class TrainWorker:
                 len(group.engines),
                 group.processes_per_engine,
             ),
-            partial(self._collected, everywhere=group.is_colocated),
+            partial(self._collect, everywhere=group.is_colocated),
         )
 
     def send_to_devices(self, verify: bool) -> Digests:
@@ -220,7 +220,7 @@ class TrainWorker:
         self._device_sender.send()
         return digest_parts(local_shards(self._training_rank.policy)) if verify else {}
 
-    def _collected(self, *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+    def _collect(self, *, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights on rank 0 or everywhere; all ranks must call it."""
         from msrl.rollout.weights.collection import ShardedModel, collect
         from msrl.trainer.weights import local_shards

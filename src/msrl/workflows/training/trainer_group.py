@@ -166,7 +166,7 @@ class TrainerGroup:
         self, sequences: Sequences, limits: BatchLimits, rows: Rows | None = None
     ) -> list[_RankBatches]:
         """Return the micro-batches of each data-parallel rank."""
-        limits = self._padded(limits)
+        limits = self._add_padding(limits)
         lengths = [len(ids) for ids in sequences.token_ids]
         rows = [[index] for index in range(len(lengths))] if rows is None else rows
         row_lengths = [sum(lengths[index] for index in row) for row in rows]
@@ -175,7 +175,7 @@ class TrainerGroup:
             for share in balanced(row_lengths, self.dp_size)
         ]
 
-    def _padded(self, limits: BatchLimits) -> BatchLimits:
+    def _add_padding(self, limits: BatchLimits) -> BatchLimits:
         """Return the limits with the padding that the parallel layout needs."""
         return replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
 

@@ -79,7 +79,7 @@ class RunData:
             "name": self.name,
             "folder": str(self.folder),
             "config": settings,
-            "set": _changed(settings),
+            "set": _changed_keys(settings),
             "state": run_state(self.folder, attempts),
             **read_notes(self.folder),
             "attempts": attempts,
@@ -154,7 +154,7 @@ def _duration(report: StepReport) -> float:
     return report.seconds.get("step", sum(report.seconds.values()))
 
 
-def _changed(settings: Mapping[str, str]) -> list[str]:
+def _changed_keys(settings: Mapping[str, str]) -> list[str]:
     """Return the keys whose values are not the defaults of this version."""
     defaults = flat(Config().model_dump(mode="json"))
     return [key for key, value in settings.items() if defaults.get(key) != value]

@@ -148,7 +148,7 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
     step, is_evaluation = step_of(path), path.parent.name == "eval"
     group, sample, previous = -1, 0, None
     for line in path.read_bytes().splitlines():
-        row = _parsed(line)
+        row = _parse(line)
         is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
         if not is_next:
             group, sample, previous = group + 1, 0, row["prompt_index"]
@@ -156,7 +156,7 @@ def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
         sample += 1
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         return from_json(line)
     except ValueError:  # of halves of surrogate pairs, which Python's parser reads

@@ -70,7 +70,7 @@ class SampleTables:
         self._files[path] = _ConvertedFile(state, entry)
         if self._texts is not None:
             rows = [sequences[0] for sequences in by_sample]
-            self._texts.add(self._name, step, [_searched(sample) for sample in rows])
+            self._texts.add(self._name, step, [_search_text(sample) for sample in rows])
 
     def flush(self, chunks: Chunks) -> None:
         """Write the last rows."""
@@ -82,7 +82,7 @@ class SampleTables:
         return [self._files[path].entry for path in paths if path in self._files]
 
 
-def _searched(sample: ViewSample) -> str:
+def _search_text(sample: ViewSample) -> str:
     return "\n".join([*(text for _, text in sample.turns), sample.answer])
 
 
