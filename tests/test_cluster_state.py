@@ -19,11 +19,12 @@ from unittest.mock import Mock
 import pytest
 
 from msrl import temporary
-from msrl.cluster import launch, probe, processes, ray_loss, state
+from msrl.cluster import launch, probe, ray_loss, state
 from msrl.cluster.state import NodeRecord, ProcessRecord
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
+from msrl.processes import trees
 from msrl.workflows import cluster
 from support import assert_mentions, mentions
 
@@ -106,7 +107,7 @@ def test_down_does_not_end_processes_of_an_earlier_boot_and_nodes_of_other_machi
 
 def test_down_ends_a_recorded_process_with_its_children_only(bystander, tmp_path):
     parent = subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 121 & wait; wait"])
-    while not (children := processes.descendants(parent.pid)):
+    while not (children := trees.descendants(parent.pid)):
         time.sleep(0.05)
     save(node_record(ProcessRecord(parent.pid, start_ticks(parent.pid), "bash"), tmp_path))
     launch_timeout = launch._END_TIMEOUT_S

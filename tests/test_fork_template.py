@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from msrl.platforms import get
-from msrl.trainer.fork_template import RankTemplate
+from msrl.processes.fork_template import RankTemplate
 from msrl.trainer.launch import LocalRanks, RankContext, RankError
 from training_runs import wait_for_end
 
@@ -90,7 +90,7 @@ RANKS = """
 import os, sys, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from msrl.trainer.fork_template import fork_ranks
+from msrl.processes.fork_template import fork_ranks
 
 template, folder = os.getpid(), Path(sys.argv[1])
 

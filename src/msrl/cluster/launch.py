@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from msrl import temporary
-from msrl.cluster import probe, processes, state
+from msrl.cluster import probe, state
 from msrl.cluster.ports import Ports
 from msrl.cluster.probe import Address
 from msrl.cluster.startup import retry_timeouts
 from msrl.cluster.state import NodeRecord, ProcessRecord, TlsFiles
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
+from msrl.processes import trees
 from msrl.processes.child import python_command
 
 START_TIMEOUT_S = 90.0
@@ -304,7 +305,7 @@ def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
     try:
         state.save_record(path, record)
         _wait_until_started(supervisor, log, timeout_s)
-        record = state.with_processes(record, processes.family(record.processes))
+        record = state.with_processes(record, trees.family(record.processes))
         state.save_record(path, record)
     except BaseException:
         _end_node(path, record)
@@ -434,13 +435,13 @@ def _end_node(path: Path, record: NodeRecord) -> EndedNode:
 
     The supervisor gets SIGTERM; processes that remain afterwards are killed.
     """
-    family = processes.family(record.processes) if record.here else ()
+    family = trees.family(record.processes) if record.here else ()
     if family:
         supervised = family[0] == record.processes[0]
-        processes.send(family[:1] if supervised else family, signal.SIGTERM)
-        remaining = processes.wait_for_end(family, _END_TIMEOUT_S, _reap)
-        processes.send(remaining, signal.SIGKILL)
-        remaining = processes.wait_for_end(remaining, 5.0, _reap)
+        trees.send(family[:1] if supervised else family, signal.SIGTERM)
+        remaining = trees.wait_for_end(family, _END_TIMEOUT_S, _reap)
+        trees.send(remaining, signal.SIGKILL)
+        remaining = trees.wait_for_end(remaining, 5.0, _reap)
         if remaining:
             pids = ", ".join(str(process.pid) for process in remaining)
             raise MsrlError(

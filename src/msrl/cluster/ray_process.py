@@ -15,8 +15,9 @@ from typing import Any
 
 import ray
 
-from msrl.cluster import processes, state
+from msrl.cluster import state
 from msrl.cluster.startup import retry_timeouts
+from msrl.processes import trees
 from msrl.temporary import ProcessRecord
 
 _DAEMONS = ("gcs_server", "raylet")
@@ -50,7 +51,7 @@ def start_ray(**arguments: Any) -> None:
         except Exception:
             ray.shutdown()  # leaves the processes of a node that has not started
             new = [process for process in ray_processes() if process.pid not in before]
-            processes.send(new, signal.SIGKILL)
+            trees.send(new, signal.SIGKILL)
             raise
 
     retry_timeouts(start)
@@ -62,9 +63,9 @@ def shut_down_ray() -> None:
     Ray sends SIGTERM to one process after the other and waits a second for each, but
     `separate_sessions` blocks the signal.
     """
-    descendants = processes.descendants(os.getpid())
+    descendants = trees.descendants(os.getpid())
     with _killed_once_terminated(
-        [process for process in descendants if processes.is_blocked(process, signal.SIGTERM)]
+        [process for process in descendants if trees.is_blocked(process, signal.SIGTERM)]
     ):
         ray.shutdown()
 
@@ -72,13 +73,13 @@ def shut_down_ray() -> None:
 @contextlib.contextmanager
 def _killed_once_terminated(blocking: Sequence[ProcessRecord]) -> Iterator[None]:
     """Kill each of the processes, which block SIGTERM, once SIGTERM was sent to it in the body."""
-    waiting = [process for process in blocking if not processes.is_pending(process, signal.SIGTERM)]
+    waiting = [process for process in blocking if not trees.is_pending(process, signal.SIGTERM)]
     finished = threading.Event()
 
     def watch() -> None:
         while not finished.wait(_POLL_S):
-            sent = [process for process in waiting if processes.is_pending(process, signal.SIGTERM)]
-            processes.send(sent, signal.SIGKILL)
+            sent = [process for process in waiting if trees.is_pending(process, signal.SIGTERM)]
+            trees.send(sent, signal.SIGKILL)
 
     watcher = threading.Thread(target=watch, name="msrl-ray-end", daemon=True)
     watcher.start()
@@ -91,7 +92,7 @@ def _killed_once_terminated(blocking: Sequence[ProcessRecord]) -> Iterator[None]
 
 def ray_processes() -> list[ProcessRecord]:
     """Return Ray's processes among the descendants of this one."""
-    descendants = processes.descendants(os.getpid())
+    descendants = trees.descendants(os.getpid())
     return [process for process in descendants if process.name.startswith(_NAMES)]
 
 
@@ -153,9 +154,7 @@ def separate_sessions() -> Iterator[None]:
     finally:
         utils.set_kill_on_parent_death_linux = ends_with_parent
     shared = [
-        process.name
-        for process in processes.descendants(os.getpid())
-        if _is_ray_in_own_group(process)
+        process.name for process in trees.descendants(os.getpid()) if _is_ray_in_own_group(process)
     ]
     if shared:
         raise RuntimeError(

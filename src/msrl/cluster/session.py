@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from msrl import temporary
-from msrl.cluster import probe, processes, ray_loss, state
+from msrl.cluster import probe, ray_loss, state
 from msrl.cluster.heartbeats import ActorHeartbeats
 from msrl.cluster.placement import Assignment, NodePlan, Placement
 from msrl.cluster.ray_process import (
@@ -40,6 +40,7 @@ from msrl.cluster.ray_process import (
 )
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
+from msrl.processes import trees
 from msrl.temporary import ProcessRecord
 
 _PROBE_SHARE = 0.0001  # of a device; fits besides the shares of the actors
@@ -364,7 +365,7 @@ def ray_session(
 
 def _list_segments(folder: Path, before: Set[tuple[str, int]]) -> None:
     """List shared memory of workers: an engine killed during its startup has not listed its own."""
-    pids = [process.pid for process in processes.descendants(os.getpid())]
+    pids = [process.pid for process in trees.descendants(os.getpid())]
     temporary.list_segments(folder, pids, before)
 
 
@@ -392,7 +393,7 @@ def _local(
     devices = (
         {"num_gpus": num_devices} if resource == "GPU" else {"resources": {resource: num_devices}}
     )
-    before = processes.descendants(os.getpid())
+    before = trees.descendants(os.getpid())
     try:
         with ray_settings(token, loopback=True):
             with (
@@ -424,17 +425,17 @@ def _local(
 
 def _kill_workers(before: Sequence[ProcessRecord]) -> None:
     """Kill the processes of a lost Ray, which can no longer end them, and those they started."""
-    started = [each for each in processes.descendants(os.getpid()) if each not in before]
-    processes.send(started, signal.SIGKILL)
-    processes.wait_for_end(started, _END_S, lambda: None)
+    started = [each for each in trees.descendants(os.getpid()) if each not in before]
+    trees.send(started, signal.SIGKILL)
+    trees.wait_for_end(started, _END_S, lambda: None)
 
 
 def _shut_down() -> None:
     """End the local Ray, and kill its processes that do not end by themselves."""
     daemons = ray_processes()
     shut_down_ray()
-    remaining = processes.wait_for_end(daemons, _END_S, lambda: None)
-    processes.send(remaining, signal.SIGKILL)
+    remaining = trees.wait_for_end(daemons, _END_S, lambda: None)
+    trees.send(remaining, signal.SIGKILL)
 
 
 def _logs_may_help(error: BaseException) -> bool:

@@ -30,8 +30,8 @@ from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
 from msrl.processes.child import python_command
+from msrl.processes.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
-from msrl.trainer.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
 _KILL_DETECTION_S = (

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from msrl import platforms
-from msrl.cluster import processes
 from msrl.config.schema import ChatConfig, Config, GenerateConfig
 from msrl.data.native import with_date
 from msrl.data.render import Renderer, make_renderer
@@ -21,6 +20,7 @@ from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError, RunFailedError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
+from msrl.processes import trees
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.engine_limits import check_limits
 from msrl.temporary import ProcessRecord, is_running
@@ -147,9 +147,9 @@ def running_engine(
     """
     from msrl.rollout.vllm import VllmEngine
 
-    before = processes.descendants(os.getpid())
+    before = trees.descendants(os.getpid())
     engine = VllmEngine(settings, platforms.resolve(config.cluster.platform))
-    started = [each for each in processes.descendants(os.getpid()) if each not in before]
+    started = [each for each in trees.descendants(os.getpid()) if each not in before]
     try:
         if settings.random_weights:
             engine.load_weights(hf_weights(source))

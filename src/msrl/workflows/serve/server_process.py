@@ -17,9 +17,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from msrl import temporary
-from msrl.cluster import processes
 from msrl.errors import MsrlError, RunFailedError
 from msrl.limits import printable
+from msrl.processes import trees
 from msrl.temporary import ProcessRecord
 
 _POLL_S, _LOOK_EVERY_S = 0.2, 1.0
@@ -65,7 +65,7 @@ def run_server(
 
         def look() -> None:
             """Note what the server has started; nothing is known of it once it has ended."""
-            family = processes.descendants(process.pid)
+            family = trees.descendants(process.pid)
             engine.note(family)
             pids = [process.pid, *(each.pid for each in family)]
             temporary.list_segments(folder, pids, before)
