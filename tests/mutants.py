@@ -257,7 +257,7 @@ MUTANTS = (
     Mutant("samples-impossible-tokens", "rollout/inverse_cdf.py", "right=True", "right=False"),
     Mutant(
         "same-order-every-epoch",
-        "workflows/rl/update_batches.py",
+        "workflows/rl/update/batches.py",
         "[config.run.seed, step, epoch]",
         "[config.run.seed, step]",
     ),

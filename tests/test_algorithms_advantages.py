@@ -14,13 +14,14 @@ import pytest
 import golden
 from msrl import registry
 from msrl.algorithms import kl_controller
-from msrl.algorithms.samples import length_matrix, reward_matrix, training_samples, truncated_matrix
+from msrl.algorithms.rollout_arrays import group_arrays, rollout_arrays
 from msrl.algorithms.selection import sample_weights, trained_samples
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
 from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
 from msrl.trainer.objective.losses import required_arguments
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
+from prepared_steps import make_step
 from support import mentions
 
 PACKAGE = "msrl.algorithms.advantages"
@@ -574,20 +575,25 @@ def scored_group(totals, lengths, finish="stop"):
 
 def test_every_completion_becomes_a_sample_with_its_own_advantages():
     groups = [scored_group([1.0, 0.0], [2, 3]), scored_group([0.5, 0.25], [1, 4], finish="length")]
-    assert reward_matrix(groups).tolist() == [[1.0, 0.0], [0.5, 0.25]]
-    assert length_matrix(groups).tolist() == [[2, 3], [1, 4]]
-    assert truncated_matrix(groups).tolist() == [[False, False], [True, True]]
-    samples = training_samples(groups, np.arange(10.0), np.array([[True, True], [False, True]]))
-    assert [s.advantages.tolist() for s in samples] == [[0, 1], [2, 3, 4], [5], [6, 7, 8, 9]]
-    assert [s.is_trained for s in samples] == [True, True, False, True]
-    assert samples[3].sampler_logprobs.tolist() == [-0.5] * 4
+    arrays = rollout_arrays(groups)
+    assert arrays.rewards.tolist() == [[1.0, 0.0], [0.5, 0.25]]
+    assert arrays.lengths.tolist() == [[2, 3], [1, 4]]
+    assert arrays.truncated.tolist() == [[False, False], [True, True]]
+    step = make_step(groups, np.arange(10.0), np.array([[True, True], [False, True]]))
+    fields, masks = step.sequences.fields, step.sequences.loss_masks
+    responses = [row[2:].tolist() for row in fields["advantages"]]
+    assert responses == [[0, 1], [2, 3, 4], [5], [6, 7, 8, 9]]
+    assert [mask.tolist() for mask in masks] == [
+        [False, False, *flags] for flags in ([True] * 2, [True] * 3, [False], [True] * 4)
+    ]
+    assert fields["sampler_logprobs"][3].tolist() == [0.0] * 2 + [-0.5] * 4
 
 
 def test_groups_of_different_size_and_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=mentions("groups", "[1, 2]", "completions")):
-        reward_matrix([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
-    with pytest.raises(ValueError, match=mentions("advantages", "(3,)", "tokens")):
-        training_samples([scored_group([1.0, 0.0], [1, 1])], np.zeros(3), np.ones((1, 2), bool))
+        group_arrays([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
+    with pytest.raises(ValueError, match=mentions("(3,)", "2 tokens")):
+        make_step([scored_group([1.0, 0.0], [1, 1])], np.zeros(3))
 
 
 @pytest.mark.parametrize("name", golden.ESTIMATORS)

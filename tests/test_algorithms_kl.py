@@ -13,7 +13,7 @@ from msrl.algorithms.mismatch import Correction, mismatch_statistics, off_policy
 from msrl.algorithms.packing import Sequences
 from msrl.errors import MsrlError
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
-from msrl.workflows.rl.update import mean_importance_weight
+from msrl.workflows.rl.update.updater import mean_importance_weight
 from support import mentions
 
 POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.25, 0.35])

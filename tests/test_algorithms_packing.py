@@ -7,16 +7,18 @@ import torch
 from msrl.algorithms.aggregate import weighted_sum
 from msrl.algorithms.losses.ppo import policy_loss
 from msrl.algorithms.packing import (
+    Sequences,
     balanced,
     bins,
     micro_batch,
     per_token,
-    rl_sequences,
+    scatter_tokens,
     sft_sequences,
 )
 from msrl.algorithms.tokens import PolicyTokens
 from msrl.errors import MsrlError
-from msrl.types import RenderedExample, TrainingSample
+from msrl.trainer.objective.batches import num_loss_tokens, select
+from msrl.types import RenderedExample
 from support import mentions
 
 
@@ -86,23 +88,13 @@ def test_sft_examples_keep_their_mask():
     assert batch.labels[batch.loss_mask].tolist() == [7]
 
 
-def test_a_sample_that_is_masked_out_is_packed_and_not_trained():
-    sample = TrainingSample(
-        ints(1, 2),
-        ints(3, 4),
-        advantages=floats(7, 8),
-        sampler_logprobs=floats(-1, -2),
-        is_trained=False,
-    )
-    batch = micro_batch(*rl_sequences([sample]))
-    assert batch.token_ids.tolist() == [1, 2, 3, 4] and not batch.loss_mask.any()
-
-
 def test_exactly_the_responses_of_samples_are_trained_with_their_fields():
-    sample = TrainingSample(
-        ints(1, 2), ints(3, 4, 5), advantages=floats(7, 8, 9), sampler_logprobs=floats(-1, -2, -3)
-    )
-    batch = micro_batch(*rl_sequences([sample, sample]))
+    masks = [np.arange(5) >= 2] * 2
+    fields = {
+        "advantages": scatter_tokens(floats(7, 8, 9, 7, 8, 9), masks),
+        "sampler_logprobs": scatter_tokens(floats(-1, -2, -3, -1, -2, -3), masks),
+    }
+    batch = micro_batch([ints(1, 2, 3, 4, 5)] * 2, masks, fields)
     assert batch.labels[batch.loss_mask].tolist() == [3, 4, 5, 3, 4, 5]
     assert batch.fields["advantages"][batch.loss_mask].tolist() == [7, 8, 9, 7, 8, 9]
     assert batch.fields["sampler_logprobs"].tolist() == [0, -1, -2, -3, 0] * 2
@@ -159,15 +151,15 @@ def test_a_count_that_does_not_divide_is_refused():
 def random_samples(count=12):
     random = np.random.default_rng(3)
     shapes = [(int(p), int(r)) for p, r in random.integers(1, 9, (count, 2))]
-    return [
-        TrainingSample(
-            random.integers(0, 50, p),
-            random.integers(0, 50, r),
-            random.normal(size=r).astype(np.float32),
-            random.normal(-1, 0.3, r).astype(np.float32),
-        )
-        for p, r in shapes
-    ]
+    masks = tuple(np.arange(p + r) >= p for p, r in shapes)
+    num_tokens = sum(r for _, r in shapes)
+    fields = {
+        "advantages": scatter_tokens(random.normal(size=num_tokens).astype(np.float32), masks),
+        "sampler_logprobs": scatter_tokens(
+            random.normal(-1, 0.3, num_tokens).astype(np.float32), masks
+        ),
+    }
+    return Sequences(tuple(random.integers(0, 50, len(mask)) for mask in masks), masks, fields)
 
 
 def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
@@ -176,12 +168,10 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
     This is a model without context, but with a real gradient.
     """
     table = (torch.arange(2500, dtype=torch.float64).reshape(50, 50) * 0.37).sin().requires_grad_()
-    num_tokens = sum(len(s.response_ids) for s in samples)
+    num_tokens = num_loss_tokens(samples)
     total = 0.0
     for group in groups:
-        batch = micro_batch(
-            *rl_sequences([samples[i] for i in group]), pad_to_multiple=pad_to_multiple
-        )
+        batch = micro_batch(*select(samples, group), pad_to_multiple=pad_to_multiple)
         labels, mask = torch.from_numpy(batch.labels), torch.from_numpy(batch.loss_mask)
         logprobs = (
             table[torch.from_numpy(batch.token_ids)]
@@ -206,7 +196,7 @@ def packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio):
 def test_packing_and_padding_do_not_change_the_loss_and_the_gradient(ratio):
     """The advantages differ by token."""
     samples = random_samples()
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    lengths = [len(ids) for ids in samples.token_ids]
     expected, gradient = packed_loss_and_gradient(samples, [range(12)], 1, ratio)
     for groups in (
         bins(lengths, 20),

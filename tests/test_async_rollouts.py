@@ -36,7 +36,6 @@ from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.sources import AsynchronousSource
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import PreparedStep
 from msrl.workflows.training.transport.base import Calls, Workers
 from support import mentions
 
@@ -773,8 +772,8 @@ def test_failed_rewards_are_counted_once() -> None:
 
 def test_a_run_whose_batches_stay_empty_ends() -> None:
     token_ids, mask = (np.arange(3),), np.array([False, True, True])
-    full = PreparedStep((), Sequences(token_ids, (mask,), {}), {})
-    empty = PreparedStep((), Sequences(token_ids, (mask & False,), {}), {})
+    full: Any = SimpleNamespace(sequences=Sequences(token_ids, (mask,), {}))
+    empty: Any = SimpleNamespace(sequences=Sequences(token_ids, (mask & False,), {}))
     job: Any = make_job(AsyncConfig(max_staleness=1))
     workers: Any = SimpleNamespace(
         engines=SimpleNamespace(workers=LocalEngines(), restart_lost=None),

@@ -19,8 +19,12 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.trainer.objective.batches import padded, with_weights
 from msrl.trainer.objective.losses import ValueLoss
-from msrl.workflows.rl.critic import value_batch
-from msrl.workflows.rl.update_batches import UpdateBatch, averaging_groups, update_batches
+from msrl.workflows.rl.update.batches import (
+    UpdateBatch,
+    averaging_groups,
+    update_batches,
+    value_batch,
+)
 from support import mentions
 
 PROMPT = 3  # tokens

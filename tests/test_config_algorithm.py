@@ -16,7 +16,7 @@ from msrl.config.show import to_yaml
 from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.derived import aggregate_constant, needs_reference
 from msrl.workflows.rl.setup import count_steps
-from msrl.workflows.rl.update import policy_loss
+from msrl.workflows.rl.update.updater import policy_loss
 from support import assert_each_mentions, assert_mentions, mentions
 
 

@@ -13,8 +13,6 @@ import torch
 import evidence as recorded
 import families
 from mixture_families import QWEN3_MOE
-from msrl.algorithms.packing import rl_sequences
-from msrl.algorithms.samples import training_samples
 from msrl.cli import app
 from msrl.diagnose.checks import CHECKS
 from msrl.diagnose.gap import HEALTHY, healthy_range, measure
@@ -33,7 +31,9 @@ from msrl.workflows.diagnose.reference import config_settings, filtered, shape_s
 from msrl.workflows.diagnose.report import as_json, as_text
 from msrl.workflows.diagnose.target import choose_step
 from msrl.workflows.rl.logprob_gap import GapMonitor
-from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.update.batches import PreparedStep
+from msrl.workflows.rl.update.values import StepValues
+from prepared_steps import make_step
 from support import assert_mentions, mentions
 
 
@@ -157,7 +157,7 @@ def test_the_output_has_differences_verdict_and_remedy() -> None:
     assert json.loads(as_json(judge(healthy), healthy))["healthy"]
 
 
-def gap_step(trainer_shift: float, version: int = 3) -> tuple[PreparedStep, ScoredGroup]:
+def gap_step(trainer_shift: float, version: int = 3) -> PreparedStep:
     """Return a step whose trainer's log-probabilities are shifted by so many nats."""
     response = np.array([7, 8, 9, 9], np.int64)
     logprobs = np.array([-1.0, -2.0, -0.5, -0.5], np.float32)
@@ -165,20 +165,18 @@ def gap_step(trainer_shift: float, version: int = 3) -> tuple[PreparedStep, Scor
     completion = Completion(response, logprobs, "stop", 2, "", runs)
     prompt = Prompt(0, np.array([1, 2], np.int64))
     group = ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(1.0, {}),))
-    samples = training_samples([group], np.zeros(4), np.ones((1, 1), bool))
-    sequences = rl_sequences(samples)
     trained = np.concatenate((np.zeros(2), [-9.0], logprobs[1:] + trainer_shift))
-    fields = {**sequences.fields, "old_logprobs": (trained.astype(np.float32),)}
-    return PreparedStep(samples, sequences._replace(fields=fields), {}), group
+    values = StepValues(policy=(trained.astype(np.float32),))
+    return make_step([group], None, None, "train.updates.epochs=2", values=values)
 
 
 def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
-    prepared, group = gap_step(0.25)
+    prepared = gap_step(0.25)
     notes: list[str] = []
     monitor = GapMonitor(
         "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
     )
-    metrics = monitor.metrics(3, prepared, [group], {}, {})
+    metrics = monitor.metrics(3, prepared, {}, {})
     assert metrics == pytest.approx(
         {
             "rollout/logprob_gap": 0.25,
@@ -186,7 +184,7 @@ def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
             "rollout/logprob_gap_max": 0.25,
         }
     )
-    assert monitor.metrics(4, prepared, [group], {}, {}) == {}
+    assert monitor.metrics(4, prepared, {}, {}) == {}
 
 
 def test_the_alarm_names_the_command_once_until_the_gap_is_healthy_again() -> None:
@@ -195,23 +193,22 @@ def test_the_alarm_names_the_command_once_until_the_gap_is_healthy_again() -> No
         "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
     )
     for shift in (0.001, 0.25, 0.25, 0.001, 0.25):
-        prepared, group = gap_step(shift)
-        monitor.metrics(3, prepared, [group], {}, {})
+        monitor.metrics(3, gap_step(shift), {}, {})
     assert len(notes) == 2
     assert_mentions(notes[0], "msrl diagnose mismatch runs/grpo", "step 4", "bfloat16", "0.03")
 
 
 def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -> None:
-    prepared, group = gap_step(0.0)
+    prepared = gap_step(0.0)
     fields = {n: v for n, v in prepared.sequences.fields.items() if n != "old_logprobs"}
     plain = replace(prepared, sequences=prepared.sequences._replace(fields=fields))
     trained = {"sampler_logprob_difference": 0.002}
     monitor = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=True)
-    assert monitor.metrics(3, plain, [group], {}, trained) == {"rollout/logprob_gap": 0.002}
+    assert monitor.metrics(3, plain, {}, trained) == {"rollout/logprob_gap": 0.002}
     later = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=False)
-    assert later.metrics(3, plain, [group], {}, trained) == {}
+    assert later.metrics(3, plain, {}, trained) == {}
     logged = {"trainer_logprobs": prepared.sequences.fields["old_logprobs"]}
-    assert "rollout/logprob_gap_max" in later.metrics(3, plain, [group], logged, trained)
+    assert "rollout/logprob_gap_max" in later.metrics(3, plain, logged, trained)
 
 
 def test_settings_of_training_and_defaults_of_config_classes_are_not_compared() -> None:

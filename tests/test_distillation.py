@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from config_inputs import make_model
-from msrl.algorithms.packing import Sequences
+from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.config.sections.algo import TeacherConfig
@@ -23,9 +23,9 @@ from msrl.plan.run_plan import resolve
 from msrl.rewards.score import Scorer
 from msrl.trainer.objective.losses import Distillation, teacher_weight
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
-from msrl.workflows.rl.distillation import check_tags, with_teacher_weights
+from msrl.workflows.rl.distillation import check_tags, teacher_fields
 from msrl.workflows.rl.step import Clock, step_metrics
-from msrl.workflows.rl.update import Updater, policy_loss
+from msrl.workflows.rl.update.updater import Updater, policy_loss
 from msrl.workflows.training.settings import loaded_models, rank_settings
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
@@ -229,18 +229,13 @@ def test_a_teacher_has_no_weight_in_rows_without_its_tags() -> None:
         TeacherConfig(model="c", weight=3.0),
     )
     groups = [group(prompt(0, "math"), 1, 3), group(prompt(1, "code"), 2, 2)]
-    lengths = [3, 5, 4, 4]
-    plain = Sequences(
-        tuple(np.zeros(n, np.int64) for n in lengths),
-        tuple(np.ones(n, np.bool_) for n in lengths),
-        {},
-    )
-    fields = with_teacher_weights(plain, groups, teachers).fields
-    weights = [[set(row.tolist()) for row in fields[teacher_weight(n)]] for n in range(3)]
+    arrays = rollout_arrays(groups)
+    fields = teacher_fields(arrays, teachers)
+    weights = [[set(row[2:].tolist()) for row in fields[teacher_weight(n)]] for n in range(3)]
     assert weights[0] == [{0.5}, {0.5}, {0.0}, {0.0}]
     assert weights[1] == [{2.0}] * 4 and weights[2] == [{3.0}] * 4
-    assert [len(row) for row in fields[teacher_weight(0)]] == lengths
-    assert with_teacher_weights(plain, groups, teachers[2:]) is plain
+    assert [len(row) for row in fields[teacher_weight(0)]] == [3, 5, 4, 4]
+    assert teacher_fields(arrays, teachers[2:]) == {}
 
 
 def test_the_term_reads_the_weights_of_each_token() -> None:
@@ -324,7 +319,7 @@ def test_a_step_without_reward_sources_keeps_all_samples_for_the_divergence(inpu
     scores.require_scores("step 1")
     ranks: Any = SimpleNamespace(dp_size=1)
     prepared = Updater(plan.config, ranks, STEPS, {}).prepare(scores.groups, Clock())
-    assert [sample.advantages.tolist() for sample in prepared.samples] == [[0.0, 0.0]] * 2
+    assert not np.concatenate(prepared.sequences.fields["advantages"]).any()
     assert sum(int(mask.sum()) for mask in prepared.sequences.loss_masks) == 4
     assert step_metrics(scores, {}, {})["reward/mean"] == 0.0
 

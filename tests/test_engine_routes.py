@@ -19,8 +19,8 @@ import torch
 from config_inputs import GENERATING, make_configs, make_working_folder
 from families import QWEN2
 from mixture_families import QWEN3_MOE
-from msrl.algorithms.packing import has_all_routes, micro_batch, rl_sequences
-from msrl.algorithms.samples import training_samples
+from msrl.algorithms.packing import has_all_routes, micro_batch
+from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.memory.routes import engine_route_bytes, route_bytes, route_rows
@@ -52,7 +52,7 @@ from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.rollouts import greedy_sampling
 from msrl.workflows.rl.setup import rollout_engine_settings
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import Updater
+from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.training.trainer_group import ForwardResult
 from support import mentions
 from test_engine_loop import ScriptedEngine, group_request
@@ -318,9 +318,14 @@ def _routed_group(number: int) -> ScoredGroup:
     return ScoredGroup(RolloutGroup(prompt, (plain, episode)), rewards)
 
 
+def _without_first_routes(group: ScoredGroup) -> ScoredGroup:
+    first, second = group.rollout.completions
+    rollout = replace(group.rollout, completions=(replace(first, routes=None), second))
+    return replace(group, rollout=rollout)
+
+
 def test_samples_and_micro_batches_have_the_routes_of_all_tokens_but_the_last():
-    samples = training_samples([_routed_group(0)], np.zeros(4), np.ones((1, 2), np.bool_))
-    sequences = rl_sequences(samples)
+    sequences = rollout_arrays([_routed_group(0)]).sequences
     assert has_all_routes(sequences)
     batch = micro_batch(*sequences, pad_to_multiple=4)
     assert batch.routes is not None and batch.is_routed is not None
@@ -333,14 +338,16 @@ def test_samples_and_micro_batches_have_the_routes_of_all_tokens_but_the_last():
 
 
 def test_a_sequence_without_loss_needs_no_routes_and_any_other_does():
-    samples = training_samples([_routed_group(0)], np.zeros(4), np.ones((1, 2), np.bool_))
-    assert samples[0].routes is not None
-    absent = [replace(samples[0], routes=None), samples[1]]
-    assert not has_all_routes(rl_sequences(absent))
-    assert not has_all_routes(rl_sequences([replace(each, routes=None) for each in samples]))
-    short = [replace(samples[0], routes=samples[0].routes[:2]), samples[1]]
-    assert not has_all_routes(rl_sequences(short))
-    masked = rl_sequences([replace(absent[0], is_trained=False), samples[1]])
+    sequences = rollout_arrays([_routed_group(0)]).sequences
+    assert sequences.routes is not None
+    first, second = sequences.routes
+    absent = rollout_arrays([_without_first_routes(_routed_group(0))]).sequences
+    assert absent.routes is not None and [len(rows) for rows in absent.routes] == [0, 4]
+    assert not has_all_routes(absent)
+    assert not has_all_routes(sequences._replace(routes=None))
+    assert not has_all_routes(sequences._replace(routes=(first[:2], second)))
+    no_loss = np.zeros_like(absent.loss_masks[0])
+    masked = absent._replace(loss_masks=(no_loss, absent.loss_masks[1]))
     assert has_all_routes(masked)
     batch = micro_batch(*masked)
     assert batch.is_routed is not None
@@ -352,8 +359,7 @@ def test_a_router_keeps_its_own_choice_for_tokens_without_routes(monkeypatch: py
 
     tensor_group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     monkeypatch.setattr(module.groups, "tp_group", lambda: tensor_group)
-    samples = training_samples([_routed_group(0)], np.zeros(4), np.ones((1, 2), np.bool_))
-    batch = micro_batch(*rl_sequences(samples), pad_to_multiple=4)
+    batch = micro_batch(*rollout_arrays([_routed_group(0)]).sequences, pad_to_multiple=4)
     assert batch.routes is not None and batch.is_routed is not None
     packed: Any = SimpleNamespace(context=None)
     replay = module.RoutingReplay(MOE, torch.device("cpu"))

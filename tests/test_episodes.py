@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msrl.algorithms.packing import rl_sequences
-from msrl.algorithms.samples import fault_matrix, sequence_counts, training_samples
+from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.algorithms.token_rewards import TokenRewards
-from msrl.algorithms.turns import early_rewards, episode_turns, with_turn_rewards
+from msrl.algorithms.turns import with_turn_rewards
 from msrl.config.loader import load
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.data.tokenizer import open_tokenizer
@@ -53,8 +52,9 @@ from msrl.types import (
 )
 from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rl.asynchronous.records import decode, encode
-from msrl.workflows.rl.update import placed_rewards
+from msrl.workflows.rl.update.advantages import placed_rewards
 from msrl.workflows.rollout_log import RolloutLog
+from prepared_steps import make_step
 from support import mentions
 from tiny_qwen2 import make_tokenizer
 
@@ -578,9 +578,9 @@ def scored(*completions: Completion, rewards: Sequence[float] = (1.5, 0.25)) -> 
 def test_an_episode_of_two_sequences_becomes_two_samples_with_exact_masks() -> None:
     group = scored(FIRST, SECOND)
     advantages = np.arange(1.0, 7.0)
-    samples = training_samples([group], advantages, np.array([[True, False]]))
-    assert sequence_counts([group]) == (2, 1)
-    sequences = rl_sequences(samples)
+    step = make_step([group], advantages, np.array([[True, False]]))
+    assert step.arrays.counts == (2, 1)
+    sequences = step.sequences
     assert [row.tolist() for row in sequences.token_ids] == [
         [1, 2, 5, 6],
         [1, 9, 7],
@@ -608,10 +608,8 @@ def test_turns_without_a_valid_action_can_be_masked() -> None:
     assert first is not None and second is not None
     invalid = (replace(first.turns[0], is_invalid=True), first.turns[1])
     group = scored(replace(FIRST, episode=replace(first, turns=invalid)), SECOND)
-    samples = training_samples(
-        [group], np.arange(1.0, 7.0), np.array([[True, True]]), drop_invalid_turns=True
-    )
-    masks = [row.tolist() for row in rl_sequences(samples).loss_masks]
+    step = make_step([group], None, None, "algo.mask.invalid_actions=true")
+    masks = [row.tolist() for row in step.sequences.loss_masks]
     assert masks[0] == [False] * 4 and masks[1] == [False, False, True]
     assert masks[2] == [False, False, True, False, True, True]
 
@@ -644,7 +642,7 @@ def test_rows_of_a_mixture_have_the_tag_of_their_environment(template: EpisodeTe
         completion, _ = run_one(runner, [[70, END]], prompt=prompt)
         groups.append(ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(1.0, {}),)))
     assert [group.tag for group in groups] == ["room", "lake", "room"]
-    turns = episode_turns(groups)
+    turns = rollout_arrays(groups).turns
     assert turns.tags is not None and turns.tags.tolist() == [1, 0, 1]
     tagged = replace(groups[0].rollout.prompt, extra={"tag": "own"})
     assert replace(groups[0], rollout=replace(groups[0].rollout, prompt=tagged)).tag == "own"
@@ -652,13 +650,11 @@ def test_rows_of_a_mixture_have_the_tag_of_their_environment(template: EpisodeTe
 
 def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
     group = scored(FIRST, SECOND)
-    turns = episode_turns([group])
+    turns = rollout_arrays([group]).turns
     assert turns.counts.tolist() == [[2, 2]] and turns.lengths.tolist() == [2, 1, 1, 2]
     assert turns.states.tolist() == [0, 1, 0, 2]
-    early = early_rewards([group], turns, weight=2.0)
-    assert early.tolist() == [1.0, 0.0, 0.0, 0.0]
     plain = TokenRewards(np.array([[3.0, 0.5]]), np.array([[3, 3]]))
-    moved = with_turn_rewards(plain, turns, early)
+    moved = with_turn_rewards(plain, turns, 2.0)
     assert moved.per_token().tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 0.5]
     assert moved.totals().tolist() == [[3.0, 0.5]]
     assert turns.returns(moved, 0.5).tolist() == [2.0, 2.0, 0.25, 0.5]
@@ -681,7 +677,7 @@ def test_the_last_token_of_a_turn_or_of_the_episode_earns_rewards_of_turns(
     on = ("environment.name=frozen_lake", "environment.reward_weight=2.0")
     config = load(sets=(*on, *sets)).config
     plain = TokenRewards(np.array([[3.0, 0.5]]), np.array([[3, 3]]))
-    placed = placed_rewards(config, plain, [group], episode_turns([group]))
+    placed = placed_rewards(config, plain, rollout_arrays([group]).turns)
     assert placed.per_token().tolist() == [*expected, 0.0, 0.0, 0.5]
 
 
@@ -694,8 +690,9 @@ def test_environment_rewards_join_those_of_sources_and_faults_are_neutral() -> N
     assert [reward.total for reward in result.rewards] == [3.0, 0.5, 1.75]
     assert result.rewards[0].scores == {"environment": 1.5}
     assert scores.failures == {"environment/crash": 1}
-    assert fault_matrix([result]).tolist() == [[False, False, True]]
-    assert episode_turns([result]).complete_turns.tolist() == [True] * 4 + [False]
+    arrays = rollout_arrays([result])
+    assert arrays.faults.tolist() == [[False, False, True]]
+    assert arrays.turns.complete_turns.tolist() == [True] * 4 + [False]
     assert "gone" in scores.notes[0]
     scores.require_scores("step 1")
 
@@ -736,8 +733,7 @@ def test_verifiers_score_the_answers_of_an_episode_and_functions_see_its_message
 
 
 def test_padding_repeats_a_sequence_without_loss() -> None:
-    samples = training_samples([scored(FIRST, SECOND)], np.ones(6), np.ones((1, 2), bool))
-    result = padded(rl_sequences(samples), 4)
+    result = padded(rollout_arrays([scored(FIRST, SECOND)]).sequences, 4)
     assert len(result.token_ids) == 4 and result.token_ids[3].tolist() == [1, 9, 7]
     assert not result.loss_masks[3].any()
     assert padded(result, 2) is result
@@ -781,9 +777,9 @@ def test_rollout_files_have_the_sequences_and_turns_of_episodes(
     tmp_path: Path, template: EpisodeTemplate, format: Any
 ) -> None:
     group = scored(FIRST, SECOND)
-    samples = training_samples([group], np.arange(1.0, 7.0), np.array([[True, False]]))
+    step = make_step([group], np.arange(1.0, 7.0), np.array([[True, False]]))
     log = RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format)
-    log.write(1, [group], rl_sequences(samples), [group])
+    log.write(1, [group], step.sequences, [group])
     if format == "jsonl":
         lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
         first, second, *dropped = map(json.loads, lines)

@@ -26,7 +26,8 @@ from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredG
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import PreparedStep, Updater
+from msrl.workflows.rl.update.batches import PreparedStep
+from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
@@ -102,7 +103,13 @@ def group(index: int, *rewards: float) -> ScoredGroup:
 
 def advantages(prepared: PreparedStep) -> list[float]:
     """Return the advantage of the first token of every sample."""
-    return [float(sample.advantages[0]) for sample in prepared.samples]
+    return [row[0] for row in all_advantages(prepared)]
+
+
+def all_advantages(prepared: PreparedStep) -> list[list[float]]:
+    """Return the advantages of the sampled tokens of every sample."""
+    rows, masks = prepared.sequences.fields["advantages"], prepared.arrays.sequences.loss_masks
+    return [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
 
 
 def test_z_scores_over_the_step_exclude_filtered_groups(folder: Path):
@@ -114,7 +121,8 @@ def test_z_scores_over_the_step_exclude_filtered_groups(folder: Path):
     np.testing.assert_allclose(
         advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5
     )
-    assert [sample.is_trained for sample in prepared.samples] == [False, False, True, True]
+    assert prepared.is_trained.tolist() == [[False, False], [True, True]]
+    assert [mask.any() for mask in prepared.sequences.loss_masks] == [False, False, True, True]
 
 
 def test_dropped_groups_count_in_the_statistics_of_rewards_only(
@@ -269,8 +277,8 @@ def test_the_optimal_token_baseline_reads_the_distribution_of_the_policy(folder:
     prepared = updater.prepare([group(0, 1.0, 0.0), group(1, 3.0, 1.0)], Clock())
     assert [request.values for request in ranks.requests] == [("logprobs", "squared_probabilities")]
     # Equal norms: the baseline of the first token is the mean, of the second 0.
-    values = [sample.advantages.tolist() for sample in prepared.samples]
-    assert values == [pytest.approx(row) for row in ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])]
+    expected = ([0.5], [-0.5, 0.0], [1.0], [-1.0, 1.0])
+    assert all_advantages(prepared) == [pytest.approx(row) for row in expected]
 
 
 class RecordedRank(FakeWorkers):

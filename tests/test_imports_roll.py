@@ -22,7 +22,8 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.rewards.normalize import Moments, normalize
 from msrl.trainer.objective.losses import Outputs
-from msrl.workflows.rl.update import estimate_advantages, policy_loss
+from msrl.workflows.rl.update.advantages import estimate_advantages
+from msrl.workflows.rl.update.updater import policy_loss
 from support import mentions
 from test_imports_commands import RLVR, changed
 from test_imports_losses import PG, imported, native

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import roll_oracle as oracle
-from msrl.algorithms.samples import length_matrix
+from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.algorithms.token_rewards import TokenRewards
-from msrl.algorithms.turns import episode_turns
 from msrl.config.schema import Config
 from msrl.config.sources import plain
 from msrl.errors import MsrlError
@@ -30,7 +29,7 @@ from msrl.types import (
     ScoredGroup,
     TokenSequence,
 )
-from msrl.workflows.rl.update import estimate_advantages, placed_rewards
+from msrl.workflows.rl.update.advantages import estimate_advantages, placed_rewards
 from support import assert_mentions, mentions
 from test_imports_commands import changed
 from test_imports_environments import AGENTIC, imported, tree
@@ -111,11 +110,10 @@ def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
     if algo.kl.reward.coef:
         divergence = flat(batch, batch["old_log_probs"]) - flat(batch, batch["ref_log_probs"])
         extra = -algo.kl.reward.coef * divergence.numpy()
-    turns = episode_turns(scored)
-    correction = algo.advantage.correction
-    rewards = TokenRewards(scores, length_matrix(scored), extra, correction=correction)
-    rewards = placed_rewards(config, rewards, scored, turns)
-    advantages = estimate_advantages(algo, rewards, turns=turns)
+    arrays, correction = rollout_arrays(scored), algo.advantage.correction
+    rewards = TokenRewards(scores, arrays.lengths, extra, correction=correction)
+    rewards = placed_rewards(config, rewards, arrays.turns)
+    advantages = estimate_advantages(algo, rewards, turns=arrays.turns)
     if algo.advantage.whiten:
         advantages = rewards.whiten(advantages, algo.advantage.eps)
     clip = algo.advantage.clip

@@ -26,7 +26,8 @@ from msrl.plan.derived import aggregate_constant
 from msrl.rewards.verifiers import verl as scores
 from msrl.trainer.objective.losses import Outputs, ValueLoss
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.rl.update import estimate_advantages, policy_loss
+from msrl.workflows.rl.update.advantages import estimate_advantages
+from msrl.workflows.rl.update.updater import policy_loss
 from test_imports_losses import native
 from test_imports_verl import imported_script
 

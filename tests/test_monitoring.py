@@ -6,6 +6,7 @@ import json
 import os
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from config_inputs import make_working_folder
-from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration
 from msrl.config.loader import load
 from msrl.config.schema import Config
@@ -25,12 +26,13 @@ from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import PrometheusTracker
 from msrl.trainer.objective.requests import TokenRequest
-from msrl.types import StepReport, TrainingSample
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
 from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
-from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.training.trainer_group import ForwardResult
+from prepared_steps import make_step
 from support import assert_mentions, mentions
 from training_runs import listening_hosts
 
@@ -139,13 +141,15 @@ class Ranks:
 
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
-    zeros = np.zeros(2, np.float32)
-    samples = tuple(
-        TrainingSample(np.array([n, 1]), np.array([2, 3]), zeros, zeros, is_trained=n % 2 == 0)
-        for n in range(num_samples)
-    )
-    sequences = rl_sequences(samples)
-    return PreparedStep(samples, sequences._replace(fields={**sequences.fields, **fields}), {})
+    """Return a step of one response to each prompt, of which every other one is trained on."""
+    completion = Completion(np.array([2, 3]), np.zeros(2, np.float32), "stop", 0, "")
+    prompts = [Prompt(n, np.array([n, 1])) for n in range(num_samples)]
+    groups = [
+        ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(0.0, {}),)) for prompt in prompts
+    ]
+    step = make_step(groups, None, np.arange(num_samples)[:, None] % 2 == 0)
+    sequences = step.sequences
+    return replace(step, sequences=sequences._replace(fields={**sequences.fields, **fields}))
 
 
 def token_values(config: Config, notes: list[str], num_bytes: int = 0) -> tuple[TokenValues, Ranks]:
@@ -162,7 +166,7 @@ def test_values_are_computed_for_the_logged_samples(tokens: str, count: int, tmp
     assert {*columns} == ({"trainer_logprobs", "entropies"} if count else set())
     for name, arrays in columns.items():
         sign = 1 if name == "trainer_logprobs" else -1
-        assert [array[0] for array in arrays.split()] == [sign * n for n in range(count)]
+        assert [array[0] for array in arrays] == [sign * n for n in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from msrl.algorithms.mismatch import Correction
-from msrl.algorithms.packing import rl_sequences
 from msrl.algorithms.proximal import log_linear, proximal_shares
-from msrl.algorithms.samples import training_samples
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, VersionRun
-from msrl.workflows.rl.update import with_proximal_shares, with_scores, with_versions
+from msrl.workflows.rl.update.batches import with_proximal_shares
+from prepared_steps import make_step
 
 
 def test_before_the_first_update_the_proximal_policy_is_the_current_one() -> None:
@@ -45,9 +44,7 @@ def make_group() -> ScoredGroup:
 
 
 def test_every_response_token_gets_the_version_that_sampled_it() -> None:
-    groups = [make_group()]
-    samples = training_samples(groups, np.zeros(4), np.ones((1, 2), bool))
-    sequences = with_versions(rl_sequences(samples), groups)
+    sequences = make_step([make_group()], None, None, "algo.old_logprobs=log-linear").sequences
     first, second = sequences.fields["behavior_versions"]
     assert first.tolist() == [0, 0, 2, 4, 4] and second.tolist() == [0, 0, 3]
     shares = with_proximal_shares(sequences, 4, 0.5).fields["proximal_shares"]
@@ -55,11 +52,10 @@ def test_every_response_token_gets_the_version_that_sampled_it() -> None:
     assert "behavior_versions" not in with_proximal_shares(sequences, 4, 0.5).fields
 
 
-def test_every_token_gets_the_reward_of_its_sample() -> None:
-    groups = [make_group()]
-    samples = training_samples(groups, np.zeros(4), np.ones((1, 2), bool))
-    first, second = with_scores(rl_sequences(samples), groups).fields["scores"]
-    assert (first.tolist(), second.tolist()) == ([1.0] * 5, [0.0] * 3)
+def test_every_sampled_token_gets_the_reward_of_its_sample() -> None:
+    sets = ("algo.policy_loss=topr", "algo.options.split=reward")
+    first, second = make_step([make_group()], None, None, *sets).sequences.fields["scores"]
+    assert (first.tolist(), second.tolist()) == ([0.0] * 2 + [1.0] * 3, [0.0] * 3)
 
 
 def loss_and_gradient(loss: PolicyLoss, logprobs: list[float], **fields: list[float]) -> tuple:

@@ -18,8 +18,7 @@ import reference_models
 import tiny_qwen2
 from families import FAMILIES
 from mixture_families import QWEN3_MOE
-from msrl.algorithms.packing import Sequences, has_all_routes, rl_sequences
-from msrl.algorithms.samples import training_samples
+from msrl.algorithms.packing import Sequences, has_all_routes
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
@@ -28,6 +27,7 @@ from msrl.rollout.vllm import VllmEngine
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from msrl.types import Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from prepared_steps import make_step
 from replay_ranks import Replay
 from support import mentions, python_path
 from test_families import transformers_logits
@@ -180,8 +180,7 @@ def _samples(groups: Sequence[RolloutGroup]) -> Sequences:
         ScoredGroup(group, tuple(Reward(1.0, {}) for _ in group.completions)) for group in groups
     ]
     num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-    keep = np.ones((len(groups), SAMPLING.num_samples), np.bool_)
-    batch = rl_sequences(training_samples(scored, np.ones(num_tokens, np.float32), keep))
+    batch = make_step(scored, np.ones(num_tokens)).sequences
     assert has_all_routes(batch)
     sampler = batch.fields["sampler_logprobs"]
     return batch._replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from msrl.algorithms.packing import rl_sequences
-from msrl.algorithms.samples import training_samples
+from msrl.algorithms.packing import Sequences
 from msrl.config.sections.reward import RewardSource
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
@@ -30,11 +29,12 @@ from msrl.types import (
     RolloutGroup,
     ScoredGroup,
     TokenSequence,
-    TrainingSample,
     VersionRun,
 )
+from msrl.workflows.rl.update.values import StepValues
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.view.samples import read_samples
+from prepared_steps import make_step
 from support import mentions
 
 
@@ -95,15 +95,10 @@ def make_group(index: int, rewards: list[float]) -> ScoredGroup:
     return ScoredGroup(RolloutGroup(prompt, completions), scored)
 
 
-def make_sample(group: ScoredGroup, number: int, advantage: float) -> TrainingSample:
-    completion = group.rollout.completions[number]
-    return TrainingSample(
-        group.rollout.prompt.token_ids,
-        completion.token_ids,
-        np.full(2, advantage, np.float32),
-        completion.logprobs,
-        is_trained=number == 0,
-    )
+def prepare(group: ScoredGroup, *sets: str, values: StepValues | None = None) -> Sequences:
+    """Return sequences with the advantages 0.5 and -0.5, of which the first is trained on."""
+    advantages = np.array([0.5, 0.5, -0.5, -0.5])
+    return make_step([group], advantages, np.array([[True, False]]), *sets, values=values).sequences
 
 
 def test_records_are_read_back_unchanged(tmp_path: Path) -> None:
@@ -133,10 +128,8 @@ def test_staleness_counts_from_the_oldest_version() -> None:
 
 def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Path) -> None:
     group, dropped = make_group(4, [1.0, 0.0]), make_group(5, [1.0, 1.0])
-    samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
-    sequences = rl_sequences(samples)
-    old = tuple(np.full(4, -0.75, np.float32) for _ in samples)
-    sequences = sequences._replace(fields={**sequences.fields, "old_logprobs": old})
+    old = StepValues(policy=tuple(np.full(4, -0.75, np.float32) for _ in range(2)))
+    sequences = prepare(group, "train.updates.epochs=2", values=old)
     make_log(tmp_path).write(3, [group], sequences, [dropped], times={"update": 5.0})
     records = read_records(tmp_path / "rollouts" / "step_000003.parquet")
     assert [(r.group, r.sample, r.prompt_index) for r in records] == [
@@ -161,7 +154,11 @@ def test_the_log_writes_a_record_per_sample_and_dropped_groups_last(tmp_path: Pa
 def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) -> None:
     first = TokenSequence(np.array([1, 2, 3, 4, 5]), np.array([False, True, True, False, True]))
     second = TokenSequence(np.array([1, 9, 6]), np.array([False, False, True]))
-    turns = (EpisodeTurn(3, "a", "stop"), EpisodeTurn(1, "b", "stop", reward=1.0))
+    turns = (
+        EpisodeTurn(1, "a", "stop"),
+        EpisodeTurn(1, "b", "stop", is_invalid=True),
+        EpisodeTurn(2, "c", "stop", reward=1.0),
+    )
     messages = tuple({"role": role, "content": role} for role in ("assistant", "tool", "assistant"))
     episode = Episode((first, second), turns, messages, success=True)
     logprobs = np.array([-1, -2, -3, -4], np.float32)
@@ -172,11 +169,9 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     group = ScoredGroup(
         RolloutGroup(Prompt(4, np.array([1])), (completion,)), (Reward(0.5, {"env": 1.0}),)
     )
-    advantages, keep = np.ones(4), np.ones((1, 1), np.bool_)
-    samples = list(training_samples([group], advantages, keep))
-    selected = np.array([True, False, False, True])  # the token 3 belongs to a masked turn
-    samples[0] = replace(samples[0], is_sampled=selected)
-    make_log(tmp_path).write(8, [group], rl_sequences(samples))
+    # The token 3 belongs to a turn without a valid action.
+    prepared = make_step([group], np.ones(4), None, "algo.mask.invalid_actions=true")
+    make_log(tmp_path).write(8, [group], prepared.sequences)
     records = read_records(tmp_path / "rollouts" / "step_000008.parquet")
     assert [(r.sample, r.sequence) for r in records] == [(0, 0), (0, 1)]
     assert [r.behavior_logprobs.tolist() for r in records] == [[0, -1, -2, 0, -3], [0, 0, -4]]
@@ -185,16 +180,15 @@ def test_the_sequences_of_an_episode_share_its_sampled_tokens(tmp_path: Path) ->
     assert records[0].advantages.tolist() == [0, 1, 1, 0, 1]
     assert records[1].loss_mask.tolist() == [False, False, True]
     assert [role for role, _ in records[0].messages] == ["prompt", "assistant", "tool", "assistant"]
-    assert [turn["num_tokens"] for turn in records[1].turns] == [3, 1] and records[1].success
+    assert [turn["num_tokens"] for turn in records[1].turns] == [1, 1, 2] and records[1].success
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
     source = Source.of(RewardSource(verifier="acc"))
     group = make_group(4, [1.0, 0.0])
-    samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
     log = make_log(tmp_path, format=format, judge=Judge((source,)))
-    log.write(1, [group], rl_sequences(samples))
+    log.write(1, [group], prepare(group))
     (file,) = (tmp_path / "rollouts").iterdir()
     rows = read_samples(file)
     assert [row.verdict for row in rows] == [True, False]
@@ -203,8 +197,7 @@ def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
 
 def test_nothing_is_written_if_rollouts_are_not_saved(tmp_path: Path) -> None:
     group = make_group(4, [1.0])
-    sequences = rl_sequences([make_sample(group, 0, 0.5)])
-    make_log(tmp_path, is_on=False).write(1, [group], sequences)
+    make_log(tmp_path, is_on=False).write(1, [group], make_step([group]).sequences)
     assert not (tmp_path / "rollouts").exists()
 
 

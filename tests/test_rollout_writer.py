@@ -7,19 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from msrl.algorithms.packing import rl_sequences
 from msrl.errors import MsrlError
 from msrl.tracking.rollouts import read_records
 from msrl.workflows.rollout_log import RolloutLog
 from support import mentions
-from test_rollout_record import make_group, make_log, make_sample
+from test_rollout_record import make_group, make_log, prepare
 
 
 def write_step(log: RolloutLog, step: int) -> None:
     group = make_group(step, [1.0, 0.5])
-    samples = [make_sample(group, 0, 0.5), make_sample(group, 1, -0.5)]
     values = {"entropies": [np.full(4, 0.25, np.float32)]}
-    log.write(step, [group], rl_sequences(samples), values=values)
+    log.write(step, [group], prepare(group), values=values)
 
 
 def test_files_are_complete_after_each_step_and_their_size_is_known(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from msrl.trainer.objective.losses import ComparedModel
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch, Routes, StageRoutes
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import Updater
+from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from support import mentions

@@ -37,10 +37,10 @@ from msrl.workflows.rl.teacher_servers import (
     teacher_advantages,
     token_texts,
 )
-from msrl.workflows.rl.update import Updater
+from msrl.workflows.rl.update.updater import Updater
 from support import assert_mentions, mentions
 from test_cli import msrl
-from test_grpo_update import Ranks
+from test_grpo_update import Ranks, all_advantages
 from test_serve import Server
 from tiny_qwen2 import make_tokenizer, save_model
 from training_runs import metrics, succeed, write_rows
@@ -295,7 +295,7 @@ def plan_step(file: Path, url: str, command: str, *sets: str) -> tuple[list[Any]
     clock = Clock()
     prepared = updater.prepare([group(0, "math", 1.0, 0.0), group(1, "code", 1.0, 0.0)], clock)
     assert "teachers" in clock.seconds
-    return [sample.advantages.tolist() for sample in prepared.samples], dict(prepared.metrics)
+    return all_advantages(prepared), dict(prepared.metrics)
 
 
 # Teacher: -0.1, -0.2 and -0.3; policy: -1. Weight 0.5.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Number = TypeVar("Number", bound=np.generic)
 Routes = NDArray[np.integer[Any]]
 """Numbers of the experts of every token in every mixture layer, [T, L, k] or [N, L, k].
 
@@ -348,24 +349,6 @@ class ScoredGroup:
         return self.rollout.prompt.extra.get("tag") or (
             "" if episode is None else episode.environment
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """One sequence to train on. Sequences with `is_trained` False are excluded from the loss.
-
-    Response arrays are aligned with the response tokens. `is_sampled` selects those that the policy
-    sampled and that are trained on; None selects all. The others are text of an environment, or of
-    a masked turn, and have no loss. `routes` come from the engine, if it recorded them.
-    """
-
-    prompt_ids: Ints  # [P]
-    response_ids: Ints  # [R]
-    advantages: Floats  # [R]
-    sampler_logprobs: Floats  # [R]
-    is_trained: bool = True
-    is_sampled: Bools | None = None  # [R]
-    routes: Routes | None = None  # [P + R - 1, L, k]
 
 
 @dataclass(frozen=True, slots=True)

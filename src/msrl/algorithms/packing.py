@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.errors import MsrlError
-from msrl.types import Bools, Floats, Ints, MicroBatch, RenderedExample, Routes, TrainingSample
+from msrl.types import Bools, Floats, Ints, MicroBatch, Number, RenderedExample, Routes
 
 
 class Sequences(NamedTuple):
-    """Arguments of `micro_batch` in order: `micro_batch(*rl_sequences(samples))`."""
+    """Arguments of `micro_batch` in order: `micro_batch(*sequences)`."""
 
     token_ids: tuple[Ints, ...]  # S of [T]
     loss_masks: tuple[Bools, ...]  # S of [T]
@@ -92,47 +92,32 @@ def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
     return Sequences(tuple(e.token_ids for e in examples), tuple(e.loss_mask for e in examples), {})
 
 
-def rl_sequences(samples: Sequence[TrainingSample]) -> Sequences:
-    """Return prompts with their responses as sequences to pack.
+def gather_tokens(
+    rows: Sequence[Floats],  # S of [T]
+    masks: Sequence[Bools],  # S of [T]
+) -> NDArray[np.float64]:  # [N]
+    """Return the values of all selected tokens, end to end."""
+    selected = [row[mask] for row, mask in zip(rows, masks, strict=True)]
+    return np.concatenate(selected).astype(np.float64)
 
-    The loss mask selects the sampled tokens of samples that are trained on.
 
-    Fields: `advantages` and `sampler_logprobs`, 0 on the prompt.
+def scatter_tokens(
+    values: NDArray[Number],  # [N]
+    masks: Sequence[Bools],  # S of [T]
+) -> tuple[NDArray[Number], ...]:  # S of [T]
+    """Return values of the selected tokens by sequence; all other tokens get 0.
 
     Raises:
-        ValueError: A sample has more or fewer values than response tokens.
+        ValueError: There are more or fewer values than selected tokens.
     """
-    if not samples:
-        return Sequences((), (), {"advantages": (), "sampler_logprobs": ()})
-    return Sequences(
-        tuple(np.concatenate((s.prompt_ids, s.response_ids)) for s in samples),
-        tuple(_behind_prompt(s, _response_mask(s)) for s in samples),
-        {
-            "advantages": tuple(_behind_prompt(s, s.advantages) for s in samples),
-            "sampler_logprobs": tuple(_behind_prompt(s, s.sampler_logprobs) for s in samples),
-        },
-        _recorded_routes(samples),
-    )
-
-
-def _behind_prompt(sample: TrainingSample, values: NDArray[Any]) -> NDArray[Any]:  # [R] -> [T]
-    """Return the values of the response behind zeros for the prompt."""
-    if len(values) != len(sample.response_ids):
-        raise ValueError(
-            f"{len(values)} values for a response of {len(sample.response_ids)} tokens"
-        )
-    return np.concatenate((np.zeros(len(sample.prompt_ids), values.dtype), values))
-
-
-def _recorded_routes(samples: Sequence[TrainingSample]) -> tuple[Routes, ...] | None:
-    """Return the routes of the engine, which are empty for a sample without any.
-
-    None: no sample has routes.
-    """
-    recorded = next((s.routes for s in samples if s.routes is not None), None)
-    if recorded is None:
-        return None
-    return tuple(recorded[:0] if s.routes is None else s.routes for s in samples)
+    counts = [int(np.count_nonzero(mask)) for mask in masks]
+    if values.shape != (sum(counts),):
+        raise ValueError(f"{values.shape} values for {sum(counts)} tokens")
+    rows = tuple(np.zeros(len(mask), values.dtype) for mask in masks)
+    pieces = np.split(values, np.cumsum(counts)[:-1])
+    for row, mask, piece in zip(rows, masks, pieces, strict=True):
+        row[mask] = piece
+    return rows
 
 
 def has_all_routes(sequences: Sequences) -> bool:
@@ -234,13 +219,6 @@ def _shifted(arrays: Sequence[NDArray], padding: int, dtype: type) -> NDArray:
     zero = np.zeros(1, dtype)
     pieces = [piece for array in arrays for piece in (array[1:], zero)]
     return np.concatenate((*pieces, np.zeros(padding, dtype))).astype(dtype, copy=False)
-
-
-def _response_mask(sample: TrainingSample) -> Bools:
-    """Return the loss mask of the response, [R]."""
-    if sample.is_trained and sample.is_sampled is not None:
-        return sample.is_sampled
-    return np.full(len(sample.response_ids), sample.is_trained)
 
 
 def _check(lengths: Sequence[int], aligned: Mapping[str, Sequence[NDArray]]) -> None:

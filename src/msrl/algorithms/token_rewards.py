@@ -7,13 +7,13 @@ Everything is float64.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.types import Number
+
 Reals = NDArray[np.float64]
-Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.algorithms.samples import decided_matrix
+from msrl.algorithms.selection import Flags
 from msrl.algorithms.token_rewards import Reals, TokenRewards, discounted
 from msrl.errors import MsrlError
-from msrl.types import Completion, ScoredGroup
+from msrl.types import Completion, EpisodeTurn, ScoredGroup
 
 Scope = Literal["batch", "tag", "group", "state"]
 
@@ -26,7 +26,8 @@ class Turns:
 
     Equal `states` of one prompt are equal observations. Episodes without a real score, such as
     those whose environment failed, are not `complete`: estimators leave their turns out of all
-    statistics, with advantage 0.
+    statistics, with advantage 0. `environment_rewards` are 0 for turns without a reward, and turns
+    that are `invalid` had no action of the environment; None: no turn has any.
     """
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
@@ -34,6 +35,8 @@ class Turns:
     states: NDArray[np.int64]  # [K]
     tags: NDArray[np.int64] | None = None  # [P], tag or environment of each prompt
     complete: NDArray[np.bool_] | None = None  # [P, G]; None: all
+    environment_rewards: Reals | None = None  # [K]
+    invalid: NDArray[np.bool_] | None = None  # [K]
 
     def __post_init__(self) -> None:
         num_turns = int(self.counts.sum())
@@ -56,6 +59,12 @@ class Turns:
     def complete_turns(self) -> NDArray[np.bool_]:  # [K]
         """Turns of episodes with a real score."""
         return np.repeat(self.complete_episodes.ravel(), self.counts.ravel())
+
+    @property
+    def valid_tokens(self) -> NDArray[np.bool_]:  # [N]
+        """Tokens of turns with an action of the environment."""
+        valid = np.ones(self.lengths.shape, np.bool_) if self.invalid is None else ~self.invalid
+        return np.repeat(valid, self.lengths)
 
     @property
     def prompts(self) -> NDArray[np.int64]:  # [K]
@@ -99,62 +108,51 @@ class Turns:
         return np.repeat(values, self.lengths)
 
 
-def episode_turns(groups: Sequence[ScoredGroup]) -> Turns:
-    """Return the turns of all completions. One without an episode is one turn."""
+def episode_turns(groups: Sequence[ScoredGroup], decided: Flags) -> Turns:
+    """Return the turns of all completions. One without an episode is one turn.
+
+    `decided` [P, G] are the episodes with a real score.
+    """
     completions = [item for group in groups for item in group.rollout.completions]
-    rows = [_turn_rows(completion) for completion in completions]
-    counts = np.array([len(row) for row in rows], np.int64)
-    states: dict[str, int] = {}
+    rows = [_turns(completion) for completion in completions]
     turns = [turn for row in rows for turn in row]
+    states: dict[str, int] = {}
     return Turns(
-        counts.reshape(len(groups), -1),
-        np.array([length for length, _ in turns], np.int64),
-        np.array([states.setdefault(state, len(states)) for _, state in turns], np.int64),
+        np.array([len(row) for row in rows], np.int64).reshape(len(groups), -1),
+        np.array([turn.num_tokens for turn in turns], np.int64),
+        np.array([states.setdefault(turn.state, len(states)) for turn in turns], np.int64),
         np.unique([group.tag for group in groups], return_inverse=True)[1].ravel(),
-        decided_matrix(groups),
+        decided,
+        np.array([turn.reward or 0.0 for turn in turns]),
+        np.array([turn.is_invalid for turn in turns], np.bool_),
     )
 
 
-def _turn_rows(completion: Completion) -> list[tuple[int, str]]:
-    """Return (number of tokens, state) of every turn."""
+def _turns(completion: Completion) -> Sequence[EpisodeTurn]:
     if completion.episode is None:
-        return [(len(completion.token_ids), "")]
-    return [(turn.num_tokens, turn.state) for turn in completion.episode.turns]
+        return [EpisodeTurn(len(completion.token_ids), "", "stop")]
+    return completion.episode.turns
 
 
-def early_rewards(
-    groups: Sequence[ScoredGroup],
-    turns: Turns,
-    weight: float,
-) -> Reals:  # [K]
-    """Return the weighted rewards of all turns but the last one of each episode, which gets 0.
-
-    The reward of the last turn is what remains of the total reward.
-    """
-    rewards = np.zeros(len(turns.lengths))
-    position = 0
-    completions = [item for group in groups for item in group.rollout.completions]
-    for completion in completions:
-        rows = _turn_rows(completion)
-        if completion.episode is not None:
-            for number, turn in enumerate(completion.episode.turns[:-1]):
-                rewards[position + number] = weight * (turn.reward or 0.0)
-        position += len(rows)
-    return rewards
-
-
-def with_turn_rewards(rewards: TokenRewards, turns: Turns, early: Reals) -> TokenRewards:
+def with_turn_rewards(rewards: TokenRewards, turns: Turns, weight: float) -> TokenRewards:
     """Move rewards of early turns to the last token of their turn. Totals do not change.
+
+    The reward of the last turn of an episode is what remains of its total reward.
 
     Args:
         rewards: Rewards whose scores contain those of all turns.
         turns: Turns of the episodes.
-        early: Rewards of the turns but the last of each episode, [K].
+        weight: Factor of the environment's rewards in the scores.
     """
+    if turns.environment_rewards is None:
+        return rewards
+    early = weight * turns.environment_rewards
+    counts = turns.counts.ravel()
+    early[counts.cumsum()[counts > 0] - 1] = 0.0
     if not early.any():
         return rewards
-    number = np.repeat(np.arange(turns.counts.size), turns.counts.ravel())
-    sums = np.bincount(number, weights=early, minlength=turns.counts.size)
+    number = np.repeat(np.arange(counts.size), counts)
+    sums = np.bincount(number, weights=early, minlength=counts.size)
     extra = np.zeros(int(turns.lengths.sum()))
     extra[turns.lengths.cumsum() - 1] = early
     if rewards.extra is not None:

@@ -12,7 +12,7 @@ from msrl.config.sections.reward import RewardConfig
 from msrl.rewards.normalize import Moments, Reals, normalize
 from msrl.rewards.shaping import format_penalty, length_reward, overlong_penalty
 from msrl.rewards.sources import TAG
-from msrl.types import ScoredGroup
+from msrl.types import Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RewardSteps:
             eps=norm.eps,
             running=self._running,
             tags=[group.tag for group in groups],
-            domains=domains(self._config, groups),
+            domains=domains(self._config, [group.rollout.prompt for group in groups]),
         )
         if norm.clip is not None:
             rewards = np.where(decided, rewards.clip(*norm.clip), 0.0)
@@ -129,13 +129,12 @@ class RewardSteps:
         return {name: float(value) for name, value in metrics.items()}
 
 
-def domains(config: RewardConfig, groups: Sequence[ScoredGroup]) -> list[str]:  # [P]
+def domains(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:  # [P]
     """Return for every prompt the numbers of the sources that score its row, as a text."""
-    return [_domain(config, group) for group in groups]
+    return [_domain(config, prompt.extra.get(TAG)) for prompt in prompts]
 
 
-def _domain(config: RewardConfig, group: ScoredGroup) -> str:
-    tag = group.rollout.prompt.extra.get(TAG)
+def _domain(config: RewardConfig, tag: str | None) -> str:
     numbers = [
         i for i, source in enumerate(config.sources) if not source.tags or tag in source.tags
     ]

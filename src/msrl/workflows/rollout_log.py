@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
-from msrl.algorithms.samples import token_sequences
+from msrl.algorithms.rollout_arrays import token_sequences
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.files import write_text

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from msrl.algorithms.packing import Sequences
-from msrl.algorithms.samples import token_sequences
+from msrl.algorithms.rollout_arrays import RolloutArrays
+from msrl.algorithms.selection import Flags
 from msrl.config.sections.algo import DistillConfig, TeacherConfig
 from msrl.errors import MsrlError
 from msrl.rewards.sources import TAG
 from msrl.trainer.objective.losses import Distillation, teacher_weight
-from msrl.types import Prompt, ScoredGroup
+from msrl.types import Floats, Prompt
 
 
 def distillation(section: DistillConfig) -> Distillation | None:
@@ -63,32 +63,23 @@ def check_tags(
         )
 
 
-def with_teacher_weights(
-    sequences: Sequences, groups: Sequence[ScoredGroup], teachers: Sequence[TeacherConfig]
-) -> Sequences:
-    """Return the sequences with the weight of each teacher at every token, if a teacher has tags.
+def teacher_fields(
+    arrays: RolloutArrays, teachers: Sequence[TeacherConfig]
+) -> dict[str, tuple[Floats, ...]]:
+    """Return fields with the weight of each teacher at every sampled token, if a teacher has tags.
 
-    It is 0 in rows that the teacher does not teach. Sequences are in the order of the groups'
-    completions.
+    It is 0 in rows that the teacher does not teach.
     """
     if not any(teacher.tags for teacher in teachers):
-        return sequences
-    prompts = sequence_prompts(groups)
-    fields = {
-        teacher_weight(number): tuple(
-            np.full(len(ids), teacher.weight * teaches(teacher, prompt), np.float32)
-            for ids, prompt in zip(sequences.token_ids, prompts, strict=True)
-        )
-        for number, teacher in enumerate(teachers)
-    }
-    return sequences._replace(fields={**sequences.fields, **fields})
+        return {}
+    fields = dict[str, tuple[Floats, ...]]()
+    for number, teacher in enumerate(teachers):
+        weights = (teacher.weight * taught(teacher, arrays)).astype(np.float32)
+        fields[teacher_weight(number)] = arrays.scatter(arrays.by_token(weights))
+    return fields
 
 
-def sequence_prompts(groups: Sequence[ScoredGroup]) -> list[Prompt]:
-    """Return the prompt of every sequence, in the order of the groups' completions."""
-    prompts: list[Prompt] = []
-    for group in groups:
-        prompt = group.rollout.prompt
-        for completion in group.rollout.completions:
-            prompts += [prompt] * len(token_sequences(prompt, completion))
-    return prompts
+def taught(teacher: TeacherConfig, arrays: RolloutArrays) -> Flags:  # [P, G]
+    """Return the completions that a teacher teaches."""
+    rows = np.array([teaches(teacher, prompt) for prompt in arrays.prompts])
+    return np.broadcast_to(rows[:, None], arrays.lengths.shape)

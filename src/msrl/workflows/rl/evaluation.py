@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from msrl.algorithms.pass_at_k import depths, pass_at_k
-from msrl.algorithms.samples import length_matrix, mean_reward, truncated_matrix
+from msrl.algorithms.rollout_arrays import group_arrays
 from msrl.config.schema import Config
 from msrl.plan.derived import eval_response_tokens, samples_per_step
 from msrl.rewards.score import Scorer, Scores, Source
@@ -148,17 +148,17 @@ def evaluation_metrics(
     scores: Scores, verdicts: Sequence[Sequence[bool] | None]
 ) -> dict[str, float]:
     """Return the metrics of an evaluation without their prefix."""
-    groups, lengths = scores.groups, length_matrix(scores.groups)
+    groups, arrays = scores.groups, group_arrays(scores.groups)
     rollouts = [group.rollout for group in groups]
     return {
         **_accuracies(verdicts),
         **_accuracies_by_tag(groups, verdicts),
-        "reward": mean_reward(groups),
+        "reward": arrays.mean_reward,
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
         **episode_metrics(rollouts),
-        "response_length": float(lengths.mean()),
-        "truncated": float(truncated_matrix(groups).mean()),
+        "response_length": float(arrays.lengths.mean()),
+        "truncated": float(arrays.truncated.mean()),
     }
 
 

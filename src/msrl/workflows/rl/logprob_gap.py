@@ -6,29 +6,22 @@ count: the gap of older ones includes the updates since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.tracking.rollouts import LoggedValues
-from msrl.types import ScoredGroup
-from msrl.workflows.rl.update import PreparedStep, behavior_versions
+from msrl.workflows.rl.update.batches import PreparedStep
 
 METRIC = "rollout/logprob_gap"
 _P99 = f"{METRIC}_p99"
 _MEAN_IN_UPDATE = "sampler_logprob_difference"
 
 
-def measured_gap(
-    prepared: PreparedStep,
-    groups: Sequence[ScoredGroup],
-    values: LoggedValues,
-    version: int | None,
-) -> Gap | None:
+def measured_gap(prepared: PreparedStep, values: LoggedValues, version: int | None) -> Gap | None:
     """Return the gap of the tokens for which the step has the trainer's log-probabilities.
 
     These are all trained tokens if the step computes them before its first update, else those of
@@ -36,32 +29,19 @@ def measured_gap(
 
     Args:
         prepared: Prepared step.
-        groups: Its groups.
         values: Values of `log.tokens`.
         version: Policy version whose tokens count; None if it sampled all of them.
     """
-    fields = prepared.sequences.fields
+    fields, arrays = prepared.sequences.fields, prepared.arrays
     rows = fields.get("old_logprobs") or values.get("trainer_logprobs")
     if not rows:
         return None
     trained, count = np.concatenate(rows), len(rows)
     mask = np.concatenate(prepared.sequences.loss_masks[:count])
-    if version is not None and not _are_of_version(groups, count, version):
-        mask = mask & (np.concatenate([*behavior_versions(groups)][:count]) == version)
+    if version is not None:
+        mask = mask & (np.concatenate(arrays.scatter(arrays.versions)[:count]) == version)
     gap = measure(np.concatenate(fields["sampler_logprobs"][:count])[mask], trained[mask])
     return gap if gap.num_tokens else None
-
-
-def _are_of_version(groups: Sequence[ScoredGroup], num_sequences: int, version: int) -> bool:
-    """Return True if one version sampled all tokens of the first sequences."""
-    for completion in chain.from_iterable(group.rollout.completions for group in groups):
-        if num_sequences <= 0:
-            return True
-        if completion.policy_version != version or len(completion.versions) > 1:
-            return False
-        episode = completion.episode
-        num_sequences -= 1 if episode is None else len(episode.sequences)
-    return True
 
 
 @dataclass
@@ -88,7 +68,6 @@ class GapMonitor:
         self,
         step: int,
         prepared: PreparedStep,
-        groups: Sequence[ScoredGroup],
         values: LoggedValues,
         trained: Mapping[str, float],
     ) -> dict[str, float]:
@@ -97,12 +76,11 @@ class GapMonitor:
         Args:
             step: Step, counted from 0, which is the trainer's version.
             prepared: Prepared step.
-            groups: Its groups.
             values: Values of `log.tokens`.
             trained: Metrics of the updates.
         """
         version = step if self.is_async else None
-        gap = measured_gap(prepared, groups, values, version)
+        gap = measured_gap(prepared, values, version)
         metrics = dict[str, float]()
         if gap is not None:
             metrics = {METRIC: gap.mean, f"{METRIC}_p99": gap.p99, f"{METRIC}_max": gap.largest}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msrl.algorithms.samples import decided_matrix, length_matrix, reward_matrix
+from msrl.algorithms.rollout_arrays import group_arrays
 from msrl.plan.derived import updates_per_step
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.rollouts import LoggedValues
@@ -17,7 +17,7 @@ from msrl.workflows.rl.rollouts import StepRollouts
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.token_values import TokenValues
-from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.session import TrainingSession
@@ -65,7 +65,7 @@ class Recorder:
             trained: Metrics of its updates.
             clock: Its times.
         """
-        gap = self._gaps.metrics(step, prepared, batch.train_groups, values, trained)
+        gap = self._gaps.metrics(step, prepared, values, trained)
         metrics = {
             **step_metrics(batch.scores, trained, clock.seconds),
             **gap,
@@ -101,10 +101,10 @@ class Recorder:
         every = self._job.config.log.length_plot_every
         if every is None or step % every:
             return
-        groups = batch.scores.groups
+        arrays = group_arrays(batch.scores.groups)
         values: dict[str, Sequence[float]] = {
-            "response length in tokens": length_matrix(groups).ravel().tolist(),
-            "reward": reward_matrix(groups)[decided_matrix(groups)].tolist(),
+            "response length in tokens": arrays.lengths.ravel().tolist(),
+            "reward": arrays.rewards[arrays.decided].tolist(),
         }
         path = self._run_dir / "distributions" / f"step_{step:06d}.png"
         plot_distributions(values, path, title=f"{self._run_dir.name}, step {step}")

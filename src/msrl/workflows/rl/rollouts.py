@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl.algorithms.samples import score_matrix
+from msrl.algorithms.rollout_arrays import score_matrix
 from msrl.algorithms.selection import Flags, informative_groups
 from msrl.config.schema import FilterConfig
 from msrl.errors import MsrlError

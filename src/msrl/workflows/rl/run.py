@@ -22,7 +22,7 @@ from msrl.workflows.rl.sources import rollout_source
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.teacher_servers import connect as connect_teachers
 from msrl.workflows.rl.token_values import size_note
-from msrl.workflows.rl.update import Updater
+from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.rl.workers import Workers, start_workers
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.preflight import check_start

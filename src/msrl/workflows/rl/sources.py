@@ -19,7 +19,7 @@ from msrl.workflows.rl.evaluation import Sampler
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.rl.workers import Workers
 
 _MAX_EMPTY_STEPS = 10  # in succession

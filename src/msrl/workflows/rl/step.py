@@ -7,13 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from msrl.algorithms.samples import (
-    decided_matrix,
-    length_matrix,
-    mean_reward,
-    reward_matrix,
-    truncated_matrix,
-)
+from msrl.algorithms.rollout_arrays import group_arrays
 from msrl.algorithms.selection import is_equal
 from msrl.rewards.score import Scores
 from msrl.workflows.episodes.metrics import episode_metrics
@@ -41,19 +35,15 @@ def step_metrics(
     scores: Scores, train_metrics: Mapping[str, float], seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of a step."""
-    groups = scores.groups
-    rewards, lengths, decided = (
-        reward_matrix(groups),
-        length_matrix(groups),
-        decided_matrix(groups),
-    )
+    groups, arrays = scores.groups, group_arrays(scores.groups)
+    rewards, lengths, decided = arrays.rewards, arrays.lengths, arrays.decided
     rollouts = [group.rollout for group in groups]
     num_response_tokens = int(lengths.sum())
     num_prompt_tokens = sum(len(g.rollout.prompt.token_ids) * len(g.rewards) for g in groups)
     num_tokens = num_response_tokens + num_prompt_tokens
     failures = scores.failures.items()
     return {
-        "reward/mean": mean_reward(groups),
+        "reward/mean": arrays.mean_reward,
         "reward/std": float(rewards[decided].std()) if decided.any() else 0.0,
         "reward/equal_groups": float(is_equal(rewards, decided).mean()),
         **({} if decided.all() else {"reward/undecided": 1.0 - float(decided.mean())}),
@@ -61,7 +51,7 @@ def step_metrics(
         **{f"reward/failed/{name}": float(count) for name, count in failures},
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated": float(truncated_matrix(groups).mean()),
+        "rollout/truncated": float(arrays.truncated.mean()),
         **{f"rollout/{name}": value for name, value in episode_metrics(rollouts).items()},
         "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
         **{f"train/{name}": value for name, value in train_metrics.items()},

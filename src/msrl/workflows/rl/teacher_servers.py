@@ -17,11 +17,13 @@ from typing import TypeAlias
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
+from msrl.algorithms.rollout_arrays import RolloutArrays
+from msrl.algorithms.selection import Flags
 from msrl.config.sections.algo import TeacherConfig
 from msrl.data.tokenizer import TextTokenizer
 from msrl.rollout.teacher_server import TeacherServer
-from msrl.types import Floats, Ints, Prompt
-from msrl.workflows.rl.distillation import teaches
+from msrl.types import Floats, Ints
+from msrl.workflows.rl.distillation import taught
 
 _NUM_COMPARED = 256  # tokens of the vocabulary
 _Waiting: TypeAlias = "SimpleQueue[tuple[Ints, Future[Floats]]]"  # token ids and their request
@@ -49,7 +51,9 @@ class TeacherServers:
 
     @contextmanager
     def request(
-        self, sequences: Sequences, prompts: Sequence[Prompt], is_trained: Sequence[bool]
+        self,
+        arrays: RolloutArrays,
+        is_trained: Flags,  # [P, G]
     ) -> Iterator[Callable[[], list[TeacherAnswer]]]:
         """Request the log-probabilities of trained sequences, and provide a function that waits.
 
@@ -58,8 +62,9 @@ class TeacherServers:
         with ExitStack() as stack:
             pending: list[tuple[TeacherServer, dict[int, Future[Floats]]]] = []
             for server in self._servers:
-                taught = _taught(server.section, prompts, is_trained)
-                requests = _start_requests(server, sequences, taught)
+                selected = arrays.by_sequence(taught(server.section, arrays) & is_trained)
+                numbers = np.flatnonzero(selected).tolist()
+                requests = _start_requests(server, arrays.sequences, numbers)
                 for request in requests.values():
                     stack.callback(request.cancel)
                 pending.append((server, requests))
@@ -147,14 +152,6 @@ def teacher_advantages(
         for number, logprobs in answer.logprobs.items():
             rows[number] += answer.weight * (logprobs - policy[number])
     return tuple(rows)
-
-
-def _taught(
-    section: TeacherConfig, prompts: Sequence[Prompt], is_trained: Sequence[bool]
-) -> list[int]:
-    """Return the numbers of the trained sequences that a teacher teaches."""
-    rows = enumerate(zip(prompts, is_trained, strict=True))
-    return [number for number, (prompt, flag) in rows if flag and teaches(section, prompt)]
 
 
 def _answer(section: TeacherConfig, requests: dict[int, Future[Floats]]) -> TeacherAnswer:

@@ -6,17 +6,18 @@ T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from msrl.algorithms.packing import Sequences, rl_sequences
+from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
 from msrl.tracking.rollouts import LoggedValues
-from msrl.trainer.objective.batches import BatchLimits, select
+from msrl.trainer.objective.batches import select
 from msrl.trainer.objective.requests import TokenRequest, TokenValue
-from msrl.types import Bools, Floats
+from msrl.types import Floats
 from msrl.workflows.rl.step import Clock
-from msrl.workflows.rl.update import PreparedStep
+from msrl.workflows.rl.update.batches import PreparedStep
+from msrl.workflows.rl.update.values import forward_limits
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.trainer_group import TrainerGroup
 
@@ -47,7 +48,7 @@ class TokenValues:
 
         Call it before the first update.
         """
-        numbers = self._numbers(len(prepared.samples))
+        numbers = self._numbers(len(prepared.trainable))
         if not numbers or self._limit_is_reached():
             return {}
         fields = prepared.sequences.fields
@@ -57,7 +58,8 @@ class TokenValues:
         }
         if has_reference and not missing:
             return {}
-        sequences = _sequences(prepared, numbers)
+        sampled = prepared.sequences._replace(loss_masks=prepared.trainable, fields={})
+        sequences = select(sampled, numbers)
         columns = dict[str, Sequence[Floats]]()
         with clock("token_values"):
             if not has_reference:
@@ -73,7 +75,7 @@ class TokenValues:
     ) -> list[Sequence[Floats]]:
         """Return values of a model at every token of every sequence."""
         request = TokenRequest(names, model, self.config.rollout.sampling.temperature)
-        values = self.trainers.forward(request, sequences, _limits(self.config))
+        values = self.trainers.forward(request, sequences, forward_limits(self.config))
         return [values[name] for name in names]
 
     def _numbers(self, num_samples: int) -> range:
@@ -114,25 +116,3 @@ def size_note(config: Config, num_steps: int) -> str | None:
         f"{size / 1e9:.3g} GB before compression; values of tokens are added up to "
         f"{log.tokens_max_gb:g} GB (log.tokens_max_gb)"
     )
-
-
-def _sequences(prepared: PreparedStep, numbers: range) -> Sequences:
-    """Return the samples as sequences with all sampled tokens, without advantages."""
-    sequences = select(prepared.sequences._replace(fields={}), numbers)
-    if all(prepared.samples[number].is_trained for number in numbers):
-        return sequences
-    return sequences._replace(loss_masks=tuple(_sampled(prepared, number) for number in numbers))
-
-
-def _sampled(prepared: PreparedStep, number: int) -> Bools:  # [T]
-    """Return the mask of the sampled tokens of a sample, also if it is not trained on."""
-    sample = prepared.samples[number]
-    if sample.is_trained:
-        return prepared.sequences.loss_masks[number]
-    return rl_sequences([replace(sample, is_trained=True)]).loss_masks[0]
-
-
-def _limits(config: Config) -> BatchLimits:
-    train = config.train
-    count = train.forward_micro_batch or train.micro_batch
-    return BatchLimits(count, train.max_tokens_per_micro_batch)
