@@ -17,9 +17,9 @@ from msrl.data.rows.turns import ToolCall
 from msrl.environments import pool_loop
 from msrl.environments.base import EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.pool import EnvironmentPool, select_environment
-from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tool_formats import hermes
 from msrl.errors import MsrlError
+from msrl.http_requests import without_loopback_proxy
 from msrl.types import Message
 from support import HANG_S, assert_mentions
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from http_servers import served_by
+from msrl import http_requests
 from msrl.errors import ManyErrors, MsrlError
-from msrl.rewards import http as rewards_http
-from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.http_requests import RemoteError, Server, post_json
 from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
@@ -80,8 +80,8 @@ def test_an_attempt_that_may_succeed_is_retried():
 
 def test_a_server_on_this_machine_is_reached_without_the_proxy(monkeypatch):
     nowhere = urllib.request.ProxyHandler({"http": "http://127.0.0.1:9"})
-    opener = urllib.request.build_opener(rewards_http._AnyStatus, nowhere)
-    monkeypatch.setattr(rewards_http, "_opener", opener)
+    opener = urllib.request.build_opener(http_requests._AnyStatus, nowhere)
+    monkeypatch.setattr(http_requests, "_opener", opener)
     with served(lambda n, _: json_answer(n)) as (url, _):
         assert post_json(quick(url, retries=0), {}) == (1, 0)
         by_name = url.replace("127.0.0.1", "localhost")

@@ -31,14 +31,14 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.templates.files import load_template, template_names
 from msrl.errors import ManyErrors, MsrlError, RunFailedError
+from msrl.http_requests import is_healthy, is_loopback
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.rewards.http import is_loopback
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key
 from msrl.rollout.server_key import CheckRequest
 from msrl.workflows.engine import choose_renderer, other_template
-from msrl.workflows.serve import model_cache, server_process
+from msrl.workflows.serve import model_cache
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
@@ -397,7 +397,7 @@ def test_a_server_is_asked_without_the_proxy(monkeypatch: pytest.MonkeyPatch):
     nowhere = urllib.request.ProxyHandler({"http": "http://127.0.0.1:9"})
     monkeypatch.setattr(urllib.request, "_opener", urllib.request.build_opener(nowhere))
     with served_by(Handler) as url:
-        assert server_process._is_healthy(url)
+        assert is_healthy(url, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 from msrl.checks.inputs import check_folder, check_template, checkpoint_hint, path_hint
 from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
+from msrl.http_requests import is_loopback
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
-from msrl.rewards.http import is_loopback
 from msrl.rollout.server_access import KEY_VARIABLES, read_api_key
 
 

@@ -24,9 +24,9 @@ from msrl import registry
 from msrl.environments.base import EnvironmentSource
 from msrl.environments.episode_process import EpisodeSetup, Factory, detach, serve_episode
 from msrl.environments.protocol import COMMAND, EXITED, OPEN
-from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tools import prepare_tools, tool_format
 from msrl.errors import MsrlError
+from msrl.http_requests import without_loopback_proxy
 from msrl.processes.messages import MAX_DETAIL_BYTES, READY, error_frame, frame, read
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.user_files import NotLoadedError, load_function

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from msrl.rewards.http import Server, post_json
+from msrl.http_requests import Server, post_json
 from msrl.rewards.sandbox import Case, Limits, Status
 
 _STATUS: dict[str, Status] = {"Finished": "ok", "TimeLimitExceeded": "timeout", "Error": "error"}

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from msrl.config.interpolate import with_environment
 from msrl.errors import MsrlError
-from msrl.rewards.http import RemoteError, Server, post_json
+from msrl.http_requests import RemoteError, Server, post_json
 from msrl.rewards.pool import CallResult
 
 _ADDRESS = re.compile(r"[!-~]+")

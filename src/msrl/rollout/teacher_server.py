@@ -18,7 +18,7 @@ import numpy as np
 from msrl.config.interpolate import with_environment
 from msrl.config.sections.algo import TeacherConfig
 from msrl.errors import MsrlError
-from msrl.rewards.http import RemoteError, Server, get_json, post_json
+from msrl.http_requests import RemoteError, Server, get_json, post_json
 from msrl.rewards.remote import HEADER_TEXT, address_refusal
 from msrl.types import Floats, Ints
 

@@ -28,9 +28,9 @@ from msrl.environments.builtin._chat_server import (
     ChatServer,
     text_content,
 )
-from msrl.environments.proxies import without_loopback_proxy
 from msrl.environments.tools import read_answer
 from msrl.errors import MsrlError
+from msrl.http_requests import without_loopback_proxy
 from msrl.types import JsonObject, Message, Role
 
 _ROLES: dict[str, Role] = {

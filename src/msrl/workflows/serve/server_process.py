@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import re
 import signal
@@ -11,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from msrl import temporary
 from msrl.errors import MsrlError, RunFailedError
+from msrl.http_requests import is_healthy
 from msrl.limits import printable
 from msrl.processes import trees
 from msrl.temporary import ProcessRecord
@@ -28,8 +27,6 @@ _END_S = 30.0  # until the server's processes are killed
 _TAIL_LINES = 15
 # Errors of vLLM about its settings (ValueError, also of pydantic, and of argparse).
 _REFUSAL = re.compile(r"^(?:ValueError|pydantic\S*ValidationError|\S+\.py: error|\S+: error): (.+)")
-# The server runs on this machine, which a proxy does not reach.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENGINE = "VLLM::"  # with which the names of its processes begin
 _ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\w* pid=\d+\) ERROR ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) ?")
@@ -86,7 +83,7 @@ def _is_ready(process: subprocess.Popen[str], url: str, look: Callable[[], None]
     """Wait until the server answers, and return False if its process ends before."""
     looked = time.monotonic()
     while process.poll() is None:
-        if _is_healthy(url):
+        if is_healthy(url, _HEALTH_S):
             return True
         if time.monotonic() - looked > _LOOK_EVERY_S:
             look()
@@ -110,14 +107,6 @@ class _Engine:
     def ended(self) -> list[int]:
         """The pids of those that have ended."""
         return [each.pid for each in self._seen if not temporary.is_running(each)]
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with _direct.open(f"{url}/health", timeout=_HEALTH_S) as answer:
-            return answer.status == 200
-    except (OSError, http.client.HTTPException):  # not listening yet, or still loading
-        return False
 
 
 class _Output:

@@ -4,7 +4,8 @@ Refused and broken connections and temporary statuses (408, 425, 429, 500, 502 t
 after a pause with exponential backoff and random jitter, or the pause that the server requests in
 Retry-After. All other errors are final: other statuses, redirections and answers that are not JSON.
 
-Only the standard library is imported because the workers of the pool use this module too.
+Servers on loopback addresses are reached without a proxy. Only the standard library is imported
+because the workers of the pool use this module too.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class _AnyStatus(urllib.request.HTTPErrorProcessor):
 
 _opener = urllib.request.build_opener(_AnyStatus)
 _direct = urllib.request.build_opener(_AnyStatus, urllib.request.ProxyHandler({}))
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def _open(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
@@ -112,6 +114,33 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, whose address may change
         return False
+
+
+def is_healthy(url: str, timeout_s: float) -> bool:
+    """Return True if the server on this machine at `url` answers requests for its health."""
+    try:
+        with _direct.open(f"{url}/health", timeout=timeout_s) as answer:
+            return answer.status == 200
+    except (OSError, http.client.HTTPException):  # not listening yet, or still loading
+        return False
+
+
+def without_loopback_proxy(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which HTTP clients use no proxy for loopback addresses."""
+    lower, upper = variables.get("no_proxy", ""), variables.get("NO_PROXY", "")
+    updates = {
+        "no_proxy": _with_loopback(lower or upper),
+        "NO_PROXY": _with_loopback(upper or lower),
+    }
+    return {**variables, **updates}
+
+
+def _with_loopback(hosts: str) -> str:
+    """Return a list of hosts with the hosts of loopback; `*`, which is alone, is all hosts."""
+    if hosts.strip() == "*":
+        return hosts
+    listed = [host.strip() for host in hosts.split(",") if host.strip()]
+    return ",".join([*listed, *(host for host in _LOOPBACK if host not in listed)])
 
 
 def post_json(server: Server, payload: object) -> tuple[Any, int]:
