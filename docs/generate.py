@@ -249,28 +249,26 @@ def _command_section(command: Any, path: tuple[str, ...], context: Any) -> str:
     text = f"\n{'#' * (len(path) + 1)} msrl {' '.join(path)}\n\n{summary}\n"
     if not hasattr(command, "commands"):
         shown = (item for item in command.get_params(context) if not getattr(item, "hidden", False))
-        rows = [_option_row(parameter, path) for parameter in shown]
+        rows = [_option_row(parameter) for parameter in shown]
         text += "\n" + table(("option", "values", "meaning"), rows)
     return text + f"\n```sh\n{command.epilog}\n```\n"
 
 
-def _option_row(parameter: Any, path: tuple[str, ...]) -> tuple[str, str, str]:
+def _option_row(parameter: Any) -> tuple[str, str, str]:
     names = [*parameter.opts, *parameter.secondary_opts]
     if parameter.param_type_name == "argument":
         names = [parameter.metavar or parameter.name.upper()]
     elif parameter.metavar:
         names[0] += f" {parameter.metavar}"
-    facts = _option_facts(parameter, path)
+    facts = _option_facts(parameter)
     return ", ".join(map(code, names)), facts, " ".join((parameter.help or "").split())
 
 
-def _option_facts(parameter: Any, path: tuple[str, ...]) -> str:
+def _option_facts(parameter: Any) -> str:
     """Return choices, range and default of an option, and the key that it sets."""
-    from msrl.cli.keys import option_key
     from msrl.config.facts import key_facts
 
-    command = "train-sft" if path[0] in ("config", "doctor") else path[0]
-    key = option_key(command, parameter.name)
+    key = getattr(parameter, "key", None)
     facts = key_facts(key) if key else None
     if facts is None or key is None:
         is_flag = getattr(parameter, "is_flag", True)

@@ -15,7 +15,9 @@ import pytest
 import typer.main
 
 from msrl.cli.app import app
-from msrl.config.facts import key_facts, settable_keys
+from msrl.cli.execute import key_flags
+from msrl.config.facts import key_facts
+from msrl.config.options import OPTIONS, options
 from test_cli import COMMANDS, msrl
 
 ROOT: Any = typer.main.get_command(app)
@@ -98,7 +100,7 @@ def test_help_splits_no_choice_between_two_lines(
     assert facts is not None
     text = help_text(names, capsys)
     assert {*(facts.choices or facts.examples)} <= set(re.findall(r"[^\s│,\[\]]+", text))
-    assert not re.search(r"default: *│|at *│", text)
+    assert not re.search(r"\bdefault: *│|\bat *│", text)
 
 
 def test_the_usage_line_names_visible_arguments_without_braces(capsys: pytest.CaptureFixture[str]):
@@ -123,11 +125,16 @@ def test_defaults_ranges_and_choices_come_from_the_schema(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
-    training = help_text(["train-sft"], capsys)
+    options, _, _ = help_text(["train-sft"], capsys).partition("\nExamples:")
+    text = re.sub(r"\s*│\n│\s*", " ", options)
+    training = {entry.split()[0]: entry for entry in re.split(r"\s(?=--)", text) if entry}
     lr = key_facts("train.optimizer.lr")
-    assert lr is not None and re.search(rf"--lr X .*above 0.*default: {lr.default}", training)
-    assert re.search(r"--tp N .*at least 1.*default: 1\]", training)
-    assert re.search(r"--platform NAME .*\[auto, cpu, cuda, npu\] \[default: auto\]", training)
+    assert lr is not None and re.search(
+        rf"--lr X .*above 0.*default: {lr.default}", training["--lr"]
+    )
+    assert re.search(r"--tp N .*at least 1.*default: 1\]", training["--tp"])
+    platforms = r"--platform NAME .*\[auto, cpu, cuda, npu\] \[default: auto\]"
+    assert re.search(platforms, training["--platform"])
     tokens = [
         re.search(r"--max-tokens N .*default: (\d+)", help_text([name], capsys))
         for name in ("generate", "chat")
@@ -201,22 +208,23 @@ def test_help_has_plain_borders_where_the_encoding_has_no_others():
     assert b"\\u" not in done.stdout and b"+- Sampling -" in done.stdout
 
 
-def test_every_option_of_a_command_with_a_section_is_a_key_of_the_schema():
-    from msrl.cli.keys import option_key
-
-    keys = {*settable_keys()}
-    for names in all_commands(ROOT):
-        command = find_command([*names])
-        for parameter in command.params if names and not hasattr(command, "commands") else ():
-            key = option_key(
-                names[0] if names[0] not in ("config", "doctor") else "train-sft", parameter.name
-            )
-            assert key is None or key in keys, (names, parameter.name)
+@pytest.mark.parametrize("name", sorted({name for option in OPTIONS for name in option.commands}))
+def test_every_option_of_a_key_sets_it(name: str):
+    words = {bool: [], dict: ["{}"]}
+    for option in options(name):
+        facts = key_facts(option.key)
+        assert facts is not None, option.key
+        value = next((words[kind] for kind in facts.types if kind in words), ["1"])
+        context, command = ROOT.make_context("msrl", [], resilient_parsing=True), ROOT
+        for word in name.split():
+            command = command.commands[word]
+            required = ["folder"] if any(item.required for item in command.params) else []
+            line = [] if hasattr(command, "commands") else [option.names[0], *value, *required]
+            context = command.make_context(word, line, parent=context, resilient_parsing=not line)
+        assert [flag.key for flag in key_flags(context)] == [option.key], option.names
 
 
 def test_the_documentation_lists_the_other_names_of_options_and_their_keys():
-    from msrl.cli.keys import option_key
-
     text = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text(encoding="utf-8")
     for names in all_commands(ROOT):
         for parameter in find_command([*names]).params:
@@ -227,4 +235,5 @@ def test_the_documentation_lists_the_other_names_of_options_and_their_keys():
             ]
             assert not missing or parameter.opts[-1] in ("-c", "-v", "-h", "-o"), missing
     rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \|", text, re.M)
-    assert [(name, option_key("train-sft", name)) for name, _ in rows] == rows and len(rows) == 9
+    keys = {option.names[0]: option.key for option in options("train-sft")}
+    assert [(name, keys[f"--{name}"]) for name, _ in rows] == rows and len(rows) == 9

@@ -10,7 +10,6 @@ from typer.main import get_command
 
 from msrl.cli import app
 from msrl.cli.hints import _NO_OPTIONS, _option_hint, extra_words
-from msrl.cli.keys import option_key
 from msrl.cli.own_options import all_commands
 from msrl.config.foreign_names import OTHER_NAMES
 from msrl.config.messages import keys
@@ -19,9 +18,7 @@ from support import assert_mentions
 from test_cli import msrl
 
 COMMANDS = {
-    name: {
-        option: option_key(name.split()[0], known.parameter) for option, known in options.items()
-    }
+    name: {option: known.key for option, known in options.items()}
     for name, options in all_commands(get_command(app.app))
 }
 KEYS = set(keys())

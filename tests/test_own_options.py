@@ -12,7 +12,6 @@ from typer.main import get_command
 
 import msrl
 from msrl.cli import app
-from msrl.cli.keys import option_key
 from msrl.cli.own_options import _OPTION, _SENTENCE_END, _is_named, all_commands, with_own_options
 from msrl.config.messages import keys
 from support import assert_mentions
@@ -116,9 +115,7 @@ def test_an_option_of_another_command_is_a_key_or_named_with_it(
 
 
 def test_options_of_all_commands_set_keys_or_are_for_one_command() -> None:
-    assert option_key("preprocess", COMMANDS["preprocess"]["--map-keys"].parameter) == (
-        "preprocess.map_keys"
-    )
+    assert COMMANDS["preprocess"]["--map-keys"].key == "preprocess.map_keys"
 
 
 def test_an_error_of_a_command_names_its_own_options(

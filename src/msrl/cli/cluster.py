@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
+from typing import Annotated
 
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.execute import resolve, set_verbosity, show_plan
 from msrl.cli.help import Command, Group, examples
+from msrl.cli.options import CONFIG, DRY_RUN, NETWORK, SETS, VERBOSE, Json, option, takes
 
 app = typer.Typer(
     cls=Group,
@@ -16,6 +18,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Start, join, inspect and stop a cluster of machines.",
     epilog=examples("msrl cluster up --host 10.0.0.1", "msrl cluster status", "msrl cluster down"),
+)
+
+
+_port = partial(option, metavar="N", min=1, max=65535, panel=NETWORK)
+_host = partial(option, metavar="HOST", panel=NETWORK)
+_OWN_HOST = "Address of this machine for the other machines."
+_NEW_TOKEN = "Replace the token of earlier clusters. Copy it to the other machines again."
+_WAIT = (
+    "Wait until N machines, this one included, have joined, for at most "
+    "cluster.wait_for_nodes_s seconds. Default: do not wait."
 )
 
 
@@ -27,20 +39,21 @@ app = typer.Typer(
         "    --set cluster.nodes=2",
     ),
 )
+@takes("cluster up", CONFIG, SETS, DRY_RUN, VERBOSE)
 def up(
     ctx: typer.Context,
-    host: o.Host = "127.0.0.1",
-    port: o.Port = 6344,
-    dashboard_host: o.DashboardHost = "127.0.0.1",
-    dashboard_port: o.DashboardPort = 8260,
-    new_token: o.NewToken = False,
-    wait: o.Machines = None,
-    devices: o.Devices = None,
-    config: o.Files = None,
-    sets: o.Sets = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
+    host: Annotated[str, _host("--host", help=_OWN_HOST)] = "127.0.0.1",
+    port: Annotated[int, _port("--port", help="Port for nodes and runs, from 1 to 65535.")] = 6344,
+    dashboard_host: Annotated[
+        str, _host("--dashboard-host", help="Address that the dashboard listens on.")
+    ] = "127.0.0.1",
+    dashboard_port: Annotated[
+        int, _port("--dashboard-port", help="Port of the dashboard, from 1 to 65535.")
+    ] = 8260,
+    new_token: Annotated[bool, option("--new-token", panel=NETWORK, help=_NEW_TOKEN)] = False,
+    wait: Annotated[
+        int | None, option("--wait", metavar="N", min=1, panel=NETWORK, help=_WAIT)
+    ] = None,
 ) -> None:
     """Start a cluster on this machine and print the command that joins others to it."""
     _run(
@@ -61,16 +74,19 @@ def up(
         "msrl cluster join 10.0.0.1:6344", "msrl cluster join 10.0.0.1:6344 --devices 4"
     ),
 )
+@takes("cluster join", CONFIG, SETS, DRY_RUN, VERBOSE)
 def join(
     ctx: typer.Context,
-    address: o.Address,
-    host: o.NodeHost = None,
-    devices: o.Devices = None,
-    config: o.Files = None,
-    sets: o.Sets = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="Address that `msrl cluster up` printed.", show_default=False
+        ),
+    ],
+    host: Annotated[
+        str | None,
+        _host("--host", help=f"{_OWN_HOST} Default: the one that reaches the head node."),
+    ] = None,
 ) -> None:
     """Add this machine to a cluster.
 
@@ -80,23 +96,19 @@ def join(
 
 
 @app.command(cls=Command, epilog=examples("msrl cluster status", "msrl cluster status --json"))
-def status(
-    ctx: typer.Context,
-    json: o.Json = False,
-    config: o.Files = None,
-    sets: o.Sets = None,
-    verbose: o.Verbose = False,
-) -> None:
+@takes(CONFIG, SETS, VERBOSE)
+def status(ctx: typer.Context, json: Json = False) -> None:
     """Show the devices of the cluster and which are in use."""
     _run(ctx, "status", json=json)
 
 
 @app.command(cls=Command, epilog=examples("msrl cluster down"))
+@takes(DRY_RUN, VERBOSE)
 def down(
     ctx: typer.Context,
-    force: o.Force = False,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
+    force: Annotated[
+        bool, option("--force", help="Do not ask, even if a run uses the devices.")
+    ] = False,
 ) -> None:
     """Stop what `up` and `join` started on this machine, and nothing else.
 

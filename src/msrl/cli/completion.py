@@ -43,8 +43,14 @@ def _first_line(text: str) -> str:
     return textwrap.shorten(text, _EXPLANATION_WIDTH, placeholder=" ...")
 
 
-def choices(key: str) -> Completer:
-    """Return a completer for the values of a configuration key."""
+def values(key: str) -> Completer | None:
+    """Return a completer for the values of a configuration key; None if it has no names."""
+    from msrl.config.facts import key_facts
+
+    name = key.rpartition(".")[2]
+    facts = key_facts(key)
+    if name in _COMPLETERS or facts is None or not (facts.choices or facts.examples):
+        return _COMPLETERS.get(name)
 
     def complete(incomplete: str) -> list[Candidate]:
         return _starting(_values(key), incomplete)
@@ -83,6 +89,10 @@ def resume(incomplete: str) -> list[Candidate]:
         ("none", "Start from the beginning"),
     ]
     return _starting(values, incomplete)
+
+
+# Completers by the last part of a key.
+_COMPLETERS: dict[str, Completer] = {"resume": resume, "template": template_names}
 
 
 def _starting(candidates: Iterable[Candidate], incomplete: str) -> list[Candidate]:

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import json as jsonlib
+from enum import Enum
+from typing import Annotated
 
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.execute import resolve, warn, with_hub_files
 from msrl.cli.help import Command, Group, examples
+from msrl.cli.options import (
+    APPROXIMATE,
+    CONFIG,
+    CONFIG_NAME,
+    FOR,
+    SETS,
+    Json,
+    named_command,
+    option,
+    takes,
+)
 from msrl.limits import printable
+
+
+class SystemName(str, Enum):
+    """Systems whose files `config import` reads."""
+
+    mindspeed_rl = "mindspeed-rl"
+    mindspeed_llm = "mindspeed-llm"
+    roll = "roll"
+    lightrft = "lightrft"
+    verl = "verl"
+
 
 app = typer.Typer(
     cls=Group,
@@ -31,23 +54,8 @@ app = typer.Typer(
         "msrl config show -c grpo.yaml --lr 1e-6 --set algo.preset=dapo",
     ),
 )
-def show(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    approximate: o.Approximate = False,
-    sets: o.Sets = None,
-    command: o.For = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    platform: o.Platform = None,
-    json: o.Json = False,
-) -> None:
+@takes(CONFIG, CONFIG_NAME, SETS, APPROXIMATE, FOR, "config show")
+def show(ctx: typer.Context, json: Json = False) -> None:
     """Print the effective configuration with the origins of values, and derived values."""
     from msrl.checks.validate import guess
     from msrl.config.secrets import recorded
@@ -59,7 +67,7 @@ def show(
     from msrl.plan.run_plan import resolve as plan_run
 
     resolved = resolve(ctx)
-    target = command.value if command else guess(resolved) or ""
+    target = named_command(ctx) or guess(resolved) or ""
     warn(resolved, target)
     plan = plan_run(resolved.config, target)
     memory = {
@@ -88,27 +96,13 @@ def show(
         "msrl config validate -c grpo.yaml", "msrl config validate -c run.yaml --for train-sft"
     ),
 )
-def validate(
-    ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    approximate: o.Approximate = False,
-    sets: o.Sets = None,
-    command: o.For = None,
-    model: o.TrainModel = None,
-    data: o.Data = None,
-    name: o.Name = None,
-    steps: o.Steps = None,
-    lr: o.LearningRate = None,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    platform: o.Platform = None,
-) -> None:
+@takes(CONFIG, CONFIG_NAME, SETS, APPROXIMATE, FOR, "config validate")
+def validate(ctx: typer.Context) -> None:
     """Check the configuration as its command would, and report all errors at once."""
     from msrl.checks.validate import check, guess
 
     resolved = resolve(ctx)
-    target = command.value if command else guess(resolved)
+    target = named_command(ctx) or guess(resolved)
     if target is None:
         typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
@@ -134,11 +128,31 @@ def schema() -> None:
         "msrl config import --from mindspeed-llm tune_qwen2.sh -o sft.yaml",
     ),
 )
+@takes(APPROXIMATE)
 def import_(
-    arguments: o.Foreign,
-    system: o.From,
-    output: o.NativeFile = None,
-    approximate: o.Approximate = False,
+    ctx: typer.Context,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|FLAGS...",
+            help="YAML file, shell script with its arguments, or the words of a command.",
+            show_default=False,
+        ),
+    ],
+    system: Annotated[
+        SystemName,
+        option(
+            "--from",
+            metavar="SYSTEM",
+            help=f"System that the file or the flags belong to: {', '.join(SystemName)}. Required.",
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        option(
+            "--output", "-o", metavar="FILE", help="YAML file to write. Default: standard output."
+        ),
+    ] = None,
 ) -> None:
     """Translate a file or command of another system to a YAML file of msrl.
 
@@ -152,7 +166,9 @@ def import_(
     from msrl.importers.command import native_yaml, report, translate_arguments
     from msrl.workflows.import_config import next_commands, validate
 
-    translation = translate_arguments(system.value, arguments, approximate=approximate)
+    translation = translate_arguments(
+        system.value, arguments, approximate=ctx.params["approximate"]
+    )
     typer.echo(printable(report(translation)), err=True)
     validation = validate(translation)
     for line in validation.inputs:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.help import Command, Group, examples
+from msrl.cli.options import SETS, VERBOSE, Json, takes
 from msrl.errors import MsrlError
 from msrl.limits import printable, require_open_files
 
 if TYPE_CHECKING:
+    from msrl.config.loader import Flag
     from msrl.config.schema import Config
 
 _CONFIG = "config.yaml"  # of a run
@@ -42,28 +43,32 @@ def diagnose() -> None:
         "msrl diagnose mismatch model --template qwen --json",
     ),
 )
+@takes(SETS, "diagnose mismatch", VERBOSE)
 def mismatch(
     ctx: typer.Context,
-    target: o.DiagnosedTarget,
-    sets: o.Sets = None,
-    template: o.DiagnosedTemplate = None,
-    platform: o.Platform = None,
-    verbose: o.Verbose = False,
-    json: o.Json = False,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RUN",
+            help="Hugging Face folder, mcore checkpoint, or folder of a run, such as runs/grpo.",
+            show_default=False,
+        ),
+    ],
+    json: Json = False,
 ) -> None:
     """Score sampled tokens with engine, trainer and transformers; name the cause of differences.
 
     Exit with 0 for a healthy model, and with 1 for a cause.
     """
-    from msrl.cli.execute import set_verbosity
+    from msrl.cli.execute import key_flags, set_verbosity
     from msrl.workflows.diagnose import report
     from msrl.workflows.diagnose.run import run
 
-    set_verbosity(verbose)
+    set_verbosity(ctx.params["verbose"])
     require_open_files()
     folder = Path(target)
     is_run = (folder / _CONFIG).is_file()
-    config = _config(folder, is_run=is_run, sets=sets or [], template=template, platform=platform)
+    config = _config(folder, is_run=is_run, sets=ctx.params["sets"] or [], flags=[*key_flags(ctx)])
     verdict, evidence = run(config, folder if is_run else None)
     if json:
         typer.echo(report.as_json(verdict, evidence))
@@ -73,9 +78,7 @@ def mismatch(
         raise typer.Exit(1)
 
 
-def _config(
-    folder: Path, *, is_run: bool, sets: list[str], template: str | None, platform: str | None
-) -> Config:
+def _config(folder: Path, *, is_run: bool, sets: list[str], flags: list[Flag]) -> Config:
     """Return the configuration of the run, or the defaults with the model.
 
     Raises:
@@ -86,12 +89,9 @@ def _config(
 
     if not folder.is_dir():
         raise MsrlError(f"{folder}: no such folder. Name a model or a run, as in runs/grpo.")
-    if is_run and template is not None:
+    if is_run and any(flag.key == "model.template" for flag in flags):
         raise MsrlError("--template: a run has the template of its data. Remove the option.")
-    flags = [Flag("cluster.platform", platform, "--platform")] if platform else []
-    if template is not None:
-        flags.append(Flag("model.template", template, "--template"))
-    if not is_run:
-        flags.append(Flag("model.path", str(folder), "MODEL"))
-    files = [str(folder / _CONFIG)] if is_run else []
-    return load_configuration(files, [*_ONE_REPLICA, *sets], flags).config
+    if is_run:
+        return load_configuration([str(folder / _CONFIG)], [*_ONE_REPLICA, *sets], flags).config
+    model = Flag("model.path", str(folder), "MODEL")
+    return load_configuration((), [*_ONE_REPLICA, *sets], [*flags, model]).config

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.execute import resolve
 from msrl.cli.help import examples
+from msrl.cli.options import (
+    APPROXIMATE,
+    CONFIG,
+    CONFIG_NAME,
+    FOR,
+    SETS,
+    Json,
+    named_command,
+    option,
+    takes,
+)
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable
 
@@ -19,26 +29,28 @@ if TYPE_CHECKING:
 EXAMPLES = examples("msrl doctor", "msrl doctor -c grpo.yaml --for train-grpo")
 
 
+@takes(CONFIG, CONFIG_NAME, SETS, APPROXIMATE, FOR, "doctor")
 def doctor(
     ctx: typer.Context,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    approximate: o.Approximate = False,
-    sets: o.Sets = None,
-    command: o.For = None,
-    platform: o.Platform = None,
-    imports: o.Imports = True,
-    json: o.Json = False,
+    imports: Annotated[
+        bool,
+        option(
+            "--imports/--no-imports",
+            help="Import every library in a separate process. Default: --imports.",
+        ),
+    ] = True,
+    json: Json = False,
 ) -> None:
     """Check this machine and, with -c, if a run would work on it. Exit with 2 if not."""
     from msrl.workflows import doctor as workflow
 
     resolved, mistakes = _resolved(ctx)
+    is_configured = any(ctx.params[shared.name] for shared in (CONFIG, CONFIG_NAME, SETS))
     findings = workflow.run(
-        _platform(platform, resolved),
-        resolved=resolved if config or config_name or sets else None,
+        _platform(ctx.params["platform"], resolved),
+        resolved=resolved if is_configured else None,
         mistakes=mistakes,
-        command=command.value if command else None,
+        command=named_command(ctx),
         imports=imports,
     )
     if json:

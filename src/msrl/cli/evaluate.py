@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from msrl.cli import options as o
-from msrl.cli.execute import execute, refuse_no_models
+from msrl.cli.execute import execute, name_models
 from msrl.cli.help import examples
+from msrl.cli.options import CONFIG, CONFIG_NAME, DRY_RUN, SETS, VERBOSE, takes
 
 EXAMPLES = examples(
     "msrl eval -c runs/grpo/config.yaml runs/grpo",
@@ -15,31 +17,14 @@ EXAMPLES = examples(
 )
 
 
+@takes(CONFIG, CONFIG_NAME, SETS, "eval", DRY_RUN, VERBOSE)
 def evaluate(
     ctx: typer.Context,
-    more_models: o.MoreModels = None,
-    models: o.EvaluatedModels = None,
-    config: o.Files = None,
-    config_name: o.ConfigName = None,
-    sets: o.Sets = None,
-    data: o.EvaluationData = None,
-    prompts: o.NumPrompts = None,
-    output: o.EvaluationFolder = None,
-    overwrite: o.EvaluateAgain = None,
-    tp: o.EngineTp = None,
-    num_samples: o.NumSamples = None,
-    max_tokens: o.EvaluationTokens = None,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    seed: o.EvaluationSeed = None,
-    stop: o.Stop = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
+    more_models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="The same as --model.", show_default=False),
+    ] = None,
 ) -> None:
     """Score responses of checkpoints to held-out prompts with the rewards of training."""
-    refuse_no_models(ctx, more_models or [])
-    ctx.params["models"] = [*(models or []), *(more_models or [])]
+    name_models(ctx, "evaluate.models", *(more_models or []))
     execute(ctx, "eval")

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from msrl.cli.keys import ANY_COMMAND, configured_command, option_key, top_command
+from msrl.cli.options import (
+    ANY_COMMAND,
+    configured_command,
+    named_command,
+    set_key,
+    take_arguments,
+    top_command,
+)
 from msrl.errors import ManyErrors, MsrlError
 from msrl.limits import printable, require_open_files
+from msrl.strict_json import loads
 
 if TYPE_CHECKING:
     from msrl.config.hub_names import LocalConfig
@@ -99,27 +107,20 @@ def _show_next(resolved: Resolved, command: str) -> None:
         typer.echo(printable(f"next: {line}"))
 
 
-def name_model(ctx: typer.Context) -> None:
-    """Take the model from the argument, if there is one.
+def name_models(ctx: typer.Context, key: str, *arguments: str | None) -> None:
+    """Take models from the arguments. `key` is the key of --model.
 
     Raises:
-        MsrlError: The argument and --model name a model each.
+        MsrlError: An argument is no model, or a second one where the key takes one.
     """
-    argument, option = ctx.params.get("model_argument"), ctx.params.get("model")
-    if argument is not None and option is not None:
-        raise MsrlError(f"--model={option}: the model {argument} is already named. Name one.")
-    refuse_no_models(ctx, [argument] if argument else [])
-    ctx.params["model"] = argument or option
-
-
-def refuse_no_models(ctx: typer.Context, arguments: Sequence[str]) -> None:
-    """Raise MsrlError for arguments that are configurations or assignments instead of models."""
     from msrl.cli.hints import extra_words
 
-    for argument in arguments:
+    models = [argument for argument in arguments if argument is not None]
+    for argument in models:
         message = extra_words([argument], [], ctx.command.params)
         if "Did you mean" in message and not Path(argument).is_dir():
             raise MsrlError(message)
+    take_arguments(ctx, key, models)
 
 
 def resolve(
@@ -138,7 +139,7 @@ def resolve(
     if ctx.params.get("config_name"):
         files.insert(0, find_by_name(ctx.params["config_name"]))
     flags = [
-        *_flags(ctx),
+        *key_flags(ctx),
         *(Flag(key, value, ctx.info_name or "") for key, value in (fixed or {}).items()),
     ]
     sets: list[str] = ctx.params.get("sets") or []
@@ -160,7 +161,7 @@ def _missing_paths(ctx: typer.Context, valid_part: Resolved | None) -> list[str]
 
     if valid_part is None:
         return []
-    has_target = ctx.params.get("command") or top_command(ctx) not in ANY_COMMAND
+    has_target = named_command(ctx) or top_command(ctx) not in ANY_COMMAND
     target = configured_command(ctx) if has_target else guess(valid_part)
     return [] if target is None else find_missing_paths(valid_part, target)
 
@@ -194,25 +195,41 @@ def warn(resolved: Resolved, command: str) -> None:
         typer.echo(printable(f"warning: {line}"), err=True)
 
 
-def _flags(ctx: typer.Context) -> Iterator[Flag]:
+def key_flags(ctx: typer.Context) -> Iterator[Flag]:
     """Yield a Flag for each option of the call that sets a configuration key."""
     from msrl.config.facts import key_facts
     from msrl.config.loader import Flag
 
-    command = configured_command(ctx)
     for parameter in ctx.command.params:
-        name = parameter.name or ""
-        value = _plain(ctx.params.get(name))
-        key = option_key(command, name)
-        if value is None or key is None:
+        value: Any = ctx.params.get(parameter.name or "")
+        if getattr(parameter, "key", None) is None or value in (None, [], ()):
             continue
-        is_option = parameter.opts[0].startswith("-")
-        option = parameter.opts[0] if is_option else (parameter.metavar or name)
-        if key_facts(key) is None:
+        option, key = parameter.opts[0], set_key(parameter, ctx)
+        facts = key_facts(key) if key is not None else None
+        if key is None or facts is None:
             remedy = "Remove it, or select another command with --for."
-            raise MsrlError(f"{option}: {command} has no such option. {remedy}")
+            raise MsrlError(f"{option}: {configured_command(ctx)} has no such option. {remedy}")
         _check_encoding(option, value)
+        if dict in facts.types:
+            value = _mapping(option, value)
+        elif {str, tuple[str]} <= facts.types and len(value) == 1:
+            value = value[0]
         yield Flag(key, value, option)
+
+
+def _mapping(option: str, text: str) -> dict[str, Any]:
+    """Return the value of an option in JSON. Raises MsrlError when it is not a JSON object."""
+    try:
+        value = loads(text)
+    except json.JSONDecodeError as error:
+        raise MsrlError(
+            f"{option}: not valid JSON at character {error.pos + 1}: {error.msg}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a key twice, or a limit of Python
+        raise MsrlError(f"{option}: cannot be read: {str(error).partition(';')[0]}") from None
+    if not isinstance(value, dict):
+        raise MsrlError(f'{option}={text}: must be a JSON object such as {{"prompt": "question"}}')
+    return cast("dict[str, Any]", value)
 
 
 def _check_encoding(option: str, value: object) -> None:
@@ -222,14 +239,6 @@ def _check_encoding(option: str, value: object) -> None:
             str(word).encode()
         except UnicodeEncodeError:
             raise MsrlError(f"{option}: {word!a} is not UTF-8 text") from None
-
-
-def _plain(value: Any) -> object:
-    """Return the value of an option, of an enum its value, or None for an absent option."""
-    if isinstance(value, Enum):
-        return value.value
-    is_empty = value in ([], ())  # repeatable option that does not occur
-    return None if is_empty else value
 
 
 def set_verbosity(verbose: bool) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from typer.core import TyperCommand, TyperGroup
 
 from msrl.cli import hints
-from msrl.cli.keys import configured_command, option_key
+from msrl.cli.options import configured_command, parameters, set_key
 from msrl.errors import MsrlError
 
 if TYPE_CHECKING:
@@ -33,7 +33,21 @@ _NO_BREAK = "\ue000"
 
 
 class Command(TyperCommand):
-    """Command with help panels, and with suggestions in errors about arguments."""
+    """Command with the options of `takes`, help panels, and suggestions in errors."""
+
+    _own: list[Any]
+    _all: list[Any] | None = None
+
+    @property
+    def params(self) -> list[Any]:
+        """Parameters of the function, and the options of `takes`, built at their first use."""
+        if self._all is None:
+            self._all = [*self._own, *parameters(getattr(self.callback, "options", ()))]
+        return self._all
+
+    @params.setter
+    def params(self, own: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._own = own
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of this command."""
@@ -52,23 +66,24 @@ class Command(TyperCommand):
             remaining = super().parse_args(ctx, args)
         except Exception as error:
             hints.explain_value(error, words)
-            command = configured_command(ctx)
             options = {
-                option: option_key(command, parameter.name or "")
+                option: set_key(parameter, ctx)
                 for parameter in self.params
                 for option in parameter.opts
                 if option.startswith("-")
             }
-            hints.explain_option(error, command, options)
+            hints.explain_option(error, configured_command(ctx), options)
             raise
         if ctx.args and not ctx.resilient_parsing:
             ctx.fail(hints.extra_words(ctx.args, words, self.params))
         return remaining
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Errors name options as this command has them."""
+        """Call the function with its parameters. Errors name options as this command has them."""
+        own = {parameter.name for parameter in self._own}
+        values = {name: value for name, value in ctx.params.items() if name in own}
         try:
-            return super().invoke(ctx)
+            return ctx.invoke(self.callback, **values)
         except MsrlError as error:
             from msrl.cli.own_options import correct
 
@@ -219,7 +234,7 @@ def _facts(parameter: Any, ctx: Any) -> Iterator[str]:
 
     They come from the schema if the option sets a configuration key.
     """
-    key = option_key(configured_command(ctx), parameter.name)
+    key = set_key(parameter, ctx)
     if key is None:
         if parameter.default and not parameter.is_flag:
             yield f"default:{_NO_BREAK}{parameter.default}"

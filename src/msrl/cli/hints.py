@@ -242,7 +242,7 @@ def _option_hint(flag: str, command: str, options: Mapping[str, str | None]) -> 
 
 def _setting(keys: Sequence[str], command: str, options: Mapping[str, str | None]) -> str:
     """Return the option of a command that sets one of the keys, or `--set`; else nothing."""
-    from msrl.cli.keys import reads_section
+    from msrl.config.options import reads_section
     from msrl.config.unsupported import not_yet
 
     named = [option for option, key in options.items() if key in keys]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from msrl.cli.keys import option_key, reads_section
+from msrl.config.options import reads_section
 from msrl.errors import ManyErrors, MsrlError
 
 # An option, and the gap before its value: a word that continues the sentence is no value.
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"[.;] |\n")
 class _Option:
     """Option of a command."""
 
-    parameter: str
+    key: str | None  # that it sets
     is_flag: bool
 
 
@@ -57,7 +57,7 @@ def all_commands(group: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, 
         for parameter in command.params:
             for option in (*parameter.opts, *parameter.secondary_opts):
                 if option.startswith("--"):
-                    options[option] = _Option(parameter.name, parameter.is_flag)
+                    options[option] = _Option(getattr(parameter, "key", None), parameter.is_flag)
         yield prefix + name, options
 
 
@@ -87,8 +87,5 @@ def _is_named(command: str, sentence: str) -> bool:
 
 def _key(own: str, owners: Mapping[str, _Option]) -> str | None:
     """Return the key that the option of other commands sets and that command `own` reads."""
-    for name, option in owners.items():
-        key = option_key(name.split()[0], option.parameter)
-        if key is not None and reads_section(own.split()[0], key.partition(".")[0]):
-            return key
-    return None
+    keys = (option.key for option in owners.values() if option.key is not None)
+    return next((key for key in keys if reads_section(own.split()[0], key.split(".")[0])), None)

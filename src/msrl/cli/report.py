@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.help import examples
+from msrl.cli.options import option
 from msrl.errors import MsrlError
 from msrl.limits import require_open_files
 
@@ -18,7 +20,14 @@ VIEW_EXAMPLES = examples(
 )
 
 
-def report(ctx: typer.Context, run: o.RunFolder) -> None:
+def report(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Folder of a run, such as runs/sft.", show_default=False
+        ),
+    ],
+) -> None:
     """Write report.md and curves.png of a run, which may be running or have ended in any way.
 
     If all its steps are done, also export the models as its configuration says.
@@ -32,13 +41,41 @@ def report(ctx: typer.Context, run: o.RunFolder) -> None:
 
 
 def view(
-    ctx: typer.Context,
-    runs: o.RunFolders,
-    output: o.ViewOutput = None,
-    single_file: o.SingleFile = False,
-    serve: o.Serve = False,
-    port: o.ViewPort = 0,
-    no_token: o.NoToken = False,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Folders of runs, such as runs/grpo.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        option(
+            "--output",
+            metavar="PATH",
+            help="Folder or, with --single-file, file to write. "
+            "Default: view or view.html in the folder of the first run.",
+        ),
+    ] = None,
+    single_file: Annotated[
+        bool, option("--single-file", help="Write one HTML file, for small runs.")
+    ] = False,
+    serve: Annotated[
+        bool,
+        option(
+            "--serve",
+            help="Serve the pages on 127.0.0.1 and update them while the runs continue, until "
+            "Ctrl-C.",
+        ),
+    ] = False,
+    port: Annotated[
+        int,
+        option(
+            "--port", metavar="N", min=0, max=65535, help="Port of --serve. 0 selects a free one."
+        ),
+    ] = 0,
+    no_token: Annotated[
+        bool, option("--no-token", help="Let all users of this machine open the pages of --serve.")
+    ] = False,
 ) -> None:
     """Write pages about runs for a browser: curves, steps, rollouts, tokens and evaluations.
 

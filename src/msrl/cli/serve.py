@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from msrl.cli import options as o
-from msrl.cli.execute import execute, name_model
+from msrl.cli.execute import execute, name_models
 from msrl.cli.help import examples
+from msrl.cli.options import CONFIG, DRY_RUN, SETS, VERBOSE, ModelArgument, takes
 
 EXAMPLES = examples(
     "msrl serve runs/grpo/checkpoints",
@@ -15,27 +15,8 @@ EXAMPLES = examples(
 )
 
 
-def serve(
-    ctx: typer.Context,
-    model_argument: o.ModelArgument = None,
-    model: o.ServedModel = None,
-    tp: o.EngineTp = None,
-    name: o.ServedName = None,
-    template: o.ChatTemplate = None,
-    date: o.Date = None,
-    tools: o.ToolParser = None,
-    lora: o.Adapters = None,
-    dtype: o.ComputeDtype = None,
-    cache: o.ModelCache = None,
-    host: o.ServerHost = None,
-    port: o.ServerPort = None,
-    api_key_file: o.ApiKeyFile = None,
-    config: o.Files = None,
-    sets: o.Sets = None,
-    platform: o.Platform = None,
-    dry_run: o.DryRun = False,
-    verbose: o.Verbose = False,
-) -> None:
+@takes("serve", CONFIG, SETS, DRY_RUN, VERBOSE)
+def serve(ctx: typer.Context, model_argument: ModelArgument = None) -> None:
     """Serve a model with vLLM's OpenAI-compatible server. Ctrl-C stops it."""
-    name_model(ctx)
+    name_models(ctx, "serve.model", model_argument)
     execute(ctx, "serve")

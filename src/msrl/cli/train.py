@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import typer
 
-from msrl.cli import options as o
 from msrl.cli.execute import execute
 from msrl.cli.help import examples
+from msrl.cli.options import APPROXIMATE, CONFIG, CONFIG_NAME, DRY_RUN, SETS, VERBOSE, takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +73,8 @@ TRAINING_COMMANDS = (
 def training_function(command: str) -> Callable[..., None]:
     """Return the function that typer calls for a training command."""
 
-    def train(
-        ctx: typer.Context,
-        config: o.Files = None,
-        config_name: o.ConfigName = None,
-        approximate: o.Approximate = False,
-        sets: o.Sets = None,
-        model: o.TrainModel = None,
-        data: o.Data = None,
-        name: o.Name = None,
-        steps: o.Steps = None,
-        lr: o.LearningRate = None,
-        tp: o.Tp = None,
-        pp: o.Pp = None,
-        resume: o.Resume = None,
-        platform: o.Platform = None,
-        dry_run: o.DryRun = False,
-        verbose: o.Verbose = False,
-    ) -> None:
+    @takes(CONFIG, CONFIG_NAME, SETS, APPROXIMATE, command, DRY_RUN, VERBOSE)
+    def train(ctx: typer.Context) -> None:
         execute(ctx, command)
 
     return train

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -21,6 +22,7 @@ class KeyFacts:
     choices: tuple[str, ...]
     examples: tuple[str, ...]  # names that the key accepts besides other values
     limits: str  # such as "at least 1"; empty where any value of the type is allowed
+    types: frozenset[Any]  # that the key accepts, a list as `tuple[int]` or `tuple[str]`
 
 
 def key_facts(key: str) -> KeyFacts | None:
@@ -34,7 +36,25 @@ def key_facts(key: str) -> KeyFacts | None:
     constraints = (*field.metadata, *_constraints(field.annotation))
     examples = tuple(name for name in field.examples or () if isinstance(name, str))
     choices = _names(constraints) or _choices(field.annotation)
-    return KeyFacts(field.description or "", default, choices, examples, _limits(constraints))
+    types = frozenset(_types(field.annotation))
+    text = field.description or ""
+    return KeyFacts(text, default, choices, examples, _limits(constraints), types)
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation accepts, without constraints."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is tuple:
+        yield from (tuple[item] for item in _types(arguments[0]))
+    elif origin is Literal:
+        yield from (type(value) for value in arguments)
+    elif origin in (Union, UnionType):
+        for argument in arguments:
+            yield from _types(argument)
+    elif origin is Annotated:
+        yield from _types(arguments[0])
+    else:
+        yield origin or annotation
 
 
 def settable_keys() -> tuple[str, ...]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from msrl import registry
+from msrl.config.options import TRAININGS
 from msrl.config.schema import Config
 from msrl.config.sections.roles import DevicesConfig
 from msrl.config.sections.train import LayoutConfig, OptimizerConfig
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.registry.declarations import declaration
 
-_TRAINING = ("train-sft", "train-dpo", "train-rm", "train-grpo", "train-distill")
 _WITH_ROLLOUTS = ("train-grpo", "train-distill")
 
 
@@ -287,7 +287,7 @@ def derived(config: Config, command: str) -> dict[str, str | int]:
 
     Empty for commands without training.
     """
-    if command not in _TRAINING or dp_size(config) < 1:
+    if command not in TRAININGS or dp_size(config) < 1:
         return {}
     rows: dict[str, str | int] = {"ranks": world_size(config), "data parallel": dp_size(config)}
     rows.update(_grpo_rows(config) if has_rollouts(command) else _sft_rows(config, command))

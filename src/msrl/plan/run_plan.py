@@ -13,6 +13,7 @@ from typing import Any
 
 from msrl.cluster.placement import Placement, Role
 from msrl.cluster.placement import plan as place
+from msrl.config.options import TRAININGS
 from msrl.config.schema import Config
 from msrl.config.sections.algo import SELF, TeacherConfig
 from msrl.config.sections.general import DataConfig
@@ -46,8 +47,6 @@ from msrl.plan.derived import (
 from msrl.plan.distillation import distillation_config
 from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
-
-TRAININGS = ("train-sft", "train-dpo", "train-rm", "train-grpo", "train-distill")
 
 
 @dataclass(frozen=True, slots=True)

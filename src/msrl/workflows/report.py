@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from msrl.config.loader import Flag, load
+from msrl.config.options import TRAININGS
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.packages import missing_package
-from msrl.plan.run_plan import TRAININGS, RunPlan, checkpoint_folder, resolve
+from msrl.plan.run_plan import RunPlan, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
 from msrl.tracking.plots import CURVES
 from msrl.tracking.run import CONFIG, read_attempts, require_regular_files

@@ -69,7 +69,7 @@ class ConvertConfig(LayoutConfig):
     lora: Text | None = Field(
         default=None,
         description="Folder of a LoRA adapter to merge, in PEFT or mcore format. "
-        "It may be convert.load. Default: none.",
+        "It may be the folder of convert.load. Default: none.",
     )
     orm: Bool = Field(
         default=False,
@@ -99,9 +99,10 @@ class PreprocessConfig(Section):
     )
     kind: Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"] | None = Field(
         default=None,
-        description="Kind of data to write: documents (pretrain), examples with a loss mask (sft), "
-        "prompts with ground truths (prompts), preference pairs (pairs), answers with a label "
-        "(labeled), or texts with a label for each step (steps). Default: the kind of the handler.",
+        description="Data to write: text for pretraining (pretrain), examples for train-sft (sft), "
+        "prompts for train-grpo (prompts), pairs or labeled answers for train-dpo (pairs, "
+        "labeled), pairs or labeled steps for train-rm (pairs, steps). Default: the first kind of "
+        "the handler.",
     )
     handler: Text | None = Field(
         default=None,
@@ -129,12 +130,13 @@ class PreprocessConfig(Section):
     )
     map_keys: dict[str, Annotated[str, Strict()]] = Field(
         default_factory=dict[str, str],
-        description="Column names of the input by the handler's names. Default: the same names.",
+        description="Column names of the input by the handler's names, as in "
+        '{"prompt": "question"}. Default: the same names.',
     )
     keep: tuple[Text, ...] = Field(
         default=(),
         description="Columns that the handler does not read and that prompts keep as extra values "
-        "for reward functions, by name; all keeps every one.",
+        "for reward functions, by name. The name all keeps every one.",
     )
     ignore: tuple[Text, ...] = Field(
         default=(),
@@ -180,8 +182,8 @@ class PreprocessConfig(Section):
     )
     enable_thinking: Bool | None = Field(
         default=None,
-        description="Thinking mode of templates that support it. false gives the model an empty "
-        "thought. Default: the mode of the template.",
+        description="Thinking mode of templates that support it. Without it, the model gets an "
+        "empty thought. Default: the mode of the template.",
     )
 
 
@@ -215,8 +217,8 @@ class ResponseConfig(SamplingConfig):
     )
     enable_thinking: Bool | None = Field(
         default=None,
-        description="Thinking mode of templates that support it. false gives the model an empty "
-        "thought. Default: the mode of the template.",
+        description="Thinking mode of templates that support it. Without it, the model gets an "
+        "empty thought. Default: the mode of the template.",
     )
     system: Annotated[str, Strict()] | None = Field(
         default=None, description="System message. Default: the message of the template."
@@ -234,7 +236,8 @@ class GenerateConfig(ResponseConfig):
     """Settings of `msrl generate`."""
 
     prompt: _Prompt | Annotated[tuple[_Prompt, ...], Field(min_length=1)] | None = Field(
-        default=None, description="Prompt, or list of prompts. Set this key or generate.input."
+        default=None,
+        description="Prompt, or several, which are answered as JSONL. Set this or generate.input.",
     )
     input: Text | None = Field(
         default=None, description="JSONL file with prompt or messages in every row."

@@ -51,11 +51,11 @@ class EvalConfig(Section):
         "best result. Default: no early stopping.",
     )
     samples_per_prompt: Count = Field(
-        default=1, description="Number of responses per held-out prompt (train-grpo only)."
+        default=1, description="Number of responses per prompt (train-grpo and eval)."
     )
     max_response_tokens: Count | None = Field(
         default=None,
-        description="Maximum response length in tokens (train-grpo only). "
+        description="Maximum response length in tokens (train-grpo and eval). "
         "Default: rollout.max_response_tokens.",
     )
     sampling: EvalSamplingConfig = Field(

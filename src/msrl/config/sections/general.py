@@ -33,7 +33,9 @@ class RunConfig(Section):
     """Name, folder and seed of a run. All its files are in the folder `run.dir/run.name`."""
 
     name: Text = Field(
-        default="run", description="Name of the run. Its folder is run.dir/run.name."
+        default="run",
+        description="Name of the run. Its files are written to the folder of this name in run.dir, "
+        "which is runs by default.",
     )
     seed: Seed = Field(
         default=0,
@@ -92,8 +94,8 @@ class DataConfig(Section):
 
     train: Text | None = Field(
         default=None,
-        description="Training data: the prefix of preprocessed data, or rows: a file, folder, "
-        "glob, ORG/NAME or ORG/NAME:PATTERN on a hub.",
+        description="Training data: the output prefix of `msrl preprocess`, or rows: a file, "
+        "folder, glob, or a dataset on a hub (ORG/NAME, ORG/NAME:PATTERN).",
     )
     handler: Literal["pretrain"] | None = Field(
         default=None,
@@ -106,7 +108,8 @@ class DataConfig(Section):
         examples=[{"PREFIX": 0.7, "OTHER_PREFIX": 0.3}],
     )
     eval: Text | None = Field(
-        default=None, description="Prefix or rows of the held-out data. Default: none."
+        default=None,
+        description="Held-out data: the output prefix of `msrl preprocess`, or rows.",
     )
     eval_fraction: BelowOne = Field(
         default=0.0,

@@ -98,7 +98,8 @@ class LayoutConfig(Section):
     )
     etp: Count | None = Field(
         default=None,
-        description="Tensor-parallel size of each expert, in ranks. Default: tp.",
+        description="Tensor-parallel size of each expert, in ranks. Default: the size for all "
+        "other layers.",
     )
     vpp: Count | None = Field(
         default=None,
@@ -257,8 +258,8 @@ class TrainConfig(Section):
 
     steps: Count | None = Field(
         default=None,
-        description="Total number of steps: optimizer updates in train-sft, rollout steps in "
-        "train-grpo.",
+        description="Total number of steps: rollout steps in train-grpo and train-distill, "
+        "optimizer updates in other trainings.",
     )
     epochs: Count | None = Field(
         default=None,
