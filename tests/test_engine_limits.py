@@ -15,11 +15,13 @@ from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
+from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout import engine_source
 from msrl.rollout.engine import EngineSettings, is_eager
+from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits
-from msrl.rollout.vllm import checked_arguments, engine_variables
+from msrl.rollout.vllm import engine_variables
 from support import assert_mentions
 from tiny_qwen2 import make_model
 
@@ -106,7 +108,8 @@ def test_an_engine_compiles_on_a_cpu_only_on_request(
     for eager, is_compiled in ((None, False), (True, False), (False, True)):
         chosen = replace(settings, engine=EngineConfig(eager=eager))
         monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-        assert checked_arguments(chosen, CPU)["enforce_eager"] is not is_compiled
+        arguments = engine_arguments(chosen, load_shape(chosen.model_dir), CPU)
+        assert arguments["enforce_eager"] is not is_compiled
         variables = engine_variables(CPU, chosen)
         assert variables["TORCHDYNAMO_DISABLE"] == str(int(not is_compiled))
     assert not is_eager(EngineConfig(), get("cuda")) and not is_eager(EngineConfig(), get("npu"))

@@ -13,6 +13,7 @@ from msrl.checks.validate import find_errors
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
+from msrl.models.families import load_shape
 from msrl.plan.run_plan import resolve
 from msrl.platforms import get
 from msrl.rollout import engine_arguments
@@ -111,13 +112,13 @@ def test_an_argument_that_the_platform_sets_is_refused() -> None:
 
 @pytest.mark.slow
 def test_options_and_expert_parallelism_reach_the_engine(tmp_path: Path) -> None:
-    from msrl.rollout.vllm import checked_arguments
     from tiny_qwen2 import make_model
 
     make_model(tied=True).save_pretrained(tmp_path / "model")
     engine = EngineConfig(tp=2, ep=2, options={"block_size": 32}, kv_cache_bytes=1 << 20)
     settings = EngineSettings(tmp_path / "model", engine=engine, dtype="float32")
-    arguments = checked_arguments(settings, get("cpu"))
+    shape = load_shape(settings.model_dir)
+    arguments = engine_arguments.engine_arguments(settings, shape, get("cpu"))
     assert arguments["block_size"] == 32 and arguments["enable_expert_parallel"] is True
     platform_arguments = set(get("cpu").engine_arguments())
     set_names = set(arguments) - {"block_size"} - platform_arguments

@@ -20,10 +20,11 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
-from msrl.rollout.vllm import VllmEngine, _arguments
+from msrl.rollout.vllm import VllmEngine
 from msrl.rollout.vllm_sender import DeviceSender, EngineClient, TransferGroup
 from msrl.rollout.vllm_weights import WeightReceiver
 from msrl.types import Prompt, SamplingParams
@@ -133,7 +134,7 @@ def settings(tmp_path: Path) -> EngineSettings:
 
 def test_all_arguments_of_an_engine_are_known(settings: EngineSettings):
     shape = load_shape(settings.model_dir)
-    arguments = _arguments(settings, shape, NPU)
+    arguments = engine_arguments(settings, shape, NPU)
     assert arguments.keys() <= fields("EngineArgs")
     assert arguments["disable_log_stats"] is False and arguments["served_model_name"] == "grpo"
     assert arguments["enable_sleep_mode"] is True and arguments["enforce_eager"] is True

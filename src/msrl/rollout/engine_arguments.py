@@ -1,42 +1,86 @@
-"""Names of vLLM's engine arguments, read from the source of the installed vLLM.
+"""Arguments of vLLM's engines: the values that msrl sets, and the names of all.
 
-The source is the class `EngineArgs` in `vllm/engine/arg_utils.py` (vLLM 0.23 to 0.32). It is parsed
-and not imported, so that a configuration is checked without loading vLLM.
+The names come from the class `EngineArgs` in `vllm/engine/arg_utils.py` (vLLM 0.23 to 0.32). It is
+parsed and not imported, so that a configuration is checked without loading vLLM.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Callable
+from typing import Any
 
+from msrl.models.shape import Shape
+from msrl.platforms.base import Platform
+from msrl.rollout.engine import (
+    BLOCK_TOKENS,
+    EngineSettings,
+    is_eager,
+    kv_cache_bytes,
+    sleep_level,
+)
+from msrl.rollout.engine_limits import model_length
 from msrl.rollout.engine_source import statements
 
 _FILE = "engine/arg_utils.py"
 
-# Arguments that msrl sets, with the key that controls them; "" if no key does.
-SET_BY_MSRL = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "dtype": "model.dtype",
-    "seed": "rollout.sampling.seed",
-    "tensor_parallel_size": "rollout.engine.tp",
-    "data_parallel_size": "rollout.engine.dp",
-    "enable_expert_parallel": "rollout.engine.ep",
-    "max_model_len": "rollout.engine.max_model_len",
-    "max_num_seqs": "rollout.engine.max_num_seqs",
-    "max_num_batched_tokens": "rollout.engine.max_num_batched_tokens",
-    "enforce_eager": "rollout.engine.eager",
-    "enable_prefix_caching": "rollout.engine.prefix_cache",
-    "gpu_memory_utilization": "rollout.engine.memory_fraction",
-    "kv_cache_memory_bytes": "rollout.engine.kv_cache_bytes",
-    "enable_sleep_mode": "rollout.engine.sleep",
-    "load_format": "",
-    "logprobs_mode": "",
-    "worker_extension_cls": "",
-    "distributed_executor_backend": "",
-    "use_tqdm_on_load": "",
-    "disable_log_stats": "log.prometheus",
+
+Value = Callable[[EngineSettings, Shape, Platform], Any]
+
+
+def _kv_cache_bytes(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:
+    if settings.engine.kv_cache_bytes is not None or not platform.shares_main_memory:
+        return settings.engine.kv_cache_bytes
+    import psutil
+
+    dtype, length = settings.dtype or shape.dtype, model_length(settings, shape)
+    available = int(psutil.virtual_memory().available)  # without swapping
+    return kv_cache_bytes(shape, settings, dtype, length, BLOCK_TOKENS, available)
+
+
+# Arguments that msrl sets: the key that controls each and its value. "": no key does. None instead
+# of a key: `rollout.engine.options` may replace it. None as value: vLLM's default or the platform's
+# argument applies.
+_ARGUMENTS: dict[str, tuple[str | None, Value]] = {
+    "model": ("model.path", lambda s, *_: str(s.model_dir)),
+    "tokenizer": ("model.tokenizer", lambda s, *_: str(s.tokenizer_dir or s.model_dir)),
+    "dtype": ("model.dtype", lambda s, shape, _: s.dtype or shape.dtype),
+    "seed": ("rollout.sampling.seed", lambda s, *_: s.seed),
+    "tensor_parallel_size": ("rollout.engine.tp", lambda s, *_: s.engine.tp),
+    "data_parallel_size": ("rollout.engine.dp", lambda *_: None),  # each is an engine of its own
+    "enable_expert_parallel": ("rollout.engine.ep", lambda s, *_: s.engine.ep > 1 or None),
+    "max_model_len": ("rollout.engine.max_model_len", lambda s, shape, _: model_length(s, shape)),
+    "max_num_seqs": ("rollout.engine.max_num_seqs", lambda s, *_: s.engine.max_num_seqs),
+    "max_num_batched_tokens": (
+        "rollout.engine.max_num_batched_tokens",
+        lambda s, *_: s.engine.max_num_batched_tokens or None,
+    ),
+    "enforce_eager": ("rollout.engine.eager", lambda s, _, platform: is_eager(s.engine, platform)),
+    "enable_prefix_caching": ("rollout.engine.prefix_cache", lambda s, *_: s.engine.prefix_cache),
+    "gpu_memory_utilization": (
+        "rollout.engine.memory_fraction",
+        lambda s, *_: s.engine.memory_fraction,
+    ),
+    "kv_cache_memory_bytes": ("rollout.engine.kv_cache_bytes", _kv_cache_bytes),
+    "enable_sleep_mode": ("rollout.engine.sleep", lambda *_: None),
+    "load_format": ("", lambda s, *_: "dummy" if s.random_weights else "auto"),
+    "logprobs_mode": ("", lambda *_: "processed_logprobs"),
+    "worker_extension_cls": ("", lambda *_: "msrl.rollout.vllm_weights.WeightReceiver"),
+    # Inside a Ray actor, vLLM's default is Ray.
+    "distributed_executor_backend": ("", lambda s, *_: "mp" if s.engine.tp > 1 else None),
+    "use_tqdm_on_load": ("", lambda s, *_: s.verbose),
+    "disable_log_stats": ("log.prometheus", lambda s, *_: s.metrics is None),
+    "served_model_name": (None, lambda s, *_: s.metrics and s.metrics.run),  # label of all metrics
+    "weight_transfer_config": (
+        None,
+        lambda s, _, p: s.weight_backend and {"backend": p.weight_engine(s.weight_backend).name},
+    ),
+    # A step must return the tokens that it samples: with asynchronous scheduling, tokens of old
+    # weights would arrive after an update, and finished requests would run once more.
+    "async_scheduling": (None, lambda s, *_: False if s.is_stepped or s.records_routes else None),
 }
+SET_BY_MSRL = {name: key for name, (key, _) in _ARGUMENTS.items() if key is not None}
 
 # Arguments that contradict what msrl guarantees, with the reason.
 REFUSED = {
@@ -47,6 +91,17 @@ REFUSED = {
     "runner": "the engine generates",
     "convert": "the engine generates",
 }
+
+
+def engine_arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`; the platform's arguments take precedence."""
+    values = {name: value(settings, shape, platform) for name, (_, value) in _ARGUMENTS.items()}
+    arguments = {name: value for name, value in values.items() if value is not None}
+    arguments |= settings.engine.options
+    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
+    if not sleep_level(settings.engine, platform):
+        arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
+    return arguments
 
 
 @functools.cache

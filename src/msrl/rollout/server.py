@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msrl.models.families import load_shape
 from msrl.platforms.base import Platform
 from msrl.processes.child import python_command
 from msrl.rollout import server_key
 from msrl.rollout.engine import EngineSettings
-from msrl.rollout.vllm import checked_arguments, engine_variables
+from msrl.rollout.engine_arguments import engine_arguments
+from msrl.rollout.engine_limits import check_limits
+from msrl.rollout.vllm import engine_variables
 
 _MODULE = "msrl.rollout.vllm_server"
 # Arguments of `vllm.LLM` that only a process that generates for a training needs.
@@ -60,7 +63,9 @@ def server_command(settings: ServerSettings, platform: Platform) -> list[str]:
     Raises:
         MsrlError: vLLM cannot serve this model with these settings.
     """
-    arguments = checked_arguments(settings.engine, platform)
+    check_limits(settings.engine, platform)
+    shape = load_shape(settings.engine.model_dir)
+    arguments = engine_arguments(settings.engine, shape, platform)
     options = {name: value for name, value in arguments.items() if name not in _OFFLINE_ONLY}
     options |= _frontend(settings)
     return [*python_command("-m", _MODULE), str(os.getpid()), *_words(options)]

@@ -1,8 +1,8 @@
 """vLLM as a rollout engine, inside this process if one device suffices (API of vLLM 0.23 to 0.32).
 
-This is the only file that imports vllm, and it does so after setting the environment. With several
-devices, vLLM starts a process for each. New weights reach them through shared memory
-(`vllm_weights.py`), since vLLM's control channel cannot transfer tensors.
+Functions import vllm, because the environment must be set before. With several devices, vLLM starts
+a process for each. New weights reach them through shared memory (`vllm_weights.py`), since vLLM's
+control channel cannot transfer tensors.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ from msrl.errors import MsrlError
 from msrl.limits import printable
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
-from msrl.models.shape import Shape
 from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms._quiet import quiet_processes  # no import of its package: it is a main module
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
-    BLOCK_TOKENS,
     EngineSettings,
     NewTokens,
     Piece,
     check_prompt,
     is_eager,
-    kv_cache_bytes,
     sample_seeds,
     sleep_level,
     stop_conditions,
 )
+from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits, model_length
 from msrl.rollout.engine_metrics import MetricsServer
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_routes import ROUTES_KEY
-from msrl.rollout.vllm_weights import WeightReceiver, send_to_workers
+from msrl.rollout.vllm_weights import send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
 from msrl.rollout.weights.digest import Digests
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
@@ -86,7 +84,7 @@ class VllmEngine:
         self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
         try:
             self._llm = _start(
-                _arguments(settings, self._shape, platform),
+                engine_arguments(settings, self._shape, platform),
                 settings,
                 self._folder,
             )
@@ -400,75 +398,6 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
             os.environ[override.name] = override.value
         else:  # vllm-ascend 0.23 appends settings to an empty value, which torch_npu cannot parse
             del os.environ[override.name]
-
-
-def checked_arguments(settings: EngineSettings, platform: Platform) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a model that this platform can run.
-
-    Raises:
-        MsrlError: vLLM cannot serve this model with these settings.
-    """
-    check_limits(settings, platform)
-    return _arguments(settings, load_shape(settings.model_dir), platform)
-
-
-def _arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`; the platform's arguments take precedence."""
-    dtype, max_model_len = settings.dtype or shape.dtype, model_length(settings, shape)
-    arguments: dict[str, Any] = {
-        "model": str(settings.model_dir),
-        "tokenizer": str(settings.tokenizer_dir or settings.model_dir),
-        "dtype": dtype,
-        "seed": settings.seed,
-        "tensor_parallel_size": settings.engine.tp,
-        "max_model_len": max_model_len,
-        "max_num_seqs": settings.engine.max_num_seqs,
-        "enforce_eager": is_eager(settings.engine, platform),
-        "enable_prefix_caching": settings.engine.prefix_cache,
-        "gpu_memory_utilization": settings.engine.memory_fraction,
-        "load_format": "dummy" if settings.random_weights else "auto",
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
-        "use_tqdm_on_load": settings.verbose,
-        "disable_log_stats": settings.metrics is None,
-    }
-    if settings.metrics is not None:
-        arguments["served_model_name"] = settings.metrics.run  # a label of all metrics
-    if settings.weight_backend is not None:
-        from vllm.config import WeightTransferConfig
-
-        backend = platform.weight_engine(settings.weight_backend).name
-        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
-    if settings.is_stepped or settings.records_routes:
-        # A step must return the tokens that it samples: with asynchronous scheduling, tokens of
-        # old weights would arrive after an update, and finished requests would run once more.
-        arguments["async_scheduling"] = False
-    if settings.engine.tp > 1:
-        # Inside a Ray actor, vLLM's default is Ray.
-        arguments["distributed_executor_backend"] = "mp"
-    if settings.engine.max_num_batched_tokens:
-        arguments["max_num_batched_tokens"] = settings.engine.max_num_batched_tokens
-    kv_bytes = settings.engine.kv_cache_bytes
-    if kv_bytes is None and platform.shares_main_memory:
-        kv_bytes = kv_cache_bytes(
-            shape, settings, dtype, max_model_len, BLOCK_TOKENS, _available_memory()
-        )
-    if kv_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = kv_bytes
-    if settings.engine.ep > 1:
-        arguments["enable_expert_parallel"] = True
-    arguments |= settings.engine.options
-    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
-    if not sleep_level(settings.engine, platform):
-        arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
-    return arguments
-
-
-def _available_memory() -> int:
-    """Return the bytes of main memory that are available without swapping."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) -> Any:
