@@ -265,7 +265,7 @@ class Simulation:
         elif self._now == reward:
             _, number = heapq.heappop(self._rewards)
             group = self._groups.pop(number)
-            self._buffer.scored(group.ticket, group)
+            self._buffer.add_scored(group.ticket, group)
         else:
             self._end_sample(self._ends[0][1])
         self._issue()
@@ -302,7 +302,7 @@ class Simulation:
         group = self._groups[number]
         group.unfinished -= 1
         if not group.unfinished:
-            self._buffer.generated(group.ticket, group.version)
+            self._buffer.add_generated(group.ticket, group.version)
             heapq.heappush(self._rewards, (self._now + self._work.reward_s, number))
 
     def _begin_update(self) -> None:

@@ -16,7 +16,7 @@ from msrl.models.stages import stage_tensors
 from msrl.trainer import groups
 from msrl.trainer.model import lora
 from msrl.trainer.model.build import named_weights
-from msrl.trainer.optimizer_state import _owned_range, trained
+from msrl.trainer.optimizer_state import _owned_range, trained_parameters
 from msrl.trainer.weights import _experts_by_name, _gather_shards, export
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ def gathered_gradients(replica: ModelReplica) -> dict[str, Tensor]:
     All ranks must call it; the first rank of the stage gets the result. Gradients of a model have
     Hugging Face names and are 0 for frozen parameters; gradients of adapters have Megatron's names.
     """
-    own = {name: _unsharded(replica, parameter) for name, parameter in trained(replica.model)}
+    own = {
+        name: _unsharded(replica, parameter)
+        for name, parameter in trained_parameters(replica.model)
+    }
     return dict(
         _adapter_gradients(replica, own)
         if replica.adapters is not None
@@ -45,7 +48,7 @@ def assert_equal_copies(replica: ModelReplica) -> None:
     at = replica.position
     weights = {
         **named_weights(replica.model),
-        **(replica.adapters.named() if replica.adapters is not None else {}),
+        **(replica.adapters.trained_parameters() if replica.adapters is not None else {}),
     }
     copies = [
         each.name

@@ -134,7 +134,7 @@ def test_adapters_alone_give_the_bits_of_the_sums_of_the_ranks(
         engine.receive(buckets(stored), version)
         assert engine.has_base
         check_digests(digests, {0: [engine.digests()]})
-        expected, tensors = sent.merged(version), dict(engine.merged(version, SCALE))
+        expected, tensors = sent.merged(version), dict(engine.merge(version, SCALE))
         assert tensors.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(tensors[name], tensor), name

@@ -17,7 +17,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.trainer.objective.batches import padded, with_weights
+from msrl.trainer.objective.batches import pad_sequences, with_weights
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.workflows.rl.update.batches import (
     UpdateBatch,
@@ -63,7 +63,7 @@ def update_losses(
             {},
         )
         groups = averaging_groups(config.algo.aggregate, batch, own)
-        weighted = with_weights(padded(own, 5), config.algo.aggregate.mode, None, groups)
+        weighted = with_weights(pad_sequences(own, 5), config.algo.aggregate.mode, None, groups)
         weights = [
             float(row[-1]) * bool(mask.any())
             for row, mask in zip(weighted.fields["weights"], weighted.loss_masks, strict=True)

@@ -367,12 +367,12 @@ def _dialogue(length):
 )
 def test_a_chat_remembers_as_many_turns_as_configured(keeps_oldest, expected, renderer):
     prompts = ChatPrompts(renderer, is_raw=True, num_turns=2, keeps_oldest=keeps_oldest)
-    turns = prompts.recalled(_dialogue(9))
+    turns = prompts.recall(_dialogue(9))
     assert "".join(turn.content for turn in turns) == expected
     assert make_tokenizer().decode(prompts.token_ids(turns)) == expected
 
 
 def test_a_chat_without_a_template_sends_the_plain_text_of_all_turns(renderer):
     prompts = ChatPrompts(renderer, is_raw=True)
-    assert prompts.recalled(_dialogue(5)) == _dialogue(5)
+    assert prompts.recall(_dialogue(5)) == _dialogue(5)
     assert make_tokenizer().decode(prompts.token_ids(_dialogue(3))) == "<0><1><2>"

@@ -61,7 +61,7 @@ def node_record(process: ProcessRecord, tmp_path) -> NodeRecord:
 
 
 def save(record: NodeRecord) -> None:
-    with state.locked() as folder:
+    with state.lock_state() as folder:
         state.save_record(folder / "node-test.json", record)
 
 
@@ -123,7 +123,7 @@ def test_down_ends_a_recorded_process_with_its_children_only(bystander, tmp_path
 
 
 def test_an_unreadable_record_is_reported(tmp_path):
-    with state.locked() as folder:
+    with state.lock_state() as folder:
         (folder / "node-x.json").write_text("{")
     with pytest.raises(MsrlError, match=mentions("node-x.json", "record")):
         state.load_records()
@@ -131,15 +131,15 @@ def test_an_unreadable_record_is_reported(tmp_path):
 
 def test_one_command_at_a_time_changes_the_state():
     with (
-        state.locked(),
+        state.lock_state(),
         pytest.raises(MsrlError, match=mentions("msrl cluster", "command")),
-        state.locked(),
+        state.lock_state(),
     ):
         pass
 
 
 def test_the_token_is_created_once_and_is_private():
-    with state.locked():
+    with state.lock_state():
         path = state.make_token()
         first = path.read_text()
         assert state.make_token().read_text() == first
@@ -151,7 +151,7 @@ def test_the_token_is_created_once_and_is_private():
 def test_a_missing_empty_or_readable_token_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(MsrlError, match=mentions("token", "msrl cluster up")):
         state.find_token()
-    with state.locked():
+    with state.lock_state():
         path = state.make_token()
     path.chmod(0o640)
     with pytest.raises(MsrlError, match=f"chmod 600 {path}"):
@@ -163,7 +163,7 @@ def test_a_missing_empty_or_readable_token_is_refused_with_the_remedy(tmp_path):
 
 
 def test_a_token_of_the_environment_takes_precedence(tmp_path, monkeypatch):
-    with state.locked():
+    with state.lock_state():
         state.make_token()
     other = tmp_path / "other"
     state.write_private(other, "abc")
@@ -215,7 +215,7 @@ def test_names_and_numbers_become_addresses():
 
 
 def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
-    with state.locked():
+    with state.lock_state():
         state.make_token()
     began = time.monotonic()
     with pytest.raises(MsrlError, match=mentions("127.0.0.2", "1 s")):
@@ -230,7 +230,7 @@ def test_joining_an_address_that_does_not_answer_ends_in_bounded_time():
 
 def test_joining_waits_for_the_head_as_long_as_for_machines_and_shows_it(monkeypatch, capsys):
     monkeypatch.setattr(probe, "_NOTE_EVERY_S", 0.0)
-    with state.locked():
+    with state.lock_state():
         state.make_token()
     address = f"127.0.0.2:{free_port()}"
     config = Config.model_validate({"cluster": {"platform": "cpu", "wait_for_nodes_s": 1.0}})
@@ -286,7 +286,7 @@ def test_the_loss_of_a_head_or_of_the_own_node_is_noticed(tmp_path, bystander, m
 
 
 def test_joining_a_server_that_is_not_ray_fails_immediately():
-    with state.locked():
+    with state.lock_state():
         state.make_token()
     server = http.server.HTTPServer(("127.0.0.2", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -350,7 +350,7 @@ def test_the_folder_of_a_run_on_another_machine_remains(monkeypatch):
 
 def test_a_new_token_replaces_the_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MSRL_STATE_DIR", str(tmp_path))
-    with state.locked():
+    with state.lock_state():
         first = state.read_token(state.make_token())
         assert state.read_token(state.make_token()) == first
         path = state.make_token(is_new=True)

@@ -82,7 +82,7 @@ def test_a_record_keeps_the_paths_of_the_certificates(tmp_path: Path, monkeypatc
     record = NodeRecord(
         "head", "10.0.0.1:6344", "10.0.0.1", RESOURCE, 1, None, "/tmp/x", "here", "boot", (), files
     )
-    with state.locked() as folder:
+    with state.lock_state() as folder:
         state.save_record(folder / "node-a.json", record)
     assert [loaded for _, loaded in state.load_records()] == [record]
     assert state.tls_environment(None) == {"RAY_USE_TLS": "0"}

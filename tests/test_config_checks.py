@@ -18,7 +18,7 @@ from msrl.memory.estimate import memory_rows
 from msrl.memory.states import bytes_per_device, parameters_per_rank
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.parallel_layout import ParallelLayout
-from msrl.plan.derived import derived, ranks
+from msrl.plan.derived import derived_values, ranks
 from msrl.plan.run_plan import RunPlan, resolve
 from support import assert_each_mentions, assert_mentions, labelled
 
@@ -443,7 +443,7 @@ def test_derived_values_of_a_grpo_step(folder: Path):
         "train.updates.epochs=3",
         "train.micro_batch=4",
     ]
-    rows = derived(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
+    rows = derived_values(load(["grpo.yaml"], sets, command="train-grpo").config, "train-grpo")
     assert rows["data parallel"] == 2
     assert rows["samples per step"] == 4 * 8
     assert [value for label, value in rows.items() if "optimizer updates" in label] == [2 * 3, 60]
@@ -530,9 +530,9 @@ def test_a_critic_is_a_fully_trained_policy_without_an_output_layer(
 
 
 def test_nothing_is_derived_without_training_or_devices():
-    assert derived(Config(), "chat") == {}
+    assert derived_values(Config(), "chat") == {}
     assert (
-        derived(
+        derived_values(
             load(sets=["train.parallel.tp=4", "cluster.devices_per_node=2"]).config, "train-sft"
         )
         == {}

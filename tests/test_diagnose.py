@@ -27,7 +27,7 @@ from msrl.types import (
     ScoredGroup,
     VersionRun,
 )
-from msrl.workflows.diagnose.reference import config_settings, filtered, shape_settings
+from msrl.workflows.diagnose.reference import config_settings, filter_logits, shape_settings
 from msrl.workflows.diagnose.report import as_json, as_text
 from msrl.workflows.diagnose.target import choose_step
 from msrl.workflows.rl.logprob_gap import GapMonitor
@@ -137,7 +137,7 @@ def test_filters_keep_the_tokens_that_sampling_keeps() -> None:
 
     def allowed(**options: float) -> list[bool]:
         sampling = SamplingParams(max_tokens=1, **options)  # pyright: ignore[reportArgumentType]
-        return torch.isfinite(filtered(logits, sampling))[0].tolist()
+        return torch.isfinite(filter_logits(logits, sampling))[0].tolist()
 
     assert allowed() == [True, True, True, True]
     assert allowed(top_p=0.6) == [True, True, False, False]

@@ -130,7 +130,7 @@ def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: st
             tokens.add_messages(suffix)
             harmless += len(suffix)
         (sequence,) = tokens.sequences()
-        token_ids, logprobs, own_versions = tokens.sampled()
+        token_ids, logprobs, own_versions = tokens.sampled_tokens()
         assert token_ids.tolist() == np.concatenate(sampled).tolist()
         assert sequence.token_ids[sequence.is_sampled].tolist() == token_ids.tolist()
         assert int((~sequence.is_sampled).sum()) == harmless
@@ -267,7 +267,7 @@ def test_messages_after_the_last_answer_are_in_no_sequence() -> None:
     assert sequence.token_ids.tolist() == [0, 1, 2, 7]
     untouched = EpisodeTokens(np.arange(3))
     assert not untouched.sequences()[0].is_sampled.any()
-    assert len(untouched.sampled()[0]) == 0
+    assert len(untouched.sampled_tokens()[0]) == 0
 
 
 def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:

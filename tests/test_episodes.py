@@ -34,7 +34,7 @@ from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.rollout.runtime.buffer import BufferState, FinishedGroup, Ticket
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage
 from msrl.tracking.rollouts import read_records
-from msrl.trainer.objective.batches import padded
+from msrl.trainer.objective.batches import pad_sequences
 from msrl.types import (
     Completion,
     Episode,
@@ -733,10 +733,10 @@ def test_verifiers_score_the_answers_of_an_episode_and_functions_see_its_message
 
 
 def test_padding_repeats_a_sequence_without_loss() -> None:
-    result = padded(rollout_arrays([scored(FIRST, SECOND)]).sequences, 4)
+    result = pad_sequences(rollout_arrays([scored(FIRST, SECOND)]).sequences, 4)
     assert len(result.token_ids) == 4 and result.token_ids[3].tolist() == [1, 9, 7]
     assert not result.loss_masks[3].any()
-    assert padded(result, 2) is result
+    assert pad_sequences(result, 2) is result
 
 
 def test_metrics_of_episodes() -> None:

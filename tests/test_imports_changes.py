@@ -85,7 +85,7 @@ def assert_loads_or_is_refused(translated: Translation, folder: Path) -> None:
     except ManyErrors as error:
         reasons = ("version", "not supported")
         is_known = [any(reason in line for reason in reasons) for line in error.messages]
-        assert translated.refused() and all(is_known), error
+        assert translated.refusals() and all(is_known), error
 
 
 def natives(translated: Translation, row: Row) -> list[object]:

@@ -386,7 +386,7 @@ FLAGS = (
 
 def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_results(tmp_path: Path):
     translation = translate_arguments("lightrft", FLAGS.split())
-    assert not translation.refused()
+    assert not translation.refusals()
     (tmp_path / "native.yaml").write_text(native_yaml(translation), encoding="utf-8")
     assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
 
@@ -590,7 +590,7 @@ def test_other_optimizers_than_adam_are_refused_with_a_reason(
     )
 
     def refused(flags: str) -> str:
-        return "\n".join(imported("mindspeed-llm", f"{script} {flags}", tmp_path, "sh").refused())
+        return "\n".join(imported("mindspeed-llm", f"{script} {flags}", tmp_path, "sh").refusals())
 
     assert_mentions(refused(flags), *fragments)
     assert "optimizer=" not in refused("--optimizer adam --muon-momentum 0.9")

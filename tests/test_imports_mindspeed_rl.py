@@ -23,7 +23,7 @@ from msrl.importers.native_keys import refusal
 from msrl.importers.systems import foreign
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, Translation
-from msrl.plan.derived import derived
+from msrl.plan.derived import derived_values
 from support import assert_each_mentions, assert_mentions, labelled
 from test_cli import msrl
 
@@ -125,7 +125,7 @@ def test_every_key_of_the_r1_zero_guide_example_is_reported(folder: Path):
     text = re.sub(r" +<--.*", "", re.sub(r"^ *\.\.\.\n", "", block[1], flags=re.M))
     (folder / "guide.yaml").write_text(text, encoding="utf-8")
     translation = foreign(str(folder / "guide.yaml"))
-    assert translation is not None and not translation.errors and not translation.refused()
+    assert translation is not None and not translation.errors and not translation.refusals()
     keys = set(re.findall(r"^ +([a-z_]+):", text, re.M))
     assert (
         keys == {key_result.entry.key for key_result in translation.key_results} - {"defaults"}
@@ -198,7 +198,7 @@ def test_defaults_depend_on_the_generation(folder: Path):
 
 
 def test_the_plan_follows_from_the_files_devices(folder: Path):
-    rows = derived(load([str(FIRST)]).config, "train-grpo")
+    rows = derived_values(load([str(FIRST)]).config, "train-grpo")
     values = (
         rows["data parallel"],
         labelled(rows, "samples", "optimizer update"),
@@ -535,7 +535,7 @@ def test_critic_keys_have_no_effect_without_gae(folder: Path):
             "critic_config.lr",
             "rl_config.lam",
             "rl_config.cliprange_value",
-        } <= dead and not translation.refused()
+        } <= dead and not translation.refusals()
 
 
 def test_a_token_budget_replaces_the_size_of_forward_micro_batches(folder: Path) -> None:

@@ -142,7 +142,7 @@ def test_every_prompt_of_a_chat_is_that_of_the_original(
     state: tuple[Message, ...] = ()
     for number, question in enumerate(QUESTIONS):
         instruction = base.chat_get_instruction(args, plain, messages, question)
-        state = prompts.recalled((*state, Message("user", question)))
+        state = prompts.recall((*state, Message("user", question)))
         ids = prompts.token_ids(state)
         assert ids.tolist() == expected_ids(folder, template, thinking, instruction), number
         answer = f"answer {number}"

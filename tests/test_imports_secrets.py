@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from msrl.importers.command import native_yaml, report, translate_arguments
-from msrl.importers.secrets import holds_secret, is_secret_name, masked
+from msrl.importers.secrets import holds_secret, is_secret_name, mask_secrets
 from support import assert_mentions
 from test_cli import msrl
 
@@ -104,4 +104,4 @@ def test_columns_and_special_tokens_are_no_secrets() -> None:
     assert not any(map(is_secret_name, ordinary.split()))
     assert not holds_secret({"a": ["hf_name", "runs/0123", "http://host:80/x?a=1"]})
     folder = f"models/snapshots/{'a' * 40}/x"
-    assert masked(folder) == folder and not holds_secret(folder)
+    assert mask_secrets(folder) == folder and not holds_secret(folder)

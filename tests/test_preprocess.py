@@ -24,7 +24,7 @@ from msrl.data.dataset import PromptDataset, SftDataset, TextDataset
 from msrl.data.files.readers import find_files, read_batches
 from msrl.data.manifest import incomplete_path, manifest_path, read_manifest
 from msrl.data.render import make_renderer
-from msrl.data.template_date import dated
+from msrl.data.template_date import with_fixed_day
 from msrl.data.templates.files import load_template
 from msrl.data.tokenize import tokenize_rows
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_hash
@@ -639,8 +639,8 @@ def test_a_date_that_no_template_writes_is_refused(tmp_path, settings, words):
 
 
 def test_a_template_that_computes_the_format_of_its_date_cannot_be_fixed():
-    assert dated("{{ strftime_now('%Y') }} {{ strftime_now is defined }}", "2024-07-26") == (
-        '{{ "2024" }} {{ strftime_now is defined }}'
-    )
+    assert with_fixed_day(
+        "{{ strftime_now('%Y') }} {{ strftime_now is defined }}", "2024-07-26"
+    ) == ('{{ "2024" }} {{ strftime_now is defined }}')
     with pytest.raises(MsrlError, match=mentions("2024-07-26", "format")):
-        dated("{% set f = '%Y' %}{{ strftime_now(f) }}", "2024-07-26")
+        with_fixed_day("{% set f = '%Y' %}{{ strftime_now(f) }}", "2024-07-26")

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
     plan = resolve(load(["sft.yaml"], sets).config, command)
-    return resume_checks.remembered(plan, RATES)
+    return resume_checks.checked_values(plan, RATES)
 
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:

@@ -139,8 +139,8 @@ def test_every_source_is_judged_by_its_own_calls(own):
 def test_a_step_of_several_parts_is_judged_as_one(own):
     with Scorer([Source(function=f"{own}:scores_a")], 1) as scorer:
         good, bad = scorer.score([group("a")]), scorer.score([group("b", "c")])
-    good.joined(bad).require_scores("step 3")
-    joined = bad.joined(bad)
+    good.plus(bad).require_scores("step 3")
+    joined = bad.plus(bad)
     assert "all 4 calls" in refusal(joined)
     joined.require_scores("step 3", only_stopped=True)  # nothing was skipped
     assert joined.failures == {"scores_a/error": 4} and len(joined.groups) == 2

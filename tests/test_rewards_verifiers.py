@@ -11,7 +11,7 @@ import pytest
 from msrl import registry
 from msrl.rewards.math.equality import equal
 from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
-from msrl.rewards.math.notation import intervals, unified
+from msrl.rewards.math.notation import intervals, unify
 from msrl.rewards.math.numbers import amount, is_qualified
 from support import assert_mentions, shared_data
 
@@ -1029,7 +1029,7 @@ def test_hostile_repetition_takes_linear_time(response):
 def test_hostile_answers_are_compared_in_milliseconds(piece):
     start = time.process_time()
     for text in (piece * (4000 // len(piece)), "1" + piece * 1000 + "y", "x<" + piece * 100 + "<2"):
-        unified(text[:4096])
+        unify(text[:4096])
         intervals(text[:4096])
         amount(text[:4096])
         is_qualified(text[:4096])

@@ -11,7 +11,7 @@ from msrl.checks.validate import find_errors
 from msrl.cli.configuration import load_configuration as load
 from msrl.cluster.placement import NodePlan, Role, plan
 from msrl.memory.estimate import training_memory, with_engine
-from msrl.plan.derived import derived, num_engines, ranks
+from msrl.plan.derived import derived_values, num_engines, ranks
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.trainer.settings import Layout
 from msrl.workflows.training.settings import (
@@ -67,14 +67,16 @@ def test_by_default_engines_are_on_every_device_that_generates(
 
 def test_the_plan_names_devices_without_an_engine(folder: Path) -> None:
     sets = ("cluster.devices_per_node=4", "rollout.engine.dp=2")
-    rows = derived(load(["grpo.yaml"], [*sets]).config, "train-grpo")
+    rows = derived_values(load(["grpo.yaml"], [*sets]).config, "train-grpo")
     assert_mentions(rows["idle devices"], "2", "3", "rollout.engine.dp")
-    rows = derived(load(["grpo.yaml"], ["cluster.devices_per_node=4"]).config, "train-grpo")
+    rows = derived_values(load(["grpo.yaml"], ["cluster.devices_per_node=4"]).config, "train-grpo")
     assert "idle devices" not in rows
 
 
 def test_the_plan_names_devices_of_engines_that_are_idle_during_training(folder: Path) -> None:
-    rows = derived(load(["grpo.yaml"], ["cluster.roles.rollout.devices=2"]).config, "train-grpo")
+    rows = derived_values(
+        load(["grpo.yaml"], ["cluster.roles.rollout.devices=2"]).config, "train-grpo"
+    )
     assert_mentions(rows["devices of engines"], "2", "idle")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl.rollout.runtime.admission import admission
-from msrl.rollout.runtime.buffer import GroupBuffer, OnStale, Ticket, outdated
+from msrl.rollout.runtime.buffer import GroupBuffer, OnStale, Ticket, outdated_tickets
 
 
 def test_admission_is_limited_by_the_free_places_and_by_the_bound() -> None:
@@ -32,8 +32,8 @@ def test_a_bound_of_zero_starts_one_batch_at_a_time() -> None:
     tickets = buffer.issue(version=0)
     assert [ticket.number for ticket in tickets] == [0, 1, 2]
     for ticket in tickets:
-        buffer.generated(ticket, oldest_version=0)
-        buffer.scored(ticket, "group")
+        buffer.add_generated(ticket, oldest_version=0)
+        buffer.add_scored(ticket, "group")
     assert buffer.issue(version=0) == []
     assert len(buffer.take(version=0) or ()) == 3
     assert buffer.issue(version=0) == []  # the engines do not have the new weights yet
@@ -44,8 +44,8 @@ def test_a_batch_waits_for_its_oldest_group() -> None:
     buffer = GroupBuffer[str](batch=2, max_staleness=1)
     tickets = buffer.issue(version=0)
     for ticket in tickets[1:]:
-        buffer.generated(ticket, 0)
-        buffer.scored(ticket, "group")
+        buffer.add_generated(ticket, 0)
+        buffer.add_scored(ticket, "group")
     assert buffer.take(0) is None
     assert buffer.missing() == {Ticket(0): "running"}
 
@@ -55,26 +55,26 @@ def test_a_dropped_group_is_issued_again_once_and_then_waited_for() -> None:
     slow, *tickets = buffer.issue(version=0)
     for version in (0, 1):
         for ticket in tickets:
-            buffer.generated(ticket, version)
-            buffer.scored(ticket, "group")
+            buffer.add_generated(ticket, version)
+            buffer.add_scored(ticket, "group")
         assert buffer.drop_stale(version) == []
         assert buffer.take(version) is not None
         tickets = buffer.issue(version + 1)
     assert buffer.drop_stale(2) == [slow]
-    assert not buffer.generated(slow, 0)
+    assert not buffer.add_generated(slow, 0)
     (again,) = buffer.issue(2)
     assert again == Ticket(slow.number, attempt=2)
     for ticket in tickets:
-        buffer.generated(ticket, 2)
-        buffer.scored(ticket, "group")
+        buffer.add_generated(ticket, 2)
+        buffer.add_scored(ticket, "group")
     assert buffer.take(2) is not None
     for ticket in buffer.issue(3):
-        buffer.generated(ticket, 3)
-        buffer.scored(ticket, "group")
+        buffer.add_generated(ticket, 3)
+        buffer.add_scored(ticket, "group")
     assert buffer.drop_stale(3) == []
     assert buffer.take(3) is None  # version 3 is the last one that may train on the group
-    buffer.generated(again, 2)
-    buffer.scored(again, "again")
+    buffer.add_generated(again, 2)
+    buffer.add_scored(again, "again")
     (group,) = buffer.take(3) or ()
     assert group.group == "again"
 
@@ -129,7 +129,7 @@ class _Run:
 
     def generate(self) -> None:
         ticket = self.random.choice(list(self.running))
-        if self.buffer.generated(ticket, self.running.pop(ticket)):
+        if self.buffer.add_generated(ticket, self.running.pop(ticket)):
             self.scoring.append(ticket)
 
     def score(self) -> None:
@@ -137,7 +137,7 @@ class _Run:
         if self.is_filtered(ticket.number):
             self.buffer.filter_out(ticket, ticket.number)
         else:
-            self.buffer.scored(ticket, ticket.number)
+            self.buffer.add_scored(ticket, ticket.number)
 
     def take(self) -> None:
         for ticket in self.buffer.drop_stale(self.trainer_version):
@@ -169,11 +169,13 @@ class _Run:
         if self.is_training:
             return
         state = self.buffer.state()
-        assert outdated(state, self.batch, self.staleness, self.on_stale) == []
+        assert outdated_tickets(state, self.batch, self.staleness, self.on_stale) == []
         if self.settings_change:
             self.staleness = self.random.randint(0, 4)
             self.on_stale = self.random.choice(["wait", "drop"])
-            state = state.without(outdated(state, self.batch, self.staleness, self.on_stale))
+            state = state.without_groups(
+                outdated_tickets(state, self.batch, self.staleness, self.on_stale)
+            )
         self.buffer = GroupBuffer(
             self.batch,
             self.staleness,
@@ -243,7 +245,7 @@ def test_the_bound_holds_and_every_prompt_is_trained_once_whatever_the_delays(
 def test_a_group_that_breaks_the_bound_is_never_trained() -> None:
     buffer = GroupBuffer[str](batch=1, max_staleness=1)
     (ticket, *_) = buffer.issue(0)
-    buffer.generated(ticket, 0)
-    buffer.scored(ticket, "group")
+    buffer.add_generated(ticket, 0)
+    buffer.add_scored(ticket, "group")
     with pytest.raises(RuntimeError, match="version 0"):
         buffer.take(2)

@@ -28,7 +28,7 @@ from msrl.importers.command import translate_arguments
 from msrl.memory.routes import route_bytes, route_rows
 from msrl.models.shape import Moe
 from msrl.plan.run_plan import resolve
-from msrl.trainer.objective.batches import BatchLimits, padded, select
+from msrl.trainer.objective.batches import BatchLimits, pad_sequences, select
 from msrl.trainer.objective.losses import ComparedModel
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.types import MicroBatch, Routes, StageRoutes
@@ -130,7 +130,7 @@ def test_routes_belong_to_sequences_whatever_the_micro_batches(limits: BatchLimi
 def test_a_repeated_sequence_repeats_its_routes():
     tables = tuple(map(routes, SEQUENCES.token_ids))
     with_routes = SEQUENCES._replace(routes=tables)
-    repeated = padded(select(with_routes, (0, 1, 2)), 4)
+    repeated = pad_sequences(select(with_routes, (0, 1, 2)), 4)
     assert repeated.routes is not None
     np.testing.assert_array_equal(repeated.routes[3], routes(SEQUENCES.token_ids[2]))
     assert micro_batch(*select(SEQUENCES, (0,))).routes is None

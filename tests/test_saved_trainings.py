@@ -258,7 +258,7 @@ def test_a_save_on_a_full_disk_leaves_no_files(tmp_path, monkeypatch, in_backgro
     saver = Saver(None, tmp_path, tmp_path, in_background=in_background)  # pyright: ignore[reportArgumentType]
     with pytest.raises(MsrlError, match=mentions("step 3", "No space left", "checkpoint.save")):
         saver.save(3, {}, KEEP_ALL)
-        saver.finished(must_wait=True)
+        saver.finished_saves(must_wait=True)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -273,12 +273,12 @@ def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monk
     files = RankFiles(tmp_path / "gone", 3, 0, {"rng": torch.arange(9)})
     monkeypatch.setattr(checkpoints, "begin", lambda *_, **__: (files, None))
     saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
-    assert saver.finished() == []
+    assert saver.finished_saves() == []
     saver.save(3, {}, KEEP_ALL)
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
         saver.end()  # raises before it synchronizes, since rank 0 waits for this rank's files
     with pytest.raises(MsrlError, match=mentions("step 3", "checkpoints")):
-        saver.finished(must_wait=True)
+        saver.finished_saves(must_wait=True)
 
     def raise_disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -290,6 +290,6 @@ def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monk
     prepare_folders(tmp_path / "gone", 3)
     saver = Saver(None, tmp_path, tmp_path, in_background=True)  # pyright: ignore[reportArgumentType]
     saver.save(3, {}, KEEP_ALL)
-    assert [saved.step for saved in saver.finished(must_wait=True)] == [
+    assert [saved.step for saved in saver.finished_saves(must_wait=True)] == [
         3
-    ] and saver.finished() == []
+    ] and saver.finished_saves() == []

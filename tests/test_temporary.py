@@ -134,7 +134,7 @@ def test_redirected_processes_still_use_torchs_compile_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     before = dict(os.environ)
-    with temporary.redirected(base / "tmp"):
+    with temporary.redirect(base / "tmp"):
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(base / "tmp")
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(
             base / "cache" / "msrl" / "torchinductor"

@@ -21,7 +21,7 @@ from msrl.data.manifest import all_paths
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.workflows import preprocess
-from msrl.workflows.row_cache import prepared
+from msrl.workflows.row_cache import prepare_rows
 from support import assert_mentions, mentions
 from tiny_qwen2 import save_model
 
@@ -90,7 +90,7 @@ def plan(
 
 
 def prefix_of(run: RunPlan, *, keep: bool = True) -> str:
-    with prepared(run, keep=keep) as ready:
+    with prepare_rows(run, keep=keep) as ready:
         return ready.prefix(str(run.data.train))
 
 
@@ -109,7 +109,7 @@ def test_rows_of_every_kind_become_the_data_of_preprocess_bit_by_bit(
     values["output_prefix"] = str(tmp_path / "own")
     preprocess.run(Config.model_validate({"preprocess": values}, strict=False))
     run = plan(model, file, command, **sections)
-    with prepared(run, keep=True) as ready:
+    with prepare_rows(run, keep=True) as ready:
         dataset = ready.datasets[str(file)]
         assert dataset.manifest is not None and dataset.manifest.kind == kind
         assert contents(dataset.prefix) == contents(str(tmp_path / "own"))
@@ -219,7 +219,7 @@ def test_a_dry_run_writes_nothing_to_the_cache_and_leaves_no_files(
     model: Path, tmp_path: Path, cache: Path
 ):
     file = write(tmp_path / "rows.jsonl", CHAT)
-    with prepared(plan(model, file), keep=False) as ready:
+    with prepare_rows(plan(model, file), keep=False) as ready:
         prefix = ready.prefix(str(file))
         assert contents(prefix)
     assert not contents(prefix) and not cache.exists()
@@ -281,7 +281,7 @@ def test_errors_about_rows_name_the_rows_and_not_files_of_the_cache(
     model: Path, tmp_path: Path, cache: Path
 ):
     file = write(tmp_path / "rows.jsonl", CHAT)
-    with pytest.raises(MsrlError) as error, prepared(plan(model, file), keep=True) as ready:
+    with pytest.raises(MsrlError) as error, prepare_rows(plan(model, file), keep=True) as ready:
         raise MsrlError(f"data prefix {ready.prefix(str(file))}: too long")
     assert str(error.value) == f"{file}: too long"
     empty = write(tmp_path / "empty.jsonl", [])
@@ -317,7 +317,7 @@ def test_a_blend_mixes_rows_and_preprocessed_data(model: Path, tmp_path: Path):
     preprocess.run(Config.model_validate({"preprocess": values}, strict=False))
     blend = {str(first): 0.5, str(tmp_path / "b"): 0.5}
     run = plan(model, first, data={"train": None, "blend": blend, "eval": str(first)})
-    with prepared(run, keep=True) as ready:
+    with prepare_rows(run, keep=True) as ready:
         rows, held_out = example_rows(ready)
         assert len(rows) == len(CHAT) + 4 and held_out is not None and len(held_out) == len(CHAT)
 
@@ -335,7 +335,7 @@ def test_an_evaluation_reads_rows_with_the_tokenizer_of_its_first_checkpoint(
         "eval": {"max_response_tokens": 4},
     }
     config = Config.model_validate(values, strict=False)
-    with prepared(resolve(config, "eval"), keep=True) as ready:
+    with prepare_rows(resolve(config, "eval"), keep=True) as ready:
         setup = prepare(ready.config)
         assert [prompt.answer for prompt in setup.prompts] == ["x" * i for i in range(1, 7)]
         assert recorded(ready.config)["data"]["eval"] == str(file)

@@ -15,7 +15,7 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.workflows import preprocess
 from msrl.workflows.preference import run as train_dpo
-from msrl.workflows.row_cache import prepared
+from msrl.workflows.row_cache import prepare_rows
 from msrl.workflows.sft import run as train_sft
 from msrl.workflows.view.lineage import lineage
 from support import mentions
@@ -50,7 +50,9 @@ def train(
         "checkpoint": {"resume": resume},
         "log": {"trackers": []},
     }
-    with prepared(resolve(Config.model_validate(values, strict=False), command), keep=True) as plan:
+    with prepare_rows(
+        resolve(Config.model_validate(values, strict=False), command), keep=True
+    ) as plan:
         RUNS[command](plan)
     return metrics(folder / "runs" / name)
 

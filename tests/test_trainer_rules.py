@@ -10,7 +10,7 @@ import pytest
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig
-from msrl.models.select import chosen
+from msrl.models.select import select_names
 from msrl.trainer.checkpointing.resume import STATE, Retention, training_dir
 from msrl.trainer.guard import GradientError, GradientGuard
 from msrl.trainer.schedule import Schedule
@@ -134,11 +134,11 @@ def shape():
 def test_parameters_are_selected_by_hugging_face_and_megatron_names(shape):
     embedding = {"embedding.word_embeddings.weight"}
     assert (
-        chosen(shape, ["model.embed_tokens.weight"], key="k")
-        == chosen(shape, ["embedding.*"], key="k")
+        select_names(shape, ["model.embed_tokens.weight"], key="k")
+        == select_names(shape, ["embedding.*"], key="k")
         == embedding
     )
-    fused = chosen(shape, ["*.1.self_attn.[qkv]_proj.weight"], key="k")
+    fused = select_names(shape, ["*.1.self_attn.[qkv]_proj.weight"], key="k")
     assert fused == {"decoder.layers.1.self_attention.linear_qkv.weight"}
 
 
@@ -146,6 +146,6 @@ def test_a_slice_of_a_fused_parameter_and_a_pattern_without_a_match_are_refused(
     with pytest.raises(
         MsrlError, match=mentions("train.freeze", "q_proj.weight", "k_proj.weight", "v_proj.weight")
     ):
-        chosen(shape, ["*.q_proj.weight"], key="train.freeze")
+        select_names(shape, ["*.q_proj.weight"], key="train.freeze")
     with pytest.raises(MsrlError, match=mentions("train.freeze", "'lm_heat'", "Qwen2ForCausalLM")):
-        chosen(shape, ["lm_heat"], key="train.freeze")
+        select_names(shape, ["lm_heat"], key="train.freeze")

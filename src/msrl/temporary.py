@@ -120,7 +120,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def redirected(folder: Path) -> Generator[None, None, None]:
+def redirect(folder: Path) -> Generator[None, None, None]:
     """Put temporary files of this process and of its new child processes into `folder`."""
     variables = environment(folder)
     before, directory = {name: os.environ.get(name) for name in variables}, tempfile.tempdir

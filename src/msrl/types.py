@@ -87,7 +87,7 @@ class RenderedExample:
     loss_mask: Bools  # [T]
     labels: Ints | None = None  # [T]
 
-    def truncated(self, length: int) -> RenderedExample:
+    def truncate(self, length: int) -> RenderedExample:
         """Return the first `length` tokens."""
         labels = None if self.labels is None else self.labels[:length]
         return RenderedExample(self.token_ids[:length], self.loss_mask[:length], labels)

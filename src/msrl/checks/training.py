@@ -19,7 +19,7 @@ from msrl.config.sections.train import UpdatesConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
-from msrl.models.select import check_layers, chosen
+from msrl.models.select import check_layers, select_names
 from msrl.plan import derived
 from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.run_plan import RunPlan
@@ -291,7 +291,7 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     shape = plan.shape_or_none
     if shape is not None and resolved.config.train.freeze:
         try:
-            names = chosen(shape, resolved.config.train.freeze, key="train.freeze")
+            names = select_names(shape, resolved.config.train.freeze, key="train.freeze")
         except MsrlError as error:
             yield str(error)
             return

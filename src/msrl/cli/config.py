@@ -63,7 +63,7 @@ def show(ctx: typer.Context, json: Json = False) -> None:
     from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows
     from msrl.memory.routes import route_rows
-    from msrl.plan.derived import derived
+    from msrl.plan.derived import derived_values
     from msrl.plan.run_plan import resolve as plan_run
 
     resolved = resolve(ctx)
@@ -74,7 +74,7 @@ def show(ctx: typer.Context, json: Json = False) -> None:
         f"bytes of the fullest device, {name}": size for name, size in memory_rows(plan).items()
     }
     rows = {
-        **derived(resolved.config, target),
+        **derived_values(resolved.config, target),
         **communication_rows(plan),
         **route_rows(plan),
         **memory,

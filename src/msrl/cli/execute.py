@@ -89,9 +89,9 @@ def execute(
     download_weights(resolved, local.values)
     workflow = importlib.import_module(WORKFLOWS[command])
     if run_plan.reads_data:
-        from msrl.workflows.row_cache import prepared
+        from msrl.workflows.row_cache import prepare_rows
 
-        with prepared(run_plan, keep=True) as ready:
+        with prepare_rows(run_plan, keep=True) as ready:
             workflow.run(ready if run_plan.is_training else ready.config)
         return
     workflow.run(resolved.config)
@@ -285,10 +285,10 @@ def _show_derived(plan: RunPlan) -> None:
     from msrl.memory.communication import communication_rows
     from msrl.memory.estimate import memory_rows, table
     from msrl.memory.routes import route_rows
-    from msrl.plan.derived import derived
+    from msrl.plan.derived import derived_values
 
     rows = {
-        **derived(plan.config, plan.command),
+        **derived_values(plan.config, plan.command),
         **communication_rows(plan),
         **route_rows(plan),
     }

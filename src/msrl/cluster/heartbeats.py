@@ -44,7 +44,7 @@ class ActorHeartbeats:
         if key is not None:
             internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
-    def silent(self) -> list[Any]:
+    def silent_actors(self) -> list[Any]:
         """Return the actors that have been silent for `silence_s` seconds.
 
         Only the time in which this process asks for the heartbeats counts, so that a pause of the

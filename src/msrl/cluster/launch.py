@@ -84,7 +84,7 @@ def up(
         MsrlError: A head started by `up` is running already, a port is in use, an address does not
             belong to this machine, or Ray does not start within `timeout_s` seconds.
     """
-    with state.locked():
+    with state.lock_state():
         address, dashboard = check_up(
             host=host,
             port=port,
@@ -163,7 +163,7 @@ def join(
         answer_timeout_s=answer_timeout_s,
         note=note,
     )
-    with state.locked():
+    with state.lock_state():
         _check_not_joined(own)
         token = state.find_token()
         start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
@@ -206,7 +206,7 @@ def down() -> tuple[EndedNode, ...]:
 
     Workers end before the head. No other processes are touched.
     """
-    with state.locked():
+    with state.lock_state():
         records = [
             (path, record)
             for path, record in state.load_records()

@@ -60,7 +60,7 @@ def ended_if_stuck(find: Finder, clean: Callable[[], None]) -> Iterator[None]:
     """End this process if the body does not end by itself after a loss. `clean` removes traces."""
     is_over = threading.Event()
 
-    def watch() -> None:
+    def poll() -> None:
         while not is_over.wait(_LOOK_EVERY_S):
             try:
                 find(False)
@@ -69,7 +69,7 @@ def ended_if_stuck(find: Finder, clean: Callable[[], None]) -> Iterator[None]:
                     _end(error, clean)
                 return
 
-    threading.Thread(target=watch, name="msrl-ray-loss", daemon=True).start()
+    threading.Thread(target=poll, name="msrl-ray-loss", daemon=True).start()
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def check(*, has_failed: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def watched(find: Finder) -> Iterator[None]:
+def watch(find: Finder) -> Iterator[None]:
     """Let `check` call `find` in the body.
 
     Raises:

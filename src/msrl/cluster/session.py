@@ -351,7 +351,7 @@ def ray_session(
         with ray_loss.ended_if_stuck(find_loss, clean):
             session, is_lost = Session(resource_name, local=address is None), False
             try:
-                with ray_loss.watched(find_loss):
+                with ray_loss.watch(find_loss):
                     yield session
             except ray_loss.RayLostError:
                 is_lost = True  # calls would wait for it
@@ -399,7 +399,7 @@ def _local(
             with (
                 preserved_signal_handlers(),
                 separate_sessions(),
-                temporary.redirected(state.workers_dir(temp_dir)),
+                temporary.redirect(state.workers_dir(temp_dir)),
             ):
                 start_ray(
                     address="local",

@@ -93,7 +93,7 @@ def state_dir() -> Path:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[Path]:
+def lock_state() -> Iterator[Path]:
     """Create the state folder if necessary and lock it for one command at a time.
 
     Raises:

@@ -99,7 +99,7 @@ class Watch:
             for (role, number), actor in self._present()
             if role in self._names
         }
-        silent = [names[actor] for actor in self._heartbeats.silent() if actor in names]
+        silent = [names[actor] for actor in self._heartbeats.silent_actors() if actor in names]
         return dict.fromkeys(silent, SilentWorkerError(self._heartbeats.silence_s))
 
 

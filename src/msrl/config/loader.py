@@ -65,7 +65,7 @@ class ImportedFile(Protocol):
     @property
     def errors(self) -> Sequence[str]: ...
 
-    def refused(self) -> Sequence[str]:
+    def refusals(self) -> Sequence[str]:
         """Return one message per key that msrl does not support."""
         ...
 
@@ -245,7 +245,7 @@ def _file(path: str, importers: Importers, translations: list[ImportedFile]) -> 
     translation = importers.translate(path)
     if translation is None:
         return read_with_defaults(path)
-    errors = [*translation.errors, *translation.refused()]
+    errors = [*translation.errors, *translation.refusals()]
     if errors:
         raise ManyErrors(errors)
     translations.append(translation)

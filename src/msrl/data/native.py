@@ -30,7 +30,7 @@ from msrl.chat_rendering.client import (
     template_variables,
 )
 from msrl.data.spans import encode_with_offsets
-from msrl.data.template_date import dated, writes_date
+from msrl.data.template_date import with_fixed_day, writes_date
 from msrl.data.templates.form import Template
 from msrl.data.tokenizer import TextTokenizer, load_tokenizer
 from msrl.errors import MsrlError
@@ -469,9 +469,11 @@ def _hf(folder: str, day: str | None) -> Any:
         raise _no_chat_template(folder)
     if day is not None and isinstance(template, dict):
         named = cast("dict[str, str]", template)
-        tokenizer.chat_template = {name: dated(source, day) for name, source in named.items()}
+        tokenizer.chat_template = {
+            name: with_fixed_day(source, day) for name, source in named.items()
+        }
     elif day is not None:
-        tokenizer.chat_template = dated(template, day)
+        tokenizer.chat_template = with_fixed_day(template, day)
     return tokenizer
 
 

@@ -22,7 +22,7 @@ def writes_date(template: str) -> bool:
     return _NAME.search(template) is not None
 
 
-def dated(template: str, day: str) -> str:
+def with_fixed_day(template: str, day: str) -> str:
     """Return a chat template that writes a fixed day.
 
     Raises:

@@ -24,7 +24,7 @@ from msrl.data.manifest import PREFERENCES, TEXTS
 from msrl.data.preferences import fit
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
-from msrl.data.rows.keys import check_row, without
+from msrl.data.rows.keys import check_row, without_keys
 from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.scores import check_order
@@ -196,7 +196,7 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
             row = batch.value(offset)
             if not (is_user or kind in TEXTS):
                 row = with_turn_lists(row)
-            item = convert(without(row, job.ignored) if job.ignored else row)
+            item = convert(without_keys(row, job.ignored) if job.ignored else row)
             _check_texts(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
             rows.items.append(item if is_fitted else _fit_to_kind(item, kind))
@@ -390,7 +390,7 @@ def _collect_examples(
     limit = job.seq_length
     num_long = sum(limit is not None and len(e.token_ids) > limit for e in rendered)
     if job.truncate:
-        fitting = [e if limit is None else e.truncated(limit) for e in rendered]
+        fitting = [e if limit is None else e.truncate(limit) for e in rendered]
     else:
         fitting = [e for e in rendered if limit is None or len(e.token_ids) <= limit]
         _count(dropped, "too_long", num_long)

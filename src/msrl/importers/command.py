@@ -17,7 +17,7 @@ from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_program
 from msrl.importers.report import full
 from msrl.importers.roll import files as roll
-from msrl.importers.secrets import masked
+from msrl.importers.secrets import mask_secrets
 from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system, refuse_other, similar_marks
 from msrl.importers.translation import Translation
@@ -62,11 +62,11 @@ def translate_arguments(
     except TimeLimitError as error:
         raise MsrlError(f"{arguments[0]}: {error} to read. Import a shorter file.") from None
     except MsrlError as error:
-        raise ManyErrors([masked(line) for line in str(error).split("\n")]) from None
+        raise ManyErrors([mask_secrets(line) for line in str(error).split("\n")]) from None
     translation.complete(approximate=approximate)
     errors = [*translation.errors, *([] if approximate else translation.differences)]
     if errors:
-        raise ManyErrors([masked(line) for line in errors])
+        raise ManyErrors([mask_secrets(line) for line in errors])
     return translation
 
 
@@ -153,7 +153,7 @@ def native_yaml(translation: Translation) -> str:
     The YAML includes keys that this version does not support; a run refuses them.
     """
     head = [f"# Imported from {translation.system}, {translation.name}, by `msrl config import`."]
-    unsupported = [f"# {line}" for line in translation.refused()]
+    unsupported = [f"# {line}" for line in translation.refusals()]
     if unsupported:
         head += ["# Not supported in this version. A run refuses these keys; remove them to run:"]
         head += unsupported

@@ -28,7 +28,7 @@ _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _MAX_DEPTH = 8  # of files in files, and of sections in sections
 
 
-def composed(
+def compose_file(
     tree: Node,
     file: Path,
     errors: list[str],
@@ -54,7 +54,7 @@ def composed(
     reader = _Reader(errors, skip, groups)
     tree = reader.with_defaults(tree, file, 0)
     for override in overrides:
-        tree = override.applied(tree)
+        tree = override.apply_to(tree)
     tree = _with_resolvers(prepare(tree), ())
     interpolation = Interpolation(_with_sections(tree, tree, 0))
     complete = interpolation.resolve()
@@ -96,7 +96,7 @@ class Override:
         value = parse(match[3], str(origin), located=False, is_old=True)
         return Override(match[2], wrap(plain(value), origin))
 
-    def applied(self, tree: Node) -> Node:
+    def apply_to(self, tree: Node) -> Node:
         """Return a tree with the change."""
         if self.node is None:
             return _remove_key(tree, self.path.split("."))

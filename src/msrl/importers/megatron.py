@@ -319,7 +319,7 @@ def data_parallel(keys: Keys, world: int | None) -> int | None:
     return world // replica_size
 
 
-def converted(keys: Keys, key: str, via: str) -> object:
+def convert_value(keys: Keys, key: str, via: str) -> object:
     """Return the converted value or default of a key; None, with an error, if it is invalid."""
     try:
         return CONVERSIONS[via](keys.value(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msrl.config.messages import written
-from msrl.importers.secrets import masked
+from msrl.importers.secrets import mask_secrets
 from msrl.importers.status import HEADINGS, KeyStatus
 from msrl.importers.translation import KeyResult, Translation
 from msrl.limits import one_line
@@ -29,7 +29,7 @@ def full(translation: Translation) -> list[str]:
         lines.append(f"defaults of {translation.system} for keys that no file sets:")
         defaults = sorted(translation.defaults.items())
         lines += [f"  {key}: {written(value)}" for key, value in defaults]
-    return [masked(one_line(line)) for line in lines]
+    return [mask_secrets(one_line(line)) for line in lines]
 
 
 def _result_line(key_result: KeyResult) -> str:

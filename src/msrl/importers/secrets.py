@@ -60,7 +60,7 @@ def holds_secret(value: object) -> bool:
     return _HEX_KEY.fullmatch(value.strip()) is not None or _LITERAL.search(value) is not None
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return a text with *** in place of literal secrets.
 
     >>> masked("https://me:pw@host/x?token=abc&n=1")

@@ -150,7 +150,7 @@ class Table:
         name = canonical(key)
         return name in original_keys(self.system) or any(name == other for _, other in self.rows)
 
-    def misspelled(self, key: str) -> str:
+    def nearest_key(self, key: str) -> str:
         """Return the key of the original that an unknown one almost equals; empty without one."""
         if self.is_original(key):
             return ""

@@ -14,7 +14,7 @@ from msrl.errors import similar
 from msrl.importers.conversions import CONVERSIONS, weights_by_prefix
 from msrl.importers.native_keys import refusal
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.secrets import REFUSAL, holds_secret, is_secret_name, masked
+from msrl.importers.secrets import REFUSAL, holds_secret, is_secret_name, mask_secrets
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import Row, Table, canonical
 
@@ -48,7 +48,7 @@ class SourceKey:
         value = "" if isinstance(self.node.value, dict) else f"={written(printable)}"
         if self.is_secret:
             value = "=***"
-        return masked(f"{self.origin}: {self.path}{value}")
+        return mask_secrets(f"{self.origin}: {self.path}{value}")
 
     @property
     def is_secret(self) -> bool:
@@ -198,7 +198,7 @@ class Translation:
             self._refuse_misspelled(item, path)
         for key, child in (node.value if isinstance(node.value, dict) else {}).items():
             where = f"{child.origin}: {path}.{key}"
-            near = self.table.misspelled(key)
+            near = self.table.nearest_key(key)
             if near and not any(error.startswith(where) for error in self.errors):
                 self.errors.append(f"{where}: unknown key of {self.system}; did you mean '{near}'?")
             self._refuse_misspelled(child, f"{path}.{key}")
@@ -416,7 +416,7 @@ class Translation:
             lines = [line.partition(". --approximate")[0] for line in self.differences]
             self.set("run.differences", wrap(lines, Origin("--approximate")))
 
-    def refused(self) -> list[str]:
+    def refusals(self) -> list[str]:
         """Return one line for each key, and default of the original, that a run must refuse."""
         unsupported = [
             key_result

@@ -37,7 +37,7 @@ from msrl.models.families import rules_for
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
-from msrl.models.select import chosen, is_layer
+from msrl.models.select import is_layer, select_names
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan
 
@@ -249,7 +249,7 @@ def _trains_head(train: TrainConfig, shape: Shape) -> bool:
     if train.lora.rank is not None or not train.freeze:
         return train.lora.rank is None
     head_rules = rules.first if shape.tie_word_embeddings else rules.last
-    frozen = chosen(shape, train.freeze, key="train.freeze")
+    frozen = select_names(shape, train.freeze, key="train.freeze")
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 

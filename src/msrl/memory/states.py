@@ -10,7 +10,7 @@ from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import BIAS, WEIGHT
 from msrl.models.rules import Replicated, Sharded, Vocab
-from msrl.models.select import chosen, is_layer
+from msrl.models.select import is_layer, select_names
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.plan.run_plan import RunPlan
@@ -82,7 +82,7 @@ def _unfrozen_elements(
     shape: Shape, tensors: Iterable[StageTensor], freeze: Sequence[str]
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
-    frozen = chosen(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
+    frozen = select_names(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
     return [(tensor, _elements(tensor)) for tensor in tensors if tensor.rule.mcore not in frozen]
 
 

@@ -144,17 +144,17 @@ def switched_window(config: HfConfig, first_layer: int = 28) -> Attention:
     """
     num_layers = config.count("num_hidden_layers")
     if not config.flag("use_sliding_window", False):
-        return windowed(config, None, tuple(range(num_layers)))
+        return windowed_attention(config, None, tuple(range(num_layers)))
     window = _window(config, 4096)
     first = config.values.get("max_window_layers", first_layer)
     if window is None:
-        return windowed(config, None, tuple(range(num_layers)))
+        return windowed_attention(config, None, tuple(range(num_layers)))
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.fail("max_window_layers", "must be an integer, 0 or more")
-    return windowed(config, window, tuple(range(first, num_layers)))
+    return windowed_attention(config, window, tuple(range(first, num_layers)))
 
 
-def windowed(config: HfConfig, window: int | None, layers: tuple[int, ...]) -> Attention:
+def windowed_attention(config: HfConfig, window: int | None, layers: tuple[int, ...]) -> Attention:
     """Return attention with a window in `layers`; `layer_types` of the config overrides them.
 
     A window that no layer uses counts as no window.
@@ -195,11 +195,11 @@ def _window(config: HfConfig, default: int) -> int | None:
 def window_everywhere(config: HfConfig, default: int) -> Attention:
     """Return Mistral's windows: every layer has `sliding_window`, unless it is null."""
     window = _window(config, default)
-    return windowed(config, window, tuple(range(config.count("num_hidden_layers"))))
+    return windowed_attention(config, window, tuple(range(config.count("num_hidden_layers"))))
 
 
 def alternating_window(config: HfConfig, default: int) -> Attention:
     """Return Gemma 2's windows: the first layer of every two."""
-    return windowed(
+    return windowed_attention(
         config, _window(config, default), tuple(range(0, config.count("num_hidden_layers"), 2))
     )

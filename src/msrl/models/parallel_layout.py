@@ -52,7 +52,7 @@ class ParallelLayout:
     etp: int | None = None
     moe_tp_extend_ep: bool = False
 
-    def trained(self) -> ParallelLayout:
+    def for_megatron(self) -> ParallelLayout:
         """Return the layout for Megatron that places the same shards on every rank.
 
         Megatron has no `moe_tp_extend_ep`; the equivalent is a larger ep with unsharded experts.

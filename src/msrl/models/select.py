@@ -14,7 +14,7 @@ from msrl.models.rules import Packed, Rule
 from msrl.models.shape import Shape
 
 
-def chosen(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]:
+def select_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]:
     """Return the names of the parameters that any of `patterns` matches.
 
     The names are Megatron's, with global layer numbers.

@@ -282,7 +282,7 @@ def ranks(config: Config, command: str) -> tuple[Rank, ...]:
     )
 
 
-def derived(config: Config, command: str) -> dict[str, str | int]:
+def derived_values(config: Config, command: str) -> dict[str, str | int]:
     """Return the derived values of `config show` and `--dry-run` by label, in the order of display.
 
     Empty for commands without training.

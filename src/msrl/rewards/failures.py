@@ -61,7 +61,7 @@ class SourceCalls:
         """True if calls were skipped because earlier calls failed."""
         return self.failures.get("skipped", 0) > 0
 
-    def joined(self, other: SourceCalls) -> SourceCalls:
+    def plus(self, other: SourceCalls) -> SourceCalls:
         """Return the sum of two counts of the same source."""
         failures = Counter(self.failures) + Counter(other.failures)
         return SourceCalls(
@@ -91,7 +91,7 @@ def join_calls(
     """Return the sum of two counts, by the label of the source."""
     total = dict(first)
     for label, calls in second.items():
-        total[label] = total[label].joined(calls) if label in total else calls
+        total[label] = total[label].plus(calls) if label in total else calls
     return total
 
 

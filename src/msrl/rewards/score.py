@@ -37,7 +37,7 @@ from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
 from msrl.rewards.remote import Item
 from msrl.rewards.rows import RowSources, row_columns
 from msrl.rewards.shaping import with_environment, with_neutral_totals
-from msrl.rewards.sources import Source, checked
+from msrl.rewards.sources import Source, check_sources
 from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, ScoredGroup
 
 __all__ = ["Scorer", "Scores", "Source", "check_functions"]
@@ -63,7 +63,7 @@ class Scores:
     notes: tuple[str, ...]
     calls: Mapping[str, SourceCalls] = field(default_factory=dict[str, SourceCalls])
 
-    def joined(self, other: Scores) -> Scores:
+    def plus(self, other: Scores) -> Scores:
         """Return the concatenated groups and notes and the summed counts of two scorings."""
         failures = Counter[str](self.failures) + Counter[str](other.failures)
         return Scores(
@@ -134,7 +134,7 @@ class Scorer:
     ) -> None:
         self._environment_weight = environment_weight
         has_none = not sources and (is_optional or environment_weight is not None)
-        self._sources = () if has_none else checked(sources, read_config)
+        self._sources = () if has_none else check_sources(sources, read_config)
         numbers = range(len(self._sources))
         self._in_pool = [s for s in numbers if self._sources[s].in_pool]
         self._clients = {

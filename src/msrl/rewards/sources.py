@@ -132,7 +132,7 @@ def _verifier(name: str) -> ModuleType:
     return registry.load(registry.VERIFIERS, name, key="verifier")
 
 
-def checked(
+def check_sources(
     sources: Sequence[Source], read_config: ReadConfig = read_hf_config
 ) -> tuple[Source, ...]:
     """Return the sources. Raises ManyErrors with one line per mistake."""

@@ -419,7 +419,7 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         registry.addFilter(inspection)
         try:
             quiet = contextlib.nullcontext() if settings.verbose else quiet_processes()
-            with temporary.redirected(folder), quiet:
+            with temporary.redirect(folder), quiet:
                 return vllm.LLM(**arguments)
         # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
         except (ValueError, TypeError) as error:

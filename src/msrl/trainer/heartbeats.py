@@ -24,7 +24,7 @@ class RankHeartbeats:
         self._quiet_s: dict[int, float] = {}
         self._polled_at = time.monotonic()
 
-    def silent(self, ranks: Iterable[int]) -> list[int]:
+    def silent_ranks(self, ranks: Iterable[int]) -> list[int]:
         """Return the members of `ranks` that have been silent too long.
 
         Only the time in which this process asks for the heartbeats counts, so that a pause of the

@@ -204,7 +204,7 @@ class LocalRanks:
 
     def _check_heartbeats(self, heartbeats: RankHeartbeats, ranks: Iterable[int]) -> None:
         """Raise RankError for a rank without heartbeats."""
-        for rank in heartbeats.silent(ranks):
+        for rank in heartbeats.silent_ranks(ranks):
             raise RankError(
                 f"rank {rank} sent no heartbeat for {self._silence_s:g} s "
                 "(cluster.rpc_timeout_s): its process hangs or is stopped"

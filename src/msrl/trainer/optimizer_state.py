@@ -31,7 +31,7 @@ def kinds(dtype: torch.dtype) -> tuple[str, ...]:
     return MOMENTS if dtype == torch.float32 else (*MOMENTS, MASTER)
 
 
-def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def trained_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that have a state, by name."""
     return (
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -43,7 +43,7 @@ def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
 
     All of them must call it.
     """
-    for name, parameter in trained(replica.model):
+    for name, parameter in trained_parameters(replica.model):
         owned = _owned_range(replica.optimizer, parameter)
         group = (
             groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
@@ -84,7 +84,7 @@ def restore(
     for distributed in active_optimizers(replica.optimizer):
         for group in () if is_torch_adamw(distributed) else distributed.optimizer.param_groups:
             group["step"] = replica.position.platform.count_of_updates(updates)
-    for name, parameter in trained(replica.model):
+    for name, parameter in trained_parameters(replica.model):
         owned = _owned_range(replica.optimizer, parameter)
         if owned is None:
             continue

@@ -67,7 +67,7 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
     from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
 
     layout, policy = (
-        Layout(**request.layout.trained().as_json()),
+        Layout(**request.layout.for_megatron().as_json()),
         ReplicaSettings(request.checkpoint),
     )
     settings = RankSettings(

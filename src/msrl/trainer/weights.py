@@ -95,7 +95,7 @@ def _split_experts(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
 
 def _effective(replica: ModelReplica, weights: Mapping[str, Tensor], placed: StageTensor) -> Tensor:
     """Return a weight as the model uses it: merged with its adapter, if it has one."""
-    merged = replica.adapters.merged(placed.name) if replica.adapters is not None else None
+    merged = replica.adapters.merged_weight(placed.name) if replica.adapters is not None else None
     return weights[placed.name] if merged is None else merged
 
 

@@ -172,7 +172,7 @@ def _check_merge(source: MergedSource) -> Check:
 def _merged_weights(source: MergedSource) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every weight that has an adapter, merged as in the result and in float64."""
     for rule in all_rules(source.shape):
-        exact_tensors = source.merged(rule, torch.float64)
+        exact_tensors = source.merge_rule(rule, torch.float64)
         for name, merged, exact in zip(
             rule.hf, source.hf_tensors(rule), exact_tensors, strict=True
         ):

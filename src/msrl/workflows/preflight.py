@@ -59,9 +59,9 @@ def check(plan: RunPlan) -> Inputs:
             return _preprocess(plan.config)
         if not plan.reads_data:
             return Inputs(_CHECKS[plan.command](plan.config))
-        from msrl.workflows.row_cache import prepared
+        from msrl.workflows.row_cache import prepare_rows
 
-        with prepared(plan, keep=False) as ready:
+        with prepare_rows(plan, keep=False) as ready:
             if plan.is_training:
                 return _with_examples(_TRAININGS[plan.command](ready), ready)
             return Inputs(_CHECKS[plan.command](ready.config))

@@ -57,7 +57,7 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def prepared(plan: RunPlan, *, keep: bool) -> Generator[RunPlan]:
+def prepare_rows(plan: RunPlan, *, keep: bool) -> Generator[RunPlan]:
     """Provide the plan with preprocessed data in place of rows.
 
     The data is in the cache. Without `keep`, data that the cache lacks is temporary instead, and

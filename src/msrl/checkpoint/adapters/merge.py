@@ -103,7 +103,7 @@ class Adapter:
         if problems:
             raise MsrlError(problems[0])
 
-    def tied(self, embedding_name: str) -> Adapter:
+    def without_output_layer(self, embedding_name: str) -> Adapter:
         """Return the adapter for a model with tied embeddings, without its output layer.
 
         `embedding_name` is the Hugging Face name of the embedding.
@@ -156,7 +156,8 @@ class MergedSource(WeightSource):
         if adapter.has_score_head:
             base = with_score_head(base)
         embedding = all_rules(base.shape)[0].hf[0]
-        adapter = adapter.tied(embedding) if base.shape.tie_word_embeddings else adapter
+        if base.shape.tie_word_embeddings:
+            adapter = adapter.without_output_layer(embedding)
         adapter.check(all_rules(base.shape))
         self.base, self.adapter, self._dtype = base, adapter, dtype
         self.shape, self.hf_dir = base.shape, hf_dir or base.hf_dir
@@ -171,7 +172,7 @@ class MergedSource(WeightSource):
         return layouts.fuse(rule.layout, self.hf_tensors(rule))
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return self.merged(rule, torch.float32)
+        return self.merge_rule(rule, torch.float32)
 
     def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
         return super().hf_pieces(rule) if self._is_adapted(rule) else self.base.hf_pieces(rule)
@@ -187,7 +188,7 @@ class MergedSource(WeightSource):
         else:
             yield from self.base.pieces(rule, rank, size, padded_vocab)
 
-    def merged(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
+    def merge_rule(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors of a rule, with the sum computed in `compute`."""
         dtype = self.dtype(rule)
         return tuple(

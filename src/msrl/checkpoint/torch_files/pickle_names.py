@@ -93,7 +93,7 @@ class NumpyType:
         return np.dtype(self.order + self.text)
 
 
-def unwanted(module: str, name: str) -> UnpicklingError:
+def unwanted_name_error(module: str, name: str) -> UnpicklingError:
     """Return the error for a name that does not belong in a checkpoint."""
     return UnpicklingError(
         f"it names {module}.{name}, which does not belong in a checkpoint; it may be harmful and "
@@ -112,7 +112,7 @@ def resolve(module: str, name: str) -> Global | torch.dtype:
     stand_in = Global(module, name)
     if (module, name) in CONSTRUCTORS or is_foreign(stand_in) or _is_storage(module, name):
         return stand_in
-    raise unwanted(module, name)
+    raise unwanted_name_error(module, name)
 
 
 def construct(target: object, arguments: object, keywords: object = None) -> Any:
@@ -226,7 +226,7 @@ def _foreign(target: Global, arguments: tuple[object, ...]) -> Foreign:
 def _enum_member(owner: object, name: object) -> Foreign:
     """Read an enumeration member as pickled by Python 3.11.0 to 3.11.3: getattr(class, name)."""
     if not isinstance(owner, Global) or not is_foreign(owner) or type(name) is not str:
-        raise unwanted("builtins", "getattr")
+        raise unwanted_name_error("builtins", "getattr")
     return _foreign(owner, (name,))
 
 

@@ -45,7 +45,7 @@ from msrl.checkpoint.torch_files.pickle_names import (
     is_foreign,
     resolve,
     set_numpy_type,
-    unwanted,
+    unwanted_name_error,
 )
 
 MAX_BYTES = 512 << 20
@@ -458,7 +458,7 @@ def _members(value: Any) -> list[object]:
     if value_type is Global and is_foreign(value):
         return []
     if value_type is Global:
-        raise unwanted(value.module, value.name)
+        raise unwanted_name_error(value.module, value.name)
     raise UnpicklingError(
         f"it contains a {value_type.__name__}, which does not belong in a checkpoint"
     )

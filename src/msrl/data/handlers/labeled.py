@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.data.columns import ColumnMapping
-from msrl.data.rows.sides import labeled, read_answer, read_prompt
+from msrl.data.rows.sides import labeled_row, read_answer, read_prompt
 from msrl.data.rows.turns import read_messages, with_system
 from msrl.types import PreferenceRow
 
@@ -40,4 +40,4 @@ def preference(row: Any, columns: ColumnMapping) -> PreferenceRow:
         completion = columns.value(row, "completion")
         prompt = read_prompt(columns.value(row, "prompt"))
         turns = (*prompt, *read_answer(completion, "the completion"))
-    return labeled(with_system(turns, columns.value(row, "system")), row, columns)
+    return labeled_row(with_system(turns, columns.value(row, "system")), row, columns)

@@ -401,13 +401,13 @@ def refusal(subject: str, key: str, value: Any, meaning: Meaning) -> str:
     return f"{subject}{shown}: {meaning.problem}. {remedy}, or use --ignore {key}."
 
 
-def without(value: Any, ignored: frozenset[str]) -> Any:
+def without_keys(value: Any, ignored: frozenset[str]) -> Any:
     """Return a row without the ignored keys, also of its turns and their parts."""
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return {key: without(item, ignored) for key, item in items if key not in ignored}
+        return {key: without_keys(item, ignored) for key, item in items if key not in ignored}
     if isinstance(value, list):
-        return [without(item, ignored) for item in cast("list[Any]", value)]
+        return [without_keys(item, ignored) for item in cast("list[Any]", value)]
     return value
 
 

@@ -55,7 +55,7 @@ def pair(
     return PreferenceRow(conversations, margin, _weight(row, columns))
 
 
-def labeled(turns: Sequence[Message], row: Any, columns: ColumnMapping) -> PreferenceRow:
+def labeled_row(turns: Sequence[Message], row: Any, columns: ColumnMapping) -> PreferenceRow:
     """Return the row of turns that end with an answer, with the label of the answer.
 
     Raises:

@@ -18,7 +18,7 @@ class Cell(NamedTuple):
     row: int
     column: int
 
-    def moved(self, action: str) -> Cell:
+    def neighbor(self, action: str) -> Cell:
         """Return the neighbor in the direction of an action."""
         rows, columns = ACTIONS[action]
         return Cell(self.row + rows, self.column + columns)
@@ -59,7 +59,7 @@ def _next_cells(
 ) -> Iterator[Cell]:
     for cell in frontier:
         for action in ACTIONS:
-            neighbor = cell.moved(action)
+            neighbor = cell.neighbor(action)
             if neighbor not in first and is_free(neighbor):
                 first[neighbor] = first[cell] or action
                 yield neighbor

@@ -139,7 +139,7 @@ class FrozenLake(Environment):
     def _move(self, action: str) -> None:
         if self._slippery:
             action = self._slippery_direction(action)
-        target = self.player.moved(action)
+        target = self.player.neighbor(action)
         if self._is_inside(target):
             self.player = target
 

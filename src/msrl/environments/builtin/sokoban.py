@@ -143,7 +143,7 @@ class Sokoban(Environment):
         num_pulls = 0
         for _ in range(20 * self._num_pulls):
             action = source.choice(tuple(ACTIONS))
-            target, behind = self.player.moved(action), self.player.moved(_OPPOSITE[action])
+            target, behind = self.player.neighbor(action), self.player.neighbor(_OPPOSITE[action])
             if not self._is_free(target):
                 continue
             if behind in self.boxes:
@@ -160,9 +160,9 @@ class Sokoban(Environment):
         return cell not in self.walls and cell not in self.boxes
 
     def _move(self, action: str) -> None:
-        target = self.player.moved(action)
+        target = self.player.neighbor(action)
         if target in self.boxes:
-            beyond = target.moved(action)
+            beyond = target.neighbor(action)
             if not self._is_free(beyond):
                 return
             self.boxes.remove(target)

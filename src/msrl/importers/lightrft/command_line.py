@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.programs import put_left_out
 from msrl.importers.sections import Keys, as_list, put_repeated, put_tracker_options
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
@@ -145,7 +145,7 @@ class _Flags:
         estimator = (
             "group_norm"
             if name in _NAMED_LOSSES
-            else converted(keys, "advantage_estimator", "estimator")
+            else convert_value(keys, "advantage_estimator", "estimator")
         )
         if estimator is None:
             return
@@ -201,7 +201,7 @@ class _Flags:
         keys.assign(
             "kl_estimator",
             [f"algo.kl.{where}.estimator"],
-            converted(keys, "kl_estimator", "kl_estimator"),
+            convert_value(keys, "kl_estimator", "kl_estimator"),
         )
         keys.record(
             "use_kl_loss",

@@ -10,7 +10,7 @@ from msrl import registry
 from msrl.config.sources import wrap
 from msrl.errors import nearest
 from msrl.importers.critic import record_unused
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.native_keys import refusal
 from msrl.importers.sections import Keys, as_list
@@ -210,7 +210,7 @@ class Algorithm:
         if self.rl.value("kl_penalty") == "full":
             message = "the original raises NotImplementedError. Use kl, abs, mse or low_var_kl."
             return self.rl.add_error("kl_penalty", message)
-        estimator = converted(self.rl, "kl_penalty", "kl_estimator")
+        estimator = convert_value(self.rl, "kl_penalty", "kl_estimator")
         return self.rl.assign("kl_penalty", [f"algo.kl.{target}.estimator"], estimator)
 
     def _kl_controller(self) -> None:

@@ -21,7 +21,7 @@ from msrl.importers.critic import (
     report_other_batches,
     report_other_ranks,
 )
-from msrl.importers.hydra import Override, composed
+from msrl.importers.hydra import Override, compose_file
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.mindspeed_llm import data as mindspeed_data
 from msrl.importers.mindspeed_rl import sft as mindspeed_sft
@@ -56,7 +56,7 @@ def translate(tree: Node, file: Path, overrides: Sequence[Override] = ()) -> Tra
     The result includes errors and unsupported keys.
     """
     errors: list[str] = []
-    tree = composed(tree, file, errors, groups=("model",), overrides=overrides)
+    tree = compose_file(tree, file, errors, groups=("model",), overrides=overrides)
     if mindspeed_sft.is_supervised(tree):
         translation = mindspeed_sft.translate(tree, file)
     elif mindspeed_data.is_preprocessing(tree):

@@ -20,7 +20,7 @@ from msrl.importers.critic import (
     report_other_batches,
     report_other_ranks,
 )
-from msrl.importers.hydra import Override, composed
+from msrl.importers.hydra import Override, compose_file
 from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
@@ -60,7 +60,7 @@ def table() -> Table:
 def translate(tree: Node, file: Path, overrides: Sequence[Override] = ()) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     errors: list[str] = []
-    tree = composed(tree, file, errors, groups=("model",), overrides=overrides)
+    tree = compose_file(tree, file, errors, groups=("model",), overrides=overrides)
     translation = _RayGptFile(tree, file).translate()
     translation.errors[:0] = errors
     return translation

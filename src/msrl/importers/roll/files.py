@@ -15,7 +15,7 @@ from pathlib import Path
 from msrl.config.messages import node_at
 from msrl.config.sources import Node, wrap
 from msrl.importers.critic import assign_critic_optimizer, report_other_batches
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.roll.corrections import put_correction
 from msrl.importers.roll.devices import Devices, device_count
 from msrl.importers.roll.environments import (
@@ -30,7 +30,7 @@ from msrl.importers.roll.environments import (
     reward_scopes,
 )
 from msrl.importers.roll.losses import Losses, grpo_estimator
-from msrl.importers.roll.pipelines import refused, unsupported_environment, unsupported_pipeline
+from msrl.importers.roll.pipelines import refuse, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
 from msrl.importers.roll.run import put_run, put_variables
 from msrl.importers.roll.supervised import (
@@ -39,7 +39,7 @@ from msrl.importers.roll.supervised import (
     translate_supervised,
 )
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
-from msrl.importers.roll.tree import resolved
+from msrl.importers.roll.tree import resolve_tree
 from msrl.importers.roll.validation import put_validation
 from msrl.importers.roll.worker import SECTIONS, Worker
 from msrl.importers.sections import Keys
@@ -77,13 +77,13 @@ def translate(tree: Node, file: Path) -> Translation:
     )
     translation.forwarded = {"strategy_config": text}
     if feature := unsupported_pipeline(tree):
-        return refused(translation, f"{file}: not supported: {feature}")
-    tree, translation.variables = resolved(tree, file, translation.errors)
+        return refuse(translation, f"{file}: not supported: {feature}")
+    tree, translation.variables = resolve_tree(tree, file, translation.errors)
     if is_supervised(tree):
         return translate_supervised(translation, tree)
     add_misspelt_kinds(translation, tree)
     if error := unsupported_environment(tree, ENVIRONMENTS):
-        return refused(translation, error)
+        return refuse(translation, error)
     return _RollFile(translation, tree).translate()
 
 
@@ -267,7 +267,7 @@ class _RollFile:
 
     def _algorithm(self) -> None:
         top, name = self.top, str(self.top.value("adv_estimator"))
-        estimator = _ESTIMATORS.get(name) or converted(top, "adv_estimator", "estimator")
+        estimator = _ESTIMATORS.get(name) or convert_value(top, "adv_estimator", "estimator")
         if name == "grpo":
             scopes = reward_scopes(top) if self.is_agentic else ("group", "group")
             estimator = grpo_estimator(top, scopes)
@@ -359,7 +359,7 @@ class _RollFile:
         top = self.top
         top.record("add_token_level_kl", KeyStatus.APPLIED, "algo.kl.reward")
         top.assign("init_kl_coef", ["algo.kl.reward.coef"], top.value("init_kl_coef"))
-        estimator = converted(top, "kl_penalty", "kl_estimator")
+        estimator = convert_value(top, "kl_penalty", "kl_estimator")
         top.assign("kl_penalty", ["algo.kl.reward.estimator"], estimator)
         target = top.value("target_kl")
         if target is None:

@@ -109,7 +109,7 @@ def _keys(worker: Node | None, section: str) -> Iterator[str]:
         yield from node.value
 
 
-def refused(translation: Translation, error: str) -> Translation:
+def refuse(translation: Translation, error: str) -> Translation:
     """Return a translation with this error only."""
     translation.errors[:] = [error]
     translation.is_refused = True

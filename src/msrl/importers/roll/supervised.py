@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from msrl.config.sources import Node, plain, wrap
 from msrl.errors import did_you_mean
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.roll.devices import Devices
 from msrl.importers.roll.run import put_run, put_variables
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
@@ -299,7 +299,9 @@ class _SupervisedFile:
         top.assign("response_length", ["rollout.max_response_tokens"], top.value("response_length"))
         put_engine_dtype(engine.sections["model_args"], self.worker.sections["model_args"])
         sampling = engine.sections["generating_args"]
-        sampling.assign("top_k", ["rollout.sampling.top_k"], converted(sampling, "top_k", "top_k"))
+        sampling.assign(
+            "top_k", ["rollout.sampling.top_k"], convert_value(sampling, "top_k", "top_k")
+        )
         sampling.apply_remaining()
         self.translation.fill_defaults(("generating_args",), sampling)
         args = self.worker.sections["training_args"]

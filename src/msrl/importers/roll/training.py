@@ -11,7 +11,7 @@ from pathlib import Path
 from msrl.config.sources import wrap
 from msrl.config.templates import template_names
 from msrl.errors import MsrlError
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.sections import Keys, as_list
 from msrl.importers.translation import KeyStatus
 from msrl.models.families import load_shape
@@ -61,7 +61,7 @@ def put_dtype(model: Keys) -> None:
         text = "msrl does not train in float16"
         model.translation.approximate(entry, "model.dtype", "bfloat16", text)
     elif entry is not None:
-        model.assign("dtype", ["model.dtype"], converted(model, "dtype", "dtype"))
+        model.assign("dtype", ["model.dtype"], convert_value(model, "dtype", "dtype"))
 
 
 _ENCODERS = re.compile(r"(^|\.)(vision|visual|audio|talker|code2wav)")

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msrl.config.sources import Node
-from msrl.importers.hydra import composed
+from msrl.importers.hydra import compose_file
 
 _VARIABLE = re.compile(r"\$\{(\w+)")
 _DEEPSPEED = re.compile(r"\$\{deepspeed_\w+\}")
 
 
-def resolved(tree: Node, file: Path, errors: list[str]) -> tuple[Node, frozenset[str]]:
+def resolve_tree(tree: Node, file: Path, errors: list[str]) -> tuple[Node, frozenset[str]]:
     """Return the tree merged over the files of its `defaults`, with every `${...}` resolved.
 
     Returns also the top-level keys that other keys refer to.
@@ -27,7 +27,7 @@ def resolved(tree: Node, file: Path, errors: list[str]) -> tuple[Node, frozenset
         variables.update(_referenced_names(node))
         return _without_deepspeed(node)
 
-    tree = composed(tree, file, errors, skip=lambda name: "deepspeed" in name, prepare=prepare)
+    tree = compose_file(tree, file, errors, skip=lambda name: "deepspeed" in name, prepare=prepare)
     return tree, frozenset(variables)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msrl.config.sources import wrap
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, Translation
 
@@ -82,10 +82,12 @@ def _sampling(translation: Translation, sampling: Keys) -> None:
             sampling.record(key, KeyStatus.SAME, "greedy decoding takes the most likely token")
     else:
         sampling.assign("top_p", ["eval.sampling.top_p"], sampling.value("top_p"))
-        sampling.assign("top_k", ["eval.sampling.top_k"], converted(sampling, "top_k", "top_k"))
+        sampling.assign("top_k", ["eval.sampling.top_k"], convert_value(sampling, "top_k", "top_k"))
     if sampling.get("stop_strings") and sampling.value("stop_strings") is not None:
         sampling.assign(
-            "stop_strings", ["eval.sampling.stop"], converted(sampling, "stop_strings", "text_list")
+            "stop_strings",
+            ["eval.sampling.stop"],
+            convert_value(sampling, "stop_strings", "text_list"),
         )
     sampling.record(
         "max_new_tokens",

@@ -220,7 +220,7 @@ def _number(token: str) -> int:
     return int(token, 8 if len(token) > 1 and token.startswith("0") else 10)
 
 
-def unknown(name: str, line: int | None) -> Variable:
+def unknown_result(name: str, line: int | None) -> Variable:
     """Return the value of a variable whose calculation is not known."""
     problem = f"${name} is not a calculation with integers. Replace it with its value."
     return Variable(f"${name}", (Word(f"${name}", line, problem),), problem)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.shell.values import Word, unquoted
+from msrl.importers.shell.values import Word, unquote
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
@@ -22,7 +22,7 @@ _TEXTS = ("=", "==", "!=", "=~", "<", ">")
 _BINARY = (*_TEXTS, *_NUMBERS)
 
 
-def evaluated(tokens: Sequence[tuple[Word, str]], *, splits: bool = True) -> bool | None:
+def evaluate(tokens: Sequence[tuple[Word, str]], *, splits: bool = True) -> bool | None:
     """Return the value of the words between the brackets, each with its pattern.
 
     `splits` is True for `[` and `test`, whose operators are `-a` and `-o`.
@@ -116,6 +116,6 @@ def _matches(pattern: str, text: str) -> bool | None:
     if len(pattern) > 200 or len(text) > 1000:
         return None
     try:
-        return re.search(unquoted(pattern), text) is not None
+        return re.search(unquote(pattern), text) is not None
     except re.error:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from msrl.importers.shell.conditions import evaluated
+from msrl.importers.shell.conditions import evaluate
 from msrl.importers.shell.expansion import expand, expand_text
 from msrl.importers.shell.syntax import skip_quoted
 from msrl.importers.shell.values import Scope, Word
@@ -27,7 +27,7 @@ def holds(source: str, line: int, scope: Scope, *, splits: bool) -> bool | None:
         tokens = [(word, "") for word in words]
     else:
         tokens = [_operand(raw, line, scope) for raw in _raw(source)]
-    return evaluated(tokens, splits=splits)
+    return evaluate(tokens, splits=splits)
 
 
 def _raw(source: str) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msrl.errors import MsrlError
 from msrl.importers.shell.arithmetic import arithmetic, calculate
 from msrl.importers.shell.braces import MAX_ITEMS, TooManyWordsError, expand_braces
-from msrl.importers.shell.outputs import output, probed
+from msrl.importers.shell.outputs import output, probe_output
 from msrl.importers.shell.values import (
     EMPTY,
     Scope,
@@ -23,7 +23,7 @@ from msrl.importers.shell.values import (
     fields,
     item,
     literal,
-    unquoted,
+    unquote,
 )
 
 _HOLDS_FLAGS = re.compile(r"(ARGS?|OPTS?|OPTIONS|FLAGS)\}?$", re.IGNORECASE)
@@ -358,10 +358,10 @@ class _Expander:
         match = re.match(r"((?:\\.|[^/\\])*)(?:/(.*))?$", argument, re.S)
         assert match is not None
         pattern = expand_text(match[1].replace("\\/", "/"), self.line, self.scope).text
-        new = expand_text(unquoted(match[2] or ""), self.line, self.scope).text
+        new = expand_text(unquote(match[2] or ""), self.line, self.scope).text
         anchors = {"#": (r"\A", "", pattern[1:]), "%": ("", r"\Z", pattern[1:])}
         before, after, glob = anchors.get(pattern[:1], ("", "", pattern))
-        expression = fnmatch.translate(unquoted(glob)).removeprefix("(?s:").removesuffix(r")\Z")
+        expression = fnmatch.translate(unquote(glob)).removeprefix("(?s:").removesuffix(r")\Z")
         count = 0 if action == "//" else 1
         changed = re.sub(f"(?s){before}{expression}{after}", lambda _: new, value.text, count=count)
         return literal(changed) if glob else value
@@ -395,7 +395,7 @@ class _Expander:
         texts = [_arguments(command) for command in commands if command]
         is_known = not problem and None not in texts and not re.search(r"[|\n]", _blank(source))
         text = output([command for command in texts if command is not None]) if is_known else None
-        text = probed(body) if text is None else text
+        text = probe_output(body) if text is None else text
         if text is not None:
             return literal(text)
         message = f"$({body.strip()}) is the output of a command, which msrl does not run."

@@ -21,11 +21,11 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.files import read_user_text
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.shell import syntax
-from msrl.importers.shell.arithmetic import calculate, unknown
+from msrl.importers.shell.arithmetic import calculate, unknown_result
 from msrl.importers.shell.expanded_conditions import holds
 from msrl.importers.shell.expansion import expand, expand_text, expand_value
-from msrl.importers.shell.outputs import printed
-from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, unquoted
+from msrl.importers.shell.outputs import printf_output
+from msrl.importers.shell.values import EMPTY, Scope, Variable, Word, unquote
 from msrl.importers.table import canonical
 from msrl.limits import whole_number
 
@@ -185,7 +185,7 @@ class _Interpreter:
     def _matches(self, text: str, patterns: Sequence[str], line: int) -> bool:
         """Return True if a pattern of a branch matches. Quoted patterns are texts."""
         for pattern in patterns:
-            globbed = expand_text(unquoted(pattern), line, self.scope.with_empty()).text
+            globbed = expand_text(unquote(pattern), line, self.scope.with_empty()).text
             if text == globbed if pattern[:1] in "'\"" else fnmatch.fnmatchcase(text, globbed):
                 return True
         return False
@@ -222,7 +222,7 @@ class _Interpreter:
                 return True
         if len(words) <= MAX_REPEATS:
             return True
-        self.scope.variables[node.name] = unknown(node.name, node.line)
+        self.scope.variables[node.name] = unknown_result(node.name, node.line)
         return self._end_unfinished_loop(node)
 
     def _run_counted_loop(self, node: syntax.For, expressions: Sequence[str]) -> bool | None:
@@ -310,7 +310,7 @@ class _Interpreter:
         """Give the variable that an expression assigns a value that is not known."""
         name = re.match(r"\s*([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", expression)
         if name is not None:
-            self.scope.variables[name[1]] = unknown(name[1], line)
+            self.scope.variables[name[1]] = unknown_result(name[1], line)
 
     def _simple(self, node: syntax.Simple) -> bool | None:
         if node.text.startswith("[["):
@@ -414,7 +414,11 @@ class _Interpreter:
         if len(words) < 4 or words[1].text != "-v":
             return True
         name, line = words[2].text, words[0].line
-        text = None if any(word.problem for word in words) else printed([w.text for w in words[3:]])
+        text = (
+            None
+            if any(word.problem for word in words)
+            else printf_output([w.text for w in words[3:]])
+        )
         value = _without_value(name, f"${name} is the output of printf", line)
         self.scope.variables[name] = (
             value if text is None else _split(text, line or 0, [], self.scope)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from msrl.importers.shell.arithmetic import calculate
-from msrl.importers.shell.conditions import evaluated
+from msrl.importers.shell.conditions import evaluate
 from msrl.importers.shell.values import Scope, Variable, Word
 
 MAX_RANGE = 1000
@@ -27,7 +27,7 @@ def output(commands: Sequence[Sequence[str]]) -> str | None:
     """Return the output of commands that `&&` or `;` connects; None if unknown before a run."""
     if len(commands) == 2 and commands[0][:1] == ["["]:
         words = [Word(text, None) for text in commands[0][1:] if text != "]"]
-        holds = evaluated([(word, "") for word in words])
+        holds = evaluate([(word, "") for word in words])
         return "" if holds is False else output(commands[1:] if holds else [])
     folder = "."
     for command in commands[:-1]:
@@ -48,7 +48,7 @@ def _program_output(program: str, arguments: Sequence[str], folder: str) -> str 
     if program == "seq":
         return _sequence(arguments)
     if program == "printf":
-        return printed(arguments)
+        return printf_output(arguments)
     texts = {"pwd": folder, "echo": " ".join(word for word in arguments if word != "-n")}
     if program == "date" and len(arguments) <= 1:
         texts["date"] = time.strftime(arguments[0].removeprefix("+") if arguments else "%c")
@@ -63,7 +63,7 @@ _PROBE = re.compile(
 )
 
 
-def probed(source: str) -> str | None:
+def probe_output(source: str) -> str | None:
     """Return the output of `python -c 'import NAME' && echo YES || echo NO`; None for another."""
     match = _PROBE.fullmatch(source)
     if match is None:
@@ -71,7 +71,7 @@ def probed(source: str) -> str | None:
     return match["yes"] if importlib.util.find_spec(match["name"]) else match["no"]
 
 
-def printed(arguments: Sequence[str]) -> str | None:
+def printf_output(arguments: Sequence[str]) -> str | None:
     """Return the output of printf, which repeats its format until it has read all arguments."""
     arguments = arguments[1:] if arguments[:1] == ["--"] else arguments
     if not arguments or "%" in _FORMAT.sub("", arguments[0]):

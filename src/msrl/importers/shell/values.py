@@ -134,6 +134,6 @@ def fields(value: Variable, separators: str) -> list[Word]:
     return words
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     """Return a text without its quotes and backslashes."""
     return re.sub(r"\\(.)|['\"]", lambda match: match[1] or "", text, flags=re.S)

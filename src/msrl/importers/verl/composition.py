@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from msrl.config.sources import Node, plain
-from msrl.importers.hydra import Override, composed
+from msrl.importers.hydra import Override, compose_file
 from msrl.importers.table import Table
 from msrl.importers.verl.sections import with_defaults
 
@@ -66,7 +66,7 @@ def compose(
     def prepare(node: Node) -> Node:
         return with_defaults(node, node, table)
 
-    tree = composed(tree, file, errors, skip=skip, prepare=prepare, overrides=keys)
+    tree = compose_file(tree, file, errors, skip=skip, prepare=prepare, overrides=keys)
     entries = dict(tree.value) if isinstance(tree.value, dict) else {}
     for name in ("defaults", "hydra"):
         entries.pop(name, None)

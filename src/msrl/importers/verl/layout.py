@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msrl.config.sources import wrap
 from msrl.importers.conversions import CONVERSIONS
-from msrl.importers.megatron import converted
+from msrl.importers.megatron import convert_value
 from msrl.importers.roll.training import put_virtual_stages
 from msrl.importers.sections import Keys
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -175,7 +175,7 @@ def _put_precision(engine: Keys) -> None:
         text = "msrl does not train in float16"
         engine.translation.approximate(entry, "model.dtype", "bfloat16", text)
     elif entry is not None:
-        engine.assign("dtype", ["model.dtype"], converted(engine, "dtype", "dtype"))
+        engine.assign("dtype", ["model.dtype"], convert_value(engine, "dtype", "dtype"))
     kept = engine.get("model_dtype")
     if kept is not None and kept.value in ("fp32", "float32", None):
         engine.record("model_dtype", KeyStatus.SAME, "the optimizer changes float32 weights")

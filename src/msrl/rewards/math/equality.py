@@ -19,7 +19,7 @@ from mpmath.libmp import to_rational
 from sympy import Expr
 from sympy.core.function import AppliedUndef
 
-from msrl.rewards.math.notation import intervals, unified
+from msrl.rewards.math.notation import intervals, unify
 from msrl.rewards.math.numbers import amount, comparable, is_qualified, number
 from msrl.rewards.math.quantities import are_opposite, same_amounts, same_time
 
@@ -107,7 +107,7 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
         return bool(answer.strip())
     if len(response) > MAX_CHARACTERS:
         return False
-    answer, response = _plain(unified(answer)), _plain(unified(response))
+    answer, response = _plain(unify(answer)), _plain(unify(response))
     if _is_product(answer):
         return sorted(answer) == sorted(_TIMES.sub("", response).strip("().:"))
     if _compact(answer) == _compact(response):
@@ -360,7 +360,7 @@ def _symbolically_equal(answer: str, response: str, tolerance: float, percent: b
         return False
     claimed = formula(_keep_variable(response))
     claimed = _with_symbols(claimed, true)
-    if verified(true, claimed):
+    if are_equal(true, claimed):
         has_new_percent = "%" in response and "%" not in answer
         return percent or not has_new_percent or _equal_hundredths(true, claimed)
     if tolerance == 0.0 and not percent:
@@ -459,10 +459,10 @@ def _is_other_value(true: list[Any], side: str) -> bool:
         is_name = parsed[0].is_Symbol or parsed[0].atoms(AppliedUndef)
         if is_name or not symbols or symbols - true[0].free_symbols:
             return False
-    return not verified(true, parsed)
+    return not are_equal(true, parsed)
 
 
-def verified(true: list[Any], claimed: list[Any]) -> bool:
+def are_equal(true: list[Any], claimed: list[Any]) -> bool:
     """Return True if math-verify finds two parsed answers equal.
 
     math-verify rounds to six decimals, so that 10^{-7} is 0.0. Small numbers must therefore also

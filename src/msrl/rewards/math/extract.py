@@ -44,13 +44,13 @@ def truth_refusal(answer: str, **_: object) -> str | None:
 def explain_box(response: str, answer: str) -> str:
     """Return what a comparison of the last box with the ground truth sees."""
     boxed = last_boxed(response)
-    truth = shortened(ground_truth(answer))
+    truth = shorten(ground_truth(answer))
     if boxed is None:
         return f"The response has no closed \\boxed{{}} to compare with {truth}."
-    return f"The last box holds {shortened(boxed)}. The ground truth is {truth}."
+    return f"The last box holds {shorten(boxed)}. The ground truth is {truth}."
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return a text for an explanation, without its middle if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= 120 else f"{line[:60]} ... {line[-50:]}"

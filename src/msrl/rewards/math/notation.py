@@ -96,7 +96,7 @@ _ABOVE = re.compile(f"{_NAME}{_MORE}{_END}|{_END}{_LESS}{_NAME}")
 _STRICT = ("<", ">", "\\lt", "\\gt")
 
 
-def unified(text: str) -> str:
+def unify(text: str) -> str:
     """Return a text with ASCII characters and LaTeX commands in one spelling."""
     text = _without_emphasis(_SPACE_CHARACTERS.sub(" ", text))
     text = _CHINESE_UNIT.sub(lambda match: f" {_CHINESE[match[0]]}", text)

@@ -5,7 +5,7 @@ Surrounding white space is ignored.
 
 from __future__ import annotations
 
-from msrl.rewards.math.extract import Part, extract_part, shortened
+from msrl.rewards.math.extract import Part, extract_part, shorten
 
 WRONG = 0.0
 NEEDS_ANSWER = True
@@ -31,4 +31,4 @@ def explain(response: str, answer: str, *, part: Part = "response") -> str:
     claimed = extract_part(response, part)
     if claimed is None:
         return f"The response has no part `{part}`."
-    return f"The part `{part}` is {shortened(claimed)}. The ground truth is {shortened(answer)}."
+    return f"The part `{part}` is {shorten(claimed)}. The ground truth is {shorten(answer)}."

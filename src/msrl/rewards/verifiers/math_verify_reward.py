@@ -8,7 +8,7 @@ this name, whose timeout works only in the main thread; here the process is kill
 
 from __future__ import annotations
 
-from msrl.rewards.math.equality import MAX_CHARACTERS, boxed_formula, formula, verified
+from msrl.rewards.math.equality import MAX_CHARACTERS, are_equal, boxed_formula, formula
 from msrl.rewards.math.extract import explain_box, ground_truth, truth_refusal
 from msrl.rewards.verifiers.base_acc import FORM, has_form
 
@@ -24,7 +24,7 @@ def score(response: str, answer: str) -> float:
     claimed = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
     if len(claimed) > MAX_CHARACTERS:
         return WRONG
-    return 1.0 if verified(formula(ground_truth(answer)), boxed_formula(claimed)) else WRONG
+    return 1.0 if are_equal(formula(ground_truth(answer)), boxed_formula(claimed)) else WRONG
 
 
 def explain(response: str, answer: str) -> str:

@@ -18,7 +18,7 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def shortened(message: Message, max_chars: int) -> Message:
+def shorten_message(message: Message, max_chars: int) -> Message:
     """Return a message of at most `max_chars` characters that can be encoded as UTF-8."""
     text = message.content.encode("utf-8", "replace").decode("utf-8")
     if len(text) > max_chars:

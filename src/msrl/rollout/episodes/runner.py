@@ -19,7 +19,7 @@ from msrl.environments.base import EpisodeFault, Opening, StepResult
 from msrl.environments.pool import ENVIRONMENT_COLUMN, select_environment
 from msrl.errors import MsrlError
 from msrl.rollout.engine import sample_seed
-from msrl.rollout.episodes.messages import digest, readable_messages, shortened
+from msrl.rollout.episodes.messages import digest, readable_messages, shorten_message
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.rollout.episodes.tokens import EpisodeTokens
@@ -353,7 +353,7 @@ class EpisodeRunner:
         """Return messages of at most the largest length; count those that were longer."""
         short: list[Message] = []
         for message in messages:
-            text = shortened(message, self._section.max_message_chars)
+            text = shorten_message(message, self._section.max_message_chars)
             episode.num_shortened += len(text.content) < len(message.content)
             short.append(text)
         return short
@@ -370,7 +370,7 @@ class EpisodeRunner:
         """Return the completion of an episode and close its environment."""
         del self._running[episode.name]
         self._environments.close(episode.name)
-        token_ids, logprobs, versions = episode.tokens.sampled()
+        token_ids, logprobs, versions = episode.tokens.sampled_tokens()
         messages: list[Mapping[str, Any]] = [
             {"role": message.role, "content": message.content} for message in episode.transcript
         ]

@@ -41,7 +41,7 @@ class _Sequence:
         """
         self.routes.append(routes[sum(len(rows) for rows in self.routes) :])
 
-    def joined(self) -> TokenSequence:
+    def join(self) -> TokenSequence:
         """Return the sequence up to its last sampled token."""
         while self.has_samples and not self.are_sampled[-1]:
             self.token_ids.pop()
@@ -113,9 +113,9 @@ class EpisodeTokens:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return the sequences that have sampled tokens; the first one if none has."""
         sampled = [sequence for sequence in self._sequences if sequence.has_samples]
-        return tuple(sequence.joined() for sequence in sampled or self._sequences[:1])
+        return tuple(sequence.join() for sequence in sampled or self._sequences[:1])
 
-    def sampled(self) -> tuple[Ints, Floats, tuple[VersionRun, ...]]:
+    def sampled_tokens(self) -> tuple[Ints, Floats, tuple[VersionRun, ...]]:
         """Return all sampled tokens with their log-probabilities and versions."""
         sequences = self.sequences()
         token_ids = np.concatenate([item.token_ids[item.is_sampled] for item in sequences])

@@ -63,14 +63,14 @@ class BufferState(Generic[Group]):
     finished: tuple[FinishedGroup[Group], ...] = ()
     filtered: tuple[FinishedGroup[Group], ...] = ()
 
-    def without(self, tickets: Collection[Ticket]) -> BufferState[Group]:
+    def without_groups(self, tickets: Collection[Ticket]) -> BufferState[Group]:
         """Return the state in which these finished groups are pending."""
         pending = sorted([*self.pending, *tickets], key=lambda ticket: ticket.number)
         finished = tuple(item for item in self.finished if item.ticket not in tickets)
         return replace(self, pending=tuple(pending), finished=finished)
 
 
-def outdated(
+def outdated_tickets(
     state: BufferState[Any], batch: int, max_staleness: int, on_stale: OnStale
 ) -> list[Ticket]:
     """Return the finished groups of a checkpoint that would exceed the staleness bound.
@@ -198,7 +198,7 @@ class GroupBuffer(Generic[Group]):
         slot = self._slots.get(ticket.number)
         return slot is not None and slot.ticket == ticket
 
-    def generated(self, ticket: Ticket, oldest_version: int) -> bool:
+    def add_generated(self, ticket: Ticket, oldest_version: int) -> bool:
         """Record that a group is generated and waits for its scores.
 
         Returns:
@@ -210,7 +210,7 @@ class GroupBuffer(Generic[Group]):
         slot.stage, slot.version = "scoring", oldest_version
         return True
 
-    def scored(self, ticket: Ticket, group: Group) -> bool:
+    def add_scored(self, ticket: Ticket, group: Group) -> bool:
         """Add the scored group; return False if it was dropped in the meantime."""
         if not self.is_current(ticket):
             return False

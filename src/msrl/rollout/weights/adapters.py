@@ -80,7 +80,7 @@ class AdaptedWeights:
         ]
         return add_digests([*base_digests, dict(factors)])
 
-    def merged(
+    def merge(
         self, version: int, scale: float, memory: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the sums of base weights and adapters under their Hugging Face names.

@@ -76,7 +76,7 @@ class Saver:
         )
         self._thread.start()
 
-    def finished(self, *, must_wait: bool = False) -> list[SavedTraining]:
+    def finished_saves(self, *, must_wait: bool = False) -> list[SavedTraining]:
         """Return the saves finished since the last call.
 
         On the first rank these are complete checkpoints, on others the files of the rank.

@@ -155,7 +155,8 @@ def _args(rank: TrainingRank) -> argparse.Namespace:
 
 def _saved_weights(replica: ModelReplica) -> Mapping[str, Tensor]:
     """Return the weights that checkpoints contain: all weights, or the adapters alone."""
-    return named_weights(replica.model) if replica.adapters is None else replica.adapters.named()
+    adapters = replica.adapters
+    return named_weights(replica.model) if adapters is None else adapters.trained_parameters()
 
 
 def _states(replica: ModelReplica) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from msrl.config.sections.train import RecomputeConfig
 from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
-from msrl.models.select import chosen
+from msrl.models.select import select_names
 from msrl.models.shape import Mla, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
@@ -308,7 +308,7 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Seque
 
     Raises MsrlError as `models.select.chosen` does.
     """
-    names = chosen(shape, patterns, key="train.freeze")
+    names = select_names(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
     at = Coords(
         0,

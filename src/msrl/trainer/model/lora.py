@@ -285,7 +285,7 @@ class Adapters:
             return []
         return [(factor, adapted.parameter(factor).detach()) for factor in "AB"]
 
-    def merged(self, name: str) -> Tensor | None:
+    def merged_weight(self, name: str) -> Tensor | None:
         """Return a base weight of this rank plus its adapter, added in float32.
 
         None for a weight without an adapter.
@@ -297,7 +297,7 @@ class Adapters:
         product = adapted.parameter("B").detach().float() @ adapted.parameter("A").detach().float()
         return torch.add(base.detach().float(), product, alpha=self.scale).to(base.dtype)
 
-    def named(self) -> dict[str, torch.nn.Parameter]:
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by name."""
         adapters = {
             adapted.name(factor): adapted.parameter(factor)
@@ -331,7 +331,7 @@ class Adapters:
         shards = self.reshard(checkpoint.layout, files, str(root), needs_head=needs_head)
         with torch.no_grad():
             for name, value in shards.items():
-                self.named()[name].copy_(value)
+                self.trained_parameters()[name].copy_(value)
 
     def reshard(
         self,
@@ -357,7 +357,7 @@ class Adapters:
             for factor in trained_factors(placed)
         }
         for name, value in local.items():
-            parameter = self.named()[name]
+            parameter = self.trained_parameters()[name]
             if value.shape != parameter.shape:
                 raise MsrlError(
                     f"{where}: {name} has shape {list(value.shape)}, but train.lora requires "

@@ -48,7 +48,7 @@ def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
     return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields, routes)
 
 
-def padded(sequences: Sequences, multiple: int) -> Sequences:
+def pad_sequences(sequences: Sequences, multiple: int) -> Sequences:
     """Repeat the shortest sequence without a loss until `multiple` divides their number.
 
     The number of sequences of a step varies if an environment edits the history.

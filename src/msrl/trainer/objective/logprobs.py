@@ -36,7 +36,7 @@ class Distribution:
 
     def logprobs(self, rows: slice, columns: VocabColumns) -> Tensor:  # [R, V], float32
         """Return the log-probabilities of this rank's vocabulary shard."""
-        return columns.shifted(
+        return columns.shift(
             self.project(self.hidden[rows].to(self.normalizer.device)), self.normalizer[rows]
         )
 
@@ -82,7 +82,7 @@ class VocabColumns:
         starts = range(0, num_rows, self.rows_at_once) if self.num_valid else ()
         return (slice(start, min(start + self.rows_at_once, num_rows)) for start in starts)
 
-    def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
+    def shift(self, logits: Tensor, by: Tensor) -> Tensor:
         """Return logits / temperature - by, of [R, V] and [R], as a new float32 tensor."""
         return torch.add(-by[:, None], logits[:, : self.num_valid], alpha=1 / self.temperature)
 
@@ -102,7 +102,7 @@ class VocabColumns:
         top.fill_(_LEAST)
         for rows in self.row_slices(len(logits)):
             top[rows] = logits[rows, : self.num_valid].amax(-1).float() / self.temperature
-            shifted = self.shifted(logits[rows], top[rows])
+            shifted = self.shift(logits[rows], top[rows])
             if overwrite:
                 grown = torch.exp(shifted, out=logits[rows, : self.num_valid])
             else:
@@ -124,7 +124,7 @@ class VocabColumns:
         """Return the sums over the vocabulary of each comparison's terms and slopes, [2, M, K]."""
         totals = normalizer.new_zeros((2, len(logits), len(comparisons)))
         for rows in self.row_slices(len(logits)):
-            logprobs = self.shifted(logits[rows], normalizer[rows])
+            logprobs = self.shift(logits[rows], normalizer[rows])
             for number, comparison in enumerate(comparisons):
                 terms, slopes = comparison(rows, logprobs, self)
                 totals[0, rows, number] = terms.sum(-1)
@@ -195,7 +195,7 @@ def gradient_in_place(
     )
     at_label = slope.masked_fill(~is_here, 0.0)[:, None]
     for rows in columns.row_slices(len(logits)):
-        surprise = columns.shifted(logits[rows], normalizer[rows])  # log p
+        surprise = columns.shift(logits[rows], normalizer[rows])  # log p
         # With respect to a logit, the derivative of the entropy is -p (log p + H).
         factor: Tensor = -slope[rows, None]
         further: Tensor | None = None

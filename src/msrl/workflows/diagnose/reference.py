@@ -102,7 +102,7 @@ def _scores(
     return ReferenceScores(
         raw=tuple(_pick(row, ids) for row, ids in rows),
         tempered=tuple(_pick(row / temperature, ids) for row, ids in rows),
-        filtered=tuple(_pick(filtered(row / temperature, sampling), ids) for row, ids in rows),
+        filtered=tuple(_pick(filter_logits(row / temperature, sampling), ids) for row, ids in rows),
         activations=activations,
         settings=settings,
     )
@@ -120,7 +120,7 @@ def _pick(
     return logprobs.gather(-1, labels).squeeze(-1).numpy()
 
 
-def filtered(
+def filter_logits(
     logits: Tensor,  # [T, V], divided by the temperature
     sampling: SamplingParams,
 ) -> Tensor:  # [T, V]

@@ -14,7 +14,7 @@ from msrl.environments.tools import detect_format, unknown_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import error_line
-from msrl.rollout.episodes.messages import shortened
+from msrl.rollout.episodes.messages import shorten_message
 from msrl.rollout.episodes.runner import environment_row
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
 from msrl.rollout.episodes.template import EpisodeTemplate, open_template
@@ -117,7 +117,7 @@ def _check_opening(
     template.check(needs_tools=bool(opening.tools), lists_tools=begins)
     if begins:
         limit, longest = settings.environment.max_message_chars, settings.max_prompt_tokens
-        messages = [shortened(message, limit) for message in opening.messages]
+        messages = [shorten_message(message, limit) for message in opening.messages]
         length = len(template.conversation(messages, opening.tools))
         if length > longest:
             raise MsrlError(

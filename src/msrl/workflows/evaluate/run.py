@@ -419,7 +419,7 @@ def _score_all(
         for first in range(0, total, size):
             batch = setup.prompts[first : first + size]
             groups = sampler.generate(batch, setup.sampling, checkpoint.version)
-            scores = scores.joined(scorer.score(groups))
+            scores = scores.plus(scorer.score(groups))
             scores.require_scores(where, only_stopped=True)
             bar.advance(len(batch))
     scores.require_scores(where)

@@ -108,7 +108,7 @@ class RolloutEvaluator:
         """
         scores, where = Scores((), {}, ()), f"the evaluation of step {step}"
         for start in range(0, len(self._job.eval_prompts), self._batch_size):
-            scores = scores.joined(self._score_batch(start, step))
+            scores = scores.plus(self._score_batch(start, step))
             # A source may still score rows of later batches, so stop early only if its calls are
             # being skipped.
             scores.require_scores(where, only_stopped=True)

@@ -127,7 +127,7 @@ class RolloutActor:
         if offer.adapter_scale is None:
             return received_tensors(offer, self._shape, memory)
         self._adapted.receive(offered_buckets(offer), offer.version)
-        return self._adapted.merged(offer.version, offer.adapter_scale, memory)
+        return self._adapted.merge(offer.version, offer.adapter_scale, memory)
 
     def _adapter_digests(self, offer: WeightOffer) -> Digests | None:
         """Return the digests of the adapters that arrived last, if the offer requests them.

@@ -76,7 +76,7 @@ class Rollouts:
             prompts = self._refill_prompts(scores.groups)
             if not prompts:
                 break
-            scores = scores.joined(self._generate_scores(prompts, step, clock))
+            scores = scores.plus(self._generate_scores(prompts, step, clock))
             num_refills += 1
             scores.require_scores(f"step {step + 1}")
         return self._select_groups(scores, num_refills)
@@ -155,7 +155,7 @@ def with_greedy(scores: Scores, greedy: Scores) -> Scores:
         replace(group, greedy=baseline)
         for group, baseline in zip(scores.groups, greedy.groups, strict=True)
     )
-    return replace(scores.joined(greedy), groups=groups)
+    return replace(scores.plus(greedy), groups=groups)
 
 
 def _missing_note(informative: Flags, num_refills: int) -> str:

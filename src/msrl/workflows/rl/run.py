@@ -26,7 +26,7 @@ from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.rl.workers import Workers, start_workers
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.preflight import check_start
-from msrl.workflows.training.run_log import counted
+from msrl.workflows.training.run_log import count_text
 from msrl.workflows.training.session import TrainingSession, open_session
 from msrl.workflows.training.trainers import save_plan
 
@@ -53,8 +53,8 @@ def run(plan: RunPlan) -> None:
         start_time = time.perf_counter()
         if size := size_note(job.config, job.num_steps):
             session.note(size)
-        ranks = counted(plan.world_size, "training rank")
-        engines = counted(plan.num_engines, "engine")
+        ranks = count_text(plan.world_size, "training rank")
+        engines = count_text(plan.num_engines, "engine")
         session.note(
             f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"

@@ -232,7 +232,7 @@ def _checkpoint_and_state(
     if resume:
         check_order(resume, order, rows_per_step="rollout.prompts_per_step")
     rates = policy_schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
+    state = {**order_state(order), **resume_checks.checked_values(plan, rates)}
     if resume:
         resume_checks.check(resume, state)
         _check_critic(plan, resume)

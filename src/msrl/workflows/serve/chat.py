@@ -89,7 +89,7 @@ class ChatPrompts:
             section.history_keeps == "oldest",
         )
 
-    def recalled(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    def recall(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
         """Return the earlier turns that the model sees, and the question, which is the last one."""
         earlier, question = turns[:-1], turns[-1:]
         if self.num_turns is None:
@@ -214,7 +214,7 @@ def _respond(
 
     If the question is too long, it is dropped from the conversation instead.
     """
-    turns = prompts.recalled(turns)
+    turns = prompts.recall(turns)
     fitted = fit_conversation(prompts, turns, engine.max_model_len, sampling.max_tokens)
     if fitted.token_ids is None:
         _print_note(

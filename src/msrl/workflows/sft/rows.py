@@ -208,7 +208,7 @@ def _truncate(examples: Sequence[RenderedExample], limit: int | None) -> Sequenc
         return examples
     starts = accumulate((len(example.token_ids) for example in examples), initial=0)
     return [
-        e.truncated(limit - start)
+        e.truncate(limit - start)
         for e, start in zip(examples, starts, strict=False)
         if start < limit
     ]

@@ -37,7 +37,7 @@ _SFT_KEYS = (
 )  # keys of `data` that determine the rows
 
 
-def remembered(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
+def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     """Return the values that a checkpoint of this run stores for later checks.
 
     Reads the beginning and end of data and weight files.

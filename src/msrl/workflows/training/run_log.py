@@ -31,7 +31,7 @@ from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
 
 
-def counted(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """Return a count with its noun: `1 engine`, `2 engines`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

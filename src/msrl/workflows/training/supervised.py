@@ -28,7 +28,7 @@ from msrl.workflows.training import resume_checks
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_run_folder, check_start
-from msrl.workflows.training.run_log import counted
+from msrl.workflows.training.run_log import count_text
 from msrl.workflows.training.session import Evaluator, TrainingSession, open_session
 from msrl.workflows.training.settings import (
     check_order,
@@ -152,7 +152,7 @@ def run(plan: RunPlan, task: SupervisedTask[RowsT]) -> None:
         resume=job.resume,
         curves=task.curves,
     ) as session:
-        count, platform = counted(plan.world_size, "training rank"), job.platform
+        count, platform = count_text(plan.world_size, "training rank"), job.platform
         task.begin(job, session)
         session.note(
             f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
@@ -205,7 +205,7 @@ def prepare(
             " resume."
         )
     order, rates = task.order(config, train), schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.remembered(plan, rates)}
+    state = {**order_state(order), **resume_checks.checked_values(plan, rates)}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
         resume_checks.check(resume, state)

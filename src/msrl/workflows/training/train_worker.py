@@ -263,15 +263,15 @@ class TrainWorker:
     ) -> list[SavedTraining]:
         """Save a checkpoint, or begin to; return the saves completed since the last call."""
         self._saver.save(step, extra, retention)
-        return self._saver.finished()
+        return self._saver.finished_saves()
 
     def finished_saves(self) -> list[SavedTraining]:
         """Return the saves that were completed since the last call."""
-        return self._saver.finished()
+        return self._saver.finished_saves()
 
     def finish_saves(self) -> list[SavedTraining]:
         """Wait for a pending save and return the saves that were completed since the last call."""
-        return self._saver.finished(must_wait=True)
+        return self._saver.finished_saves(must_wait=True)
 
     def close(self) -> None:
         """Release the models and leave the process groups."""

@@ -22,7 +22,7 @@ from msrl.trainer.objective.batches import (
     by_sequence,
     micro_batches,
     num_loss_tokens,
-    padded,
+    pad_sequences,
 )
 from msrl.trainer.objective.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
 from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes
@@ -104,7 +104,7 @@ class TrainerGroup:
         count = len(sequences.token_ids)
         if request.model != "policy":
             sequences = sequences._replace(routes=None)
-        batches = self._split(padded(sequences, self.dp_size), limits)
+        batches = self._split(pad_sequences(sequences, self.dp_size), limits)
         calls = self._begin("forward", batches, request)
         return PendingForward(self._workers, calls, self._positions, batches, count)
 

@@ -81,7 +81,7 @@ def number(value: float) -> float | None:
     return float(value) if value == int(value) else float(f"{value:.7g}")
 
 
-def packed(values: np.ndarray, dtype: str) -> float | str | None:
+def pack(values: np.ndarray, dtype: str) -> float | str | None:
     """Return an array as base64; a single number if all values are equal. NaN is a missing value.
 
     Args:

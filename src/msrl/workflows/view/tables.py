@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from msrl.workflows.view.chunks import Chunks, Packs, number, packed, safe_json
+from msrl.workflows.view.chunks import Chunks, Packs, number, pack, safe_json
 from msrl.workflows.view.samples import ViewSample, step_of
 from msrl.workflows.view.search import TextIndex
 from msrl.workflows.view.verdicts import Verdicts
@@ -154,18 +154,18 @@ def _tokens(sample: ViewSample) -> dict[str, Any]:
     first = int(sampled.argmax()) if len(sampled) else 0
     if not sampled[first : first + 1].any():
         first = len(sampled)
-    is_sampled = packed(sampled[first:], "u1")
+    is_sampled = pack(sampled[first:], "u1")
     all_trained = sample.loss_mask is sampled
     advantages = sample.advantages
     if not isinstance(advantages, (int, float)):
-        advantages = packed(advantages[first:], "<f4")
+        advantages = pack(advantages[first:], "<f4")
     return {
-        "ids": packed(sample.token_ids, "<i4"),
+        "ids": pack(sample.token_ids, "<i4"),
         "length": len(sampled),
         "first": first,
         "sampled": is_sampled,
-        "mask": is_sampled if all_trained else packed(sample.loss_mask[first:], "u1"),
+        "mask": is_sampled if all_trained else pack(sample.loss_mask[first:], "u1"),
         "advantages": number(advantages) if isinstance(advantages, float) else advantages,
         "versions": [list(run) for run in sample.versions],
-        "values": {name: packed(values[first:], "<f4") for name, values in sample.values.items()},
+        "values": {name: pack(values[first:], "<f4") for name, values in sample.values.items()},
     }

@@ -24,7 +24,7 @@ from msrl.rollout.runtime.buffer import (
     FinishedGroup,
     GroupBuffer,
     Ticket,
-    outdated,
+    outdated_tickets,
 )
 from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
@@ -392,7 +392,7 @@ class AsyncRollouts:
         ticket = self._tickets.pop(key, None)
         sampled = group.completions[: self._job.sampling.num_samples]
         oldest = min(completion.policy_version for completion in sampled)
-        if ticket is not None and self._buffer.generated(ticket, oldest):
+        if ticket is not None and self._buffer.add_generated(ticket, oldest):
             self._num_tokens[ticket.number] = group.num_tokens
             self._to_score.append((ticket, group))
 
@@ -405,7 +405,7 @@ class AsyncRollouts:
                 waiting, self._to_score = self._to_score, []
             scores = self._score_groups([group for _, group in waiting])
             with self._condition:
-                self._scores = self._scores.joined(replace(scores, groups=()))
+                self._scores = self._scores.plus(replace(scores, groups=()))
                 for (ticket, _), group in zip(waiting, scores.groups, strict=True):
                     self._add_scored(ticket, group)
                 self._condition.notify_all()
@@ -423,7 +423,7 @@ class AsyncRollouts:
     def _add_scored(self, ticket: Ticket, group: ScoredGroup) -> None:
         """Add a group to the buffer, or replace it by another one. The caller holds the lock."""
         if not self._filter.must_replace(group, self._buffer.num_filtered):
-            self._buffer.scored(ticket, group)
+            self._buffer.add_scored(ticket, group)
             return
         if self._buffer.filter_out(ticket, group):
             self._num_tokens.pop(ticket.number, None)
@@ -446,8 +446,8 @@ class AsyncRollouts:
         batch, options = self._job.config.rollout.prompts_per_step, self._options
         misfits = [item.ticket for item in state.finished if not self._fits(item.group)]
         filtered = tuple(item for item in state.filtered if self._fits(item.group))
-        fitting = replace(state.without(misfits), filtered=filtered)
-        late = outdated(fitting, batch, options.max_staleness, options.on_stale)
+        fitting = replace(state.without_groups(misfits), filtered=filtered)
+        late = outdated_tickets(fitting, batch, options.max_staleness, options.on_stale)
         count = len(misfits) + len(late)
         if count:
             self._notes = (
@@ -455,7 +455,7 @@ class AsyncRollouts:
                 "rollout.samples_per_prompt or algo.advantage.estimator, which have changed; their "
                 "prompts are sampled again",
             )
-        return fitting.without(late)
+        return fitting.without_groups(late)
 
     def _fits(self, group: ScoredGroup) -> bool:
         """Return True if a group has the completions that a new one would have."""

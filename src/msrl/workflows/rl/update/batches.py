@@ -27,7 +27,7 @@ from msrl.plan.derived import aggregate_constant, needs_draws, needs_old_logprob
 from msrl.trainer.objective.batches import (
     loss_token_counts,
     num_loss_tokens,
-    padded,
+    pad_sequences,
     select,
     with_weights,
 )
@@ -185,7 +185,7 @@ def policy_batches(
         groups = averaging_groups(algo.aggregate, batch, own)
         if needs_draws(config):
             own = with_draws(own, (config.run.seed, step - algo.value.warmup_steps, number))
-        own = padded(own, dp_size)
+        own = pad_sequences(own, dp_size)
         if algo.top_entropy < 1.0:
             own = with_top_entropy(own, algo.top_entropy)
         if algo.old_logprobs == "log-linear":
@@ -201,7 +201,7 @@ def value_batch(
     """Return the sequences of an update of the critic, with weights of `algo.value.aggregate`."""
     own, mode = select(sequences, batch.sequences), config.algo.value.aggregate
     groups = averaging_groups(config.algo.aggregate, batch, own)
-    own = padded(own, dp_size)
+    own = pad_sequences(own, dp_size)
     if mode == "token-mean" or not num_loss_tokens(own):
         return own
     return with_weights(own, mode, aggregate_constant(config), groups)
